@@ -196,6 +196,8 @@ def make_core(
             method=_method(config, proposers),
             num_speculative_tokens=None if is_auto else int(config.num_speculative_tokens),
             verification=None if config.verification == "auto" else config.verification,
+            draft_sample_method=None if config.draft_sample_method == "auto" else config.draft_sample_method,
+            drawing=frozenset(proposer.name for proposer in proposers if proposer.draws),
             encoder_decoder=models.encoder_decoder,
             has_rules=bool(target.rules),
             grammars=Grammars(

@@ -136,6 +136,11 @@ class SpeculationSettings(BaseModel):
         description="Tokens drafted per round; 0 switches speculation off. auto: as many as maximise "
         "tokens per second, by costs that are measured at start and tracked from then on.",
     )
+    draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
+        "auto",
+        description="How the draft model draws its tokens: the most likely one, or at random with the "
+        "request's parameters. auto: as the target does. The output has the same distribution in any case.",
+    )
     verification: Literal["auto", "rejection", "block", "coupled"] = Field(
         "auto",
         description="How drafted tokens are verified when sampling. "

@@ -15,7 +15,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 FinishReason = Literal["stop", "length"]
-Verification = Literal["rejection", "block", "coupled"]
+Verification = Literal["rejection", "block", "coupled", "exact_match"]
+DraftSampleMethod = Literal["greedy", "probabilistic"]
 # The draft model has this name in requests, metrics and settings; no other file spells it out.
 DRAFT_MODEL: Final = "draft_model"
 Source = Literal["draft_model", "ngram", "prediction", "grammar", "none"]
@@ -31,8 +32,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look at the
     prompt and the output so far. ``seed`` None: the engine draws one. ``logprobs`` n: the chosen token's
     and the n most likely ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
-    drafts; ``auto``: in each round the source that is expected to give most), ``num_speculative_tokens`` and
-    ``verification`` None: the engine's own setting. ``origins``: outputs say what each round gave.
+    drafts; ``auto``: in each round the source that is expected to give most), ``num_speculative_tokens``,
+    ``draft_sample_method`` (how a draft model draws its tokens) and ``verification`` None: the engine's own
+    setting. ``verification`` exact_match is for greedy requests alone, which have no other rule.
+    ``origins``: outputs say what each round gave.
     ``grammar``: what the whole output must match, in llguidance's notation: Lark, or what
     ``LLMatcher.grammar_from_regex`` and ``grammar_from_json_schema`` return. ``grammar_after``: only what
     follows the first occurrence of these tokens in the output; what comes before is free, and so is an output
@@ -56,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     method: str | None = None
     num_speculative_tokens: int | None = None
+    draft_sample_method: DraftSampleMethod | None = None
     verification: Verification | None = None
     trace: bool = False
     origins: bool = False

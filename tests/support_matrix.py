@@ -22,6 +22,7 @@ from tests.models import make_engine, save_perturbed, save_random_llama, stepped
 from truedraft.engine.commands.replay import Replayer
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
+from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.llm import Completion
 from truedraft.engine.messages import Generate, SamplingParams
@@ -34,13 +35,14 @@ VOCAB_SIZE, NUM_TOKENS, STOP_ID, PROMPT = 6, 3, 5, [2, 1, 0, 3, 2, 1, 4, 0]
 NUM_SAMPLES, NUM_SEEDS, SIGNIFICANCE = 1000, 12, 1e-5
 PROPOSERS = ("draft_model", "ngram", "none")
 RULES = ("rejection", "block", "coupled", "exact match")
-EXACT, SAME, EQUAL, REPEATABLE, ALONE, VERIFIED, NO = (
+EXACT, SAME, EQUAL, REPEATABLE, ALONE, VERIFIED, REFUSED, NO = (
     "exact",
     "same tokens",
     "equal",
     "repeatable",
     "as alone",
     "verified",
+    "refused",
     "NO",
 )
 
@@ -59,8 +61,13 @@ DECIDING: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"stop_token_ids": [0, 3]},
     "grammar": {"grammar": GRAMMAR},
 }
+# These parameters decide how a draft model draws, and so nothing of what comes out.
+DRAWING: dict[str, dict[str, Any]] = {
+    f"draft_sample_method: {method}": {"draft_sample_method": method}
+    for method in ("greedy", "probabilistic")
+}
 REPORTING = ("logprobs", "prompt_logprobs", "seed", "n", "trace")
-PARAMETERS = (*DECIDING, *REPORTING)
+PARAMETERS = (*DECIDING, *DRAWING, *REPORTING)
 
 Law = dict[tuple[int, ...], float]
 
@@ -120,10 +127,17 @@ def seeded(params: SamplingParams, num_seeds: int) -> list[SamplingParams]:
 
 
 def cell(pair: Pair, parameter: str, proposer: str, rule: str) -> str:
+    try:
+        return _served(pair, parameter, proposer, rule)
+    except RequestError as error:
+        return REFUSED if parameter.split(":")[0] in str(error) else NO
+
+
+def _served(pair: Pair, parameter: str, proposer: str, rule: str) -> str:
     if parameter == "temperature" and rule == "exact match":
         return _same_tokens(pair, params_of(rule), proposer)  # 0 is what makes it this rule
-    if parameter in DECIDING:
-        params = params_of(rule, **DECIDING[parameter])
+    if given := DECIDING.get(parameter) or DRAWING.get(parameter):
+        params = params_of(rule, **given)
         if rule in ("coupled", "exact match"):
             return _same_tokens(pair, params, proposer)
         return EXACT if p_value(pair, params, proposer) > SIGNIFICANCE else NO
@@ -249,8 +263,10 @@ target (chi-square, {samples} seeds) |
 another draft they may be others |
 | as alone | each choice has the text that a request for it alone would get, with the seed derived for it |
 | verified | an offline replay confirms every decision |
+| refused | a 400 names the field and what to use instead |
 
-Every parameter works with every proposer and every rule.
+Every parameter works with every proposer and every rule, but for one: what an n-gram drafts is not drawn, so
+it cannot be drawn at random.
 """
 
 

@@ -11,6 +11,7 @@ from tests.support_matrix import (
     PAGE,
     PARAMETERS,
     PROPOSERS,
+    REFUSED,
     RULES,
     Pair,
     cell,
@@ -39,6 +40,8 @@ def test_every_combination_works(pair: Pair, cells: Cells, parameter: str) -> No
         for rule in RULES:
             cells[parameter, proposer, rule] = cell(pair, parameter, proposer, rule)
             assert cells[parameter, proposer, rule] != NO, (parameter, proposer, rule)
+            is_refused = proposer == "ngram" and parameter == "draft_sample_method: probabilistic"
+            assert (cells[parameter, proposer, rule] == REFUSED) is is_refused
 
 
 @pytest.mark.parametrize("parameter", DECIDING)

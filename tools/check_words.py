@@ -24,8 +24,6 @@ LEFT_OUT = (
     "engine/native/",
     "engine/cuda/",
     "engine/proposers/",
-    "engine/speculation/",
-    "engine/core/",
     "engine/runtime/",
 )
 

@@ -58,12 +58,14 @@ class RoundCheck:
         self.target_logits = self._logits(target, history)
         self.draft_logits = None if draft is None else self._logits(draft, history)
         self.target_probs = self._probs(self.target_logits, history.params)
-        if self.draft_logits is None or self.rule is Rule.EXACT_MATCH:
+        method = history.params.draft_sample_method
+        self.drafts_greedily = self.rule is Rule.EXACT_MATCH if method is None else method == "greedy"
+        if self.draft_logits is None or self.drafts_greedily:
             # A deterministic draft is one-hot at what it guessed; whether it is the draft's own guess is
             # looked at where that can be computed again.
             self.draft_probs = _one_hot(torch.tensor(self.ids, dtype=torch.int64), self.vocab_size)
         else:
-            self.draft_probs = self._probs(self.draft_logits[:-1], history.params)
+            self.draft_probs = processed(self.draft_logits[:-1], history.params)
 
     def findings(self) -> Iterator[Finding]:
         for number in range(len(self.ids)):
@@ -84,17 +86,18 @@ class RoundCheck:
         return processed(logits, params)
 
     def _check_draft(self, number: int) -> Iterator[Finding]:
-        """Checks that the seed draws this token from the draft's distribution."""
+        """Checks that this token is the draft's most likely one, or is what the seed draws from it."""
         if self.draft_logits is None:
             return
-        what = f"drafted token {number + 1}"
-        if self.rule in (Rule.REJECTION, Rule.BLOCK):
-            number_drawn = float(uniform(self._spent_seed(), self.position + number, Stream.DRAFT))
-            yield from self._check_inverse_cdf(what, self.draft_probs[number], number_drawn, self.ids[number])
+        what, token_id = f"drafted token {number + 1}", self.ids[number]
+        if self.drafts_greedily:
+            yield from self._check_highest(what, self.draft_logits[number], token_id)
+        elif self.rule is Rule.COUPLED:
+            scores = self._scores(self.draft_logits[number], self.draft_probs[number], number)
+            yield from self._check_highest(what, scores, token_id)
         else:
-            yield from self._check_winner(
-                what, self.draft_logits[number], self.draft_probs[number], number, self.ids[number]
-            )
+            number_drawn = float(uniform(self._spent_seed(), self.position + number, Stream.DRAFT))
+            yield from self._check_inverse_cdf(what, self.draft_probs[number], number_drawn, token_id)
 
     def _check_probs(self, number: int) -> Iterator[Finding]:
         token = self.round.drafted[number]
@@ -168,9 +171,8 @@ class RoundCheck:
             drawn = float(uniform(self.seed, self.position + row, Stream.RECOVER))
             yield from self._check_inverse_cdf(what, weights, drawn, token_id)
         else:
-            yield from self._check_winner(
-                what, self.target_logits[row], self.target_probs[row], row, token_id
-            )
+            scores = self._scores(self.target_logits[row], self.target_probs[row], row)
+            yield from self._check_highest(what, scores, token_id)
 
     def _check_inverse_cdf(
         self, what: str, weights: torch.Tensor, drawn: float, token_id: int
@@ -188,10 +190,7 @@ class RoundCheck:
                 f"{what} is {token_id}, but the seed draws {right}",
             )
 
-    def _check_winner(
-        self, what: str, logits: torch.Tensor, probs: torch.Tensor, row: int, token_id: int
-    ) -> Iterator[Finding]:
-        scores = self._scores(logits, probs, row)
+    def _check_highest(self, what: str, scores: torch.Tensor, token_id: int) -> Iterator[Finding]:
         if int(scores.argmax()) != token_id:
             yield Finding(
                 Outcome.NEAR_TIE if _gap(scores, token_id) <= self.tolerance else Outcome.WRONG,
@@ -199,7 +198,8 @@ class RoundCheck:
             )
 
     def _scores(self, logits: torch.Tensor, probs: torch.Tensor, row: int) -> torch.Tensor:
-        """What the winner is the highest of: logits, or log-probabilities with the coupled rule's noise."""
+        """Returns what the target's token is the highest of: logits, or log-probabilities with the coupled
+        rule's noise, of which a random draft is the highest, too."""
         if self.rule is Rule.EXACT_MATCH:
             return logits
         noise = exponential_noise(self.seed, self.position + row, self.vocab_size)

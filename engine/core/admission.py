@@ -1,4 +1,4 @@
-"""Requests to sequences: limits checked, defaults filled in, seeds drawn. No tensors.
+"""Makes sequences of requests: limits are checked, defaults filled in, seeds drawn; without tensors.
 
 The front end has checked ranges already; what is checked here depends on the loaded models.
 """
@@ -11,9 +11,9 @@ from msgspec import structs
 
 from truedraft.engine.core.planning import auto_limit
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
-from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.sequence import Sequence, is_greedy
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import Generate, SamplingParams, Verification
+from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams, Verification
 from truedraft.engine.sampling.splitmix import sequence_seed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RequestError(Exception):
-    """A request the engine cannot serve; ``code`` names the reason for the client."""
+    """Says why the engine cannot serve a request; ``code`` names the reason for the client."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class EncoderDecoderLimits:
-    """What an encoder-decoder target reads and writes at most, and what its decoder starts with.
+    """Says what an encoder-decoder target reads and writes at most, and what its decoder starts with.
 
     ``max_output_len`` does not count ``start_ids``. ``forced_eos_token_id`` ends what ``max_tokens`` cuts.
     """
@@ -43,11 +43,13 @@ class EncoderDecoderLimits:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the loaded pair allows, and what requests get that do not say.
+    """Says what the loaded pair allows, and what requests get that leave it open.
 
     ``methods`` are the sources that can draft here, in the order in which sequences have them; ``method`` is
     auto, one of them or none. ``num_speculative_tokens`` None leaves the draft length
-    to the policy; ``verification`` None decides by seed. ``encoder_decoder`` None: a decoder only.
+    to the policy; ``verification`` None decides by seed, ``draft_sample_method`` None by the temperature.
+    Sources that are ``drawing`` can draft greedily or at random; what others draft is certain.
+    ``encoder_decoder`` None: a decoder only.
     ``has_rules``: the checkpoint's generation config forbids or forces tokens. ``grammars`` None: outputs
     cannot be constrained.
     """
@@ -59,12 +61,14 @@ class Admission:
     method: str
     num_speculative_tokens: int | None
     verification: Verification | None
+    draft_sample_method: DraftSampleMethod | None = None
+    drawing: frozenset[str] = frozenset()
     encoder_decoder: EncoderDecoderLimits | None = None
     has_rules: bool = False
     grammars: "Grammars | None" = None
 
     def sequences(self, request: Generate) -> list[Sequence]:
-        """The request's ``n`` sequences; ``RequestError`` if it can never be served."""
+        """Returns the request's ``n`` sequences; raises ``RequestError`` if it can never be served."""
         params, prompt = request.params, request.prompt_token_ids
         self._check(request)
         start_ids: tuple[int, ...] = ()
@@ -79,6 +83,7 @@ class Admission:
         if not params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
         sources, num_speculative_tokens, fixed_draft_length = self._speculation(request)
+        self._check_draws(params, sources)
         prediction = Prediction(request.prediction_token_ids or [])
         matchers = self._matchers(request)
         return [
@@ -90,6 +95,7 @@ class Admission:
                 verification=self._verification(params),
                 sources=sources,
                 has_rules=self.has_rules,
+                draft_sample_method=self._draft_sample_method(params, sources),
                 num_speculative_tokens=num_speculative_tokens,
                 fixed_draft_length=fixed_draft_length,
                 stop_token_ids=stop_token_ids,
@@ -109,7 +115,7 @@ class Admission:
         ]
 
     def room(self, num_prompt_tokens: int) -> int:
-        """Output tokens that the context leaves after such a prompt."""
+        """Returns how many output tokens the context leaves after such a prompt."""
         if self.encoder_decoder is not None:
             return self.encoder_decoder.max_output_len
         return self.max_model_len - num_prompt_tokens
@@ -148,8 +154,31 @@ class Admission:
                     "invalid_token_id", f"{name} has a token id outside 0..{self.vocab_size - 1}"
                 )
 
+    def _check_draws(self, params: SamplingParams, sources: tuple[str, ...]) -> None:
+        """Refuses what cannot be had of how drafts are drawn and verified, or would not be exact."""
+        if params.verification == "exact_match" and not is_greedy(params):
+            raise RequestError(
+                "invalid_value",
+                "verification 'exact_match' is exact at temperature 0 alone; with another temperature use "
+                "'rejection', 'block' or 'coupled', which accept any draft_sample_method",
+            )
+        if params.draft_sample_method == "probabilistic" and sources and self.drawing.isdisjoint(sources):
+            raise RequestError(
+                "unsupported_parameter",
+                "draft_sample_method 'probabilistic' needs a model that draws drafts, but what "
+                f"{' and '.join(sources)} drafts here is certain; use 'greedy' or leave it out",
+            )
+
+    def _draft_sample_method(
+        self, params: SamplingParams, sources: tuple[str, ...]
+    ) -> DraftSampleMethod | None:
+        """Returns how drafts are drawn, as far as a source draws them."""
+        if self.drawing.isdisjoint(sources):
+            return None
+        return params.draft_sample_method or self.draft_sample_method
+
     def _matchers(self, request: Generate) -> "list[Matcher | None]":
-        """One for each choice."""
+        """Makes a matcher for each choice."""
         params = request.params
         if params.grammar is None:
             return [None] * request.n
@@ -188,7 +217,7 @@ class Admission:
         return params.verification or self.verification or by_seed
 
     def _speculation(self, request: Generate) -> tuple[tuple[str, ...], int, bool]:
-        """The sources that may draft; how many tokens; whether exactly that many or at most."""
+        """Returns the sources that may draft, how many tokens, and whether it is always that many."""
         asked = request.params.num_speculative_tokens
         length = self.num_speculative_tokens if asked is None else asked
         sources = () if length == 0 else self._sources(request)

@@ -1,4 +1,4 @@
-"""Who owns which cache block: plain integers, no tensors.
+"""Keeps who owns which cache block, in plain integers.
 
 A pool hands out blocks of ``block_size`` tokens; a ``BlockTable`` is one sequence's share of one model's
 pool. Full blocks of committed tokens are *published* under a hash that covers everything before them, so
@@ -31,7 +31,7 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         # Free blocks in the order of their next use: unpublished ones, then the least recently used.
         self._free = OrderedDict.fromkeys(range(num_blocks))
-        # Whether a beginning of a run may be unused: else there is nothing to search for.
+        # A beginning of a run may be unused: else there is nothing to search for.
         self._has_beginnings = True
 
     @property
@@ -40,7 +40,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
+        """Returns the share of the blocks in use, 0 to 1."""
         return 1 - self.num_free / self.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -50,7 +50,7 @@ class BlockPool:
         return self.blocks_for(num_tokens) - len(table.block_ids) <= self.num_free
 
     def reserve(self, table: BlockTable, num_tokens: int) -> None:
-        """Give ``table`` room for its first ``num_tokens`` tokens; ``can_reserve`` must hold."""
+        """Gives ``table`` room for its first ``num_tokens`` tokens; ``can_reserve`` must hold."""
         for _ in range(self.blocks_for(num_tokens) - len(table.block_ids)):
             block = self._best_after(table.block_ids)
             del self._free[block]
@@ -59,11 +59,11 @@ class BlockPool:
             table.block_ids.append(block)
 
     def _best_after(self, block_ids: list[int]) -> int:
-        """The free block that a table goes on with: the one behind its last one, so that its text lies in one
-        piece, or the beginning of a run without a table, or the first one."""
-        behind = block_ids[-1] + 1 if block_ids else -1
-        if self._is_unused(behind):
-            return behind
+        """Finds the free block that a table goes on with: the one after its last one, so that its text lies
+        in one piece, or the beginning of a run without a table, or the first one."""
+        following = block_ids[-1] + 1 if block_ids else -1
+        if self._is_unused(following):
+            return following
         if self._has_beginnings:
             # Always from the first one on: memory that was never touched takes time to be touched.
             for beginning in range(0, min(self.num_blocks, RUN * MAX_RUNS), RUN):
@@ -74,11 +74,11 @@ class BlockPool:
         return first
 
     def _is_unused(self, block: int) -> bool:
-        """Whether it is free and holds nothing that could be taken over."""
+        """Tells whether it is free and holds nothing that could be taken over."""
         return block in self._free and block not in self._hash_of
 
     def find(self, token_ids: Sequence[int], salt: str) -> list[BlockHash]:
-        """Hashes of the longest published beginning of ``token_ids``, in whole blocks."""
+        """Returns hashes of the longest published beginning of ``token_ids``, in whole blocks."""
         found = []
         for block_hash in _hash_chain(token_ids, self.block_size, salt):
             if block_hash not in self._block_of:
@@ -87,11 +87,11 @@ class BlockPool:
         return found
 
     def num_free_after_taking(self, hashes: list[BlockHash]) -> int:
-        """Free blocks left if a table took these over."""
+        """Counts the free blocks that are left if a table takes these over."""
         return self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
 
     def take_over(self, table: BlockTable, hashes: list[BlockHash]) -> None:
-        """Start the empty ``table`` with published blocks, as computed; ``hashes`` come from ``find``."""
+        """Starts the empty ``table`` with published blocks, as computed; ``hashes`` come from ``find``."""
         for block_hash in hashes:
             block = self._block_of[block_hash]
             self._free.pop(block, None)
@@ -101,7 +101,7 @@ class BlockPool:
         table.num_computed_tokens = len(hashes) * self.block_size
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], salt: str) -> None:
-        """Publish the full blocks of ``token_ids``, which must be committed and computed."""
+        """Publishes the full blocks of ``token_ids``, which must be committed and computed."""
         num_published = len(table.hashes)
         if len(token_ids) // self.block_size <= num_published:
             return
@@ -114,7 +114,7 @@ class BlockPool:
                 self._hash_of[block] = block_hash
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
-        """Keep room for the first ``num_tokens`` tokens, and those of them that are computed.
+        """Keeps room for the first ``num_tokens`` tokens, and those of them that are computed.
 
         The room of tokens that are not is kept too: a draft's table that lags would give it back after every
         step and take it again in the next. Published blocks hold committed tokens only, so a kept block that
@@ -133,7 +133,7 @@ class BlockPool:
         self.truncate(table, 0)
 
     def _drop(self, block: int) -> None:
-        """One user less. The last blocks of a text are dropped first, so they are also lost first."""
+        """Counts one user less. The last blocks of a text are dropped first, so they are also lost first."""
         self._num_users[block] -= 1
         if self._num_users[block] == 0:
             self._free[block] = None
@@ -150,7 +150,7 @@ class BlockPool:
 def _hash_chain(
     token_ids: Sequence[int], block_size: int, salt: str, known: Sequence[BlockHash] = ()
 ) -> Iterator[BlockHash]:
-    """Hash of each full block after the ``known`` ones: of its tokens, all before them, and the salt.
+    """Hashes each full block after the ``known`` ones: its tokens, all before them, and the salt.
 
     128 bits of a cryptographic hash: a collision would show one user another's text.
     """

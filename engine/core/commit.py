@@ -1,4 +1,4 @@
-"""The end of a step: what its rounds emitted is appended, counted and reported, and the caches truncated.
+"""Ends a step: what its rounds emitted is appended, counted and reported, and the caches are truncated.
 
 Everything that counts counts rounds: a step of several is several.
 """

@@ -1,4 +1,4 @@
-"""What a sequence drafts in a step: decided before anything of the step is drawn, which keeps it exact."""
+"""Says what a sequence drafts in a step: decided before anything is drawn, which keeps the step exact."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -7,14 +7,14 @@ from truedraft.engine.messages import Source
 
 
 class Known(NamedTuple):
-    """Drafts that a source without a model knows before their round."""
+    """Holds drafts that a source without a model knows before their round."""
 
     source: Source
     token_ids: list[int]
 
 
 class InRound(Protocol):
-    """A source that knows drafts again and again within a step, as it follows what the rounds emit."""
+    """Knows drafts again and again within a step, as it follows what the rounds emit."""
 
     source: Source
     limit: int

@@ -1,7 +1,7 @@
-"""The engine: sequences in, a few tokens of each per step out.
+"""Takes requests in and gives a few tokens of each sequence out, step by step.
 
 ``EngineCore.step`` is the whole loop. It knows token ids, neither tensors nor text nor processes: a runner
-executes steps, ``worker`` runs the loop behind a socket, ``llm`` in place.
+executes steps, ``worker`` runs the loop next to a socket, ``llm`` in place.
 """
 
 from collections.abc import Set
@@ -30,7 +30,7 @@ class EngineCore:
         self.stats = EngineStats()
 
     def step(self) -> list[TokenOutput | Failed]:
-        """Tokens of every sequence that took part; an empty list if there is nothing to do."""
+        """Runs one step; returns tokens of every sequence that took part, none if there is nothing to do."""
         plan = self.scheduler.schedule()  # who takes part, who drafts, how much and for how many rounds
         if not plan:
             return []
@@ -40,7 +40,7 @@ class EngineCore:
         return outputs
 
     def add(self, request: Generate) -> None:
-        """Queue a request's sequences; ``RequestError`` if it can never be served."""
+        """Queues a request's sequences; raises ``RequestError`` if it can never be served."""
         sequences = self.admission.sequences(request)
         longest = sequences[0].max_num_tokens
         if not self.scheduler.can_ever_fit(longest):
@@ -52,15 +52,15 @@ class EngineCore:
             self.scheduler.add(sequence)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Forget a request's sequences, or one of them; unknown ones are ignored."""
+        """Forgets a request's sequences, or one of them; unknown ones are ignored."""
         self.scheduler.abort({request_id}, index)
 
     def abort_all(self, request_ids: Set[str]) -> None:
-        """Forget the sequences of these requests, as far as they are there."""
+        """Forgets the sequences of these requests, as far as they are there."""
         self.scheduler.abort(request_ids)
 
     def reset(self) -> None:
-        """Forget all requests and what the caches hold: a step has not come to its end."""
+        """Forgets all requests and what the caches hold: a step has not come to its end."""
         self.scheduler.reset()
 
     @property
@@ -68,11 +68,11 @@ class EngineCore:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def speculation(self) -> dict[str, object]:
-        """How drafts are chosen, and why: for ``GET /speculation``."""
+        """Returns how drafts are chosen, and why, for ``GET /speculation``."""
         return self.planner.state()
 
     def snapshot(self) -> Stats:
-        """Counts since the start, and gauges as they are now."""
+        """Returns counts since the start, and gauges as they are now."""
         stats, scheduler = self.stats, self.scheduler
         return Stats(
             num_running=len(scheduler.running),
@@ -91,7 +91,7 @@ class EngineCore:
 
     @property
     def _num_speculative_tokens(self) -> float:
-        """Tokens that a drafting sequence drafts per round: the configured number, or a mean."""
+        """Returns how many tokens a drafting sequence drafts per round: the configured number, or a mean."""
         if self.admission.method == "none":
             return 0
         if self.admission.num_speculative_tokens is not None:

@@ -1,4 +1,4 @@
-"""What the rows of a step ask of a runner: sets of names, as those are quick to unite and to compare."""
+"""Names what the rows of a step ask of a runner. Sets of names are quick to unite and to compare."""
 
 from collections.abc import Set
 from enum import StrEnum, auto
@@ -13,6 +13,7 @@ class Need(StrEnum):
     PROPOSER = auto()  # drafts from another proposer
     CATCH_UP = auto()  # its cache computes more than a few missing tokens first, or instead of a draft
     SAMPLING = auto()  # temperature above 0
+    OTHER_DRAWS = auto()  # the draft model is greedy where the target is not, or the other way round
     BLOCK_RULE = auto()  # block verification
     BIAS = auto()  # logit_bias, or stop tokens forbidden below min_tokens
     PENALTIES = auto()  # presence, frequency, repetition

@@ -1,4 +1,5 @@
-"""What the scheduler asks before a step is drawn: who drafts for each decoding sequence, and how much."""
+"""Says what the scheduler asks before a step is drawn: who drafts for each decoding sequence, and how
+much."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ def auto_limit(source: str) -> int:
 
 
 class Lookup(Protocol):
-    """A source of drafts in known text."""
+    """Finds drafts in known text."""
 
     name: Source
 
@@ -33,7 +34,7 @@ class Lookup(Protocol):
 
 @runtime_checkable
 class ReadingLookup(Lookup, Protocol):
-    """A source that must read a sequence to its end before it offers something."""
+    """Must read a sequence to its end before it offers something."""
 
     def read(self, sequence: Sequence, max_tokens: int) -> int:
         """Reads up to ``max_tokens`` more of the sequence's tokens; returns how many were read."""
@@ -44,7 +45,7 @@ class ReadingLookup(Lookup, Protocol):
 
 @runtime_checkable
 class InRoundLookup(Lookup, Protocol):
-    """A source whose offers are always accepted, and which follows the rounds of a step by itself."""
+    """Makes offers that are always accepted, and follows the rounds of a step by itself."""
 
     def in_round(self, sequence: Sequence, limit: int) -> InRound:
         """Returns what later rounds ask, for up to ``limit`` drafts each."""
@@ -52,7 +53,7 @@ class InRoundLookup(Lookup, Protocol):
 
 @dataclass(slots=True)
 class StepChoice:
-    """What a planner decides for a step: the ``drafts`` of all decoding sequences.
+    """Holds what a planner decides for a step: the ``drafts`` of all decoding sequences.
 
     They stand for ``max_rounds`` rounds if the rows stay. ``option`` comes back to ``observe`` in the step's
     plan: it is whatever the planner must know to learn from the step.

@@ -9,11 +9,11 @@ per request, when it is first needed.
 
 from bisect import bisect_left
 
-# How far a run is compared, and how many places of one are looked at: the next ones and the last ones.
+# These bound how far a run is compared, and how many places of one are looked at: next ones and last ones.
 MAX_RUN, PLACES_AFTER, PLACES_BEFORE = 32, 8, 4
 # The most tokens that a search indexes at a time, about two milliseconds: other rows wait for the step.
 INDEXED_PER_SEARCH = 4096
-# A single token is looked for this far behind the place that was left.
+# A single token is looked for this far after the place that was left.
 WINDOW = 16
 # The client says that the output starts like the prediction: worth as much as a run of this many tokens. A
 # place after a shorter run may be a coincidence; it is not where the next search starts from.
@@ -21,7 +21,7 @@ TRUSTED_RUN = 4
 
 
 class Prediction:
-    """The tokens, and where each pair of neighbours is. Shared by the choices of a request."""
+    """Holds the tokens, and where each pair of neighbours is; a request's choices share it."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
@@ -29,7 +29,8 @@ class Prediction:
         self._num_indexed = 1
 
     def ends_of(self, first: int, second: int) -> list[int]:
-        """Where this pair of tokens ends (exclusive), in rising order, as far as the index has come."""
+        """Returns where this pair of tokens ends (exclusive), in rising order, as far as the index has
+        come."""
         start = self._num_indexed
         if start < len(self.token_ids):
             self._num_indexed = min(len(self.token_ids), start + INDEXED_PER_SEARCH)
@@ -54,11 +55,12 @@ class PredictionCursor:
         self._recent: list[int] = []  # the output's last tokens
 
     def expected(self, num_tokens: int) -> list[int]:
-        """What the prediction goes on with."""
+        """Returns what the prediction goes on with."""
         return self.prediction.token_ids[self.place : self.place + num_tokens]
 
     def follow(self, token_ids: list[int]) -> list[int]:
-        """Move over new output; each token's index in the prediction, -1 for one that is not from there."""
+        """Moves over new output; returns each token's index in the prediction, -1 where it is not from
+        there."""
         return [self._step(token_id) for token_id in token_ids]
 
     def _step(self, token_id: int) -> int:
@@ -83,7 +85,7 @@ class PredictionCursor:
         return self.place - 1
 
     def _find(self) -> tuple[int, int] | None:
-        """Place behind the best match of the output's end, and its length."""
+        """Returns the place after the best match of the output's end, and the match's length."""
         text, last = self.prediction.token_ids, self._recent[-1]
         best: tuple[int, bool, int] | None = None
         if len(self._recent) > 1:
@@ -102,7 +104,7 @@ class PredictionCursor:
         return None
 
     def _common(self, end: int) -> int:
-        """How many of the output's last tokens are those before ``end``."""
+        """Counts how many of the output's last tokens are those before ``end``."""
         text, recent = self.prediction.token_ids, self._recent
         limit = min(MAX_RUN, end, len(recent))
         for length in range(limit):

@@ -45,7 +45,8 @@ class Proposer:
     makes of the last layer's states. ``can_lag``: it may stay behind while other sources draft or none does,
     and brings its cache up to date when it drafts. If it cannot, ``observe`` is called after every pass of
     the target, and every step goes by phases. ``max_len`` is the longest sequence
-    that it can draft for. ``need`` is what a row that drafts with it asks of a runner.
+    that it can draft for. ``need`` is what a row that drafts with it asks of a runner. ``draws``: the
+    sampler draws its drafts, greedily or at random as a request asks (``draft_sample_method``).
     """
 
     name: str
@@ -53,6 +54,7 @@ class Proposer:
     can_lag: bool = True
     max_len: int = maxsize
     need: Need = Need.PROPOSER
+    draws: bool = False
 
     @property
     def trace_source(self) -> str:
@@ -98,7 +100,7 @@ class Proposer:
 
 
 class ProposerCache:
-    """A pool of a proposer's own, and the table that each sequence has there."""
+    """Holds a pool of a proposer's own, and the table that each sequence has there."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool

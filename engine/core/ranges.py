@@ -21,7 +21,7 @@ MAX_STOP_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Range:
-    """From ``low`` to ``high``, both included unless ``above``: then it begins behind ``low``."""
+    """Holds the numbers from ``low`` to ``high``, without ``low`` itself if ``above``."""
 
     low: float
     high: float

@@ -16,4 +16,4 @@ class Runner(Protocol):
         """Returns what rows may need for this runner to execute their step."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """One round, or several up to ``plan.max_rounds`` where they are short."""
+        """Runs one round, or several up to ``plan.max_rounds`` where they are short."""

@@ -1,4 +1,4 @@
-"""Which sequences take part in a step, and with how many tokens. Plain integers, no tensors.
+"""Decides which sequences take part in a step, and with how many tokens, in plain integers.
 
 By priority, then first come, first served. Running sequences go first, so that a long prompt never stalls
 the streams; prompts are computed in chunks with what is left of the step's token budget, less what earlier
@@ -58,17 +58,17 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # prompt tokens looked up in the cache
-        self.num_prefix_hits = 0  # of them, found
+        self.num_prefix_hits = 0  # prompt tokens found there
         self._arrivals = count()
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of this length fits into the empty pools."""
+        """Tells whether a sequence of this length fits into the empty pools."""
         pools = [self.target_pool, *self.draft_pools]
         return all(pool.blocks_for(num_tokens) <= pool.num_blocks for pool in pools)
 
     @property
     def draft_pools(self) -> list[BlockPool]:
-        """Those of all proposers."""
+        """Returns the pools of all proposers."""
         return [pool for proposer in self.proposers for pool in proposer.pools]
 
     def add(self, sequence: Sequence) -> None:
@@ -77,7 +77,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, running or waiting, and free its blocks."""
+        """Forgets a sequence, running or waiting, and free its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -86,13 +86,13 @@ class Scheduler:
         self.planner.forget(sequence)
 
     def abort(self, request_ids: Set[str], index: int | None = None) -> None:
-        """Forget the sequences of requests, or one of each; unknown ones are ignored."""
+        """Forgets the sequences of requests, or one of each; unknown ones are ignored."""
         for sequence in [*self.running, *self.waiting]:
             if sequence.request_id in request_ids and index in (None, sequence.index):
                 self.finish(sequence)
 
     def reset(self) -> None:
-        """Forget all sequences and what the caches hold, whatever state a broken step has left."""
+        """Forgets all sequences and what the caches hold, whatever state a broken step has left."""
         for sequence in [*self.running, *self.waiting]:
             self.planner.forget(sequence)
         self.running.clear()
@@ -107,7 +107,7 @@ class Scheduler:
             pool.truncate(table, num_tokens)
 
     def publish(self, sequence: Sequence) -> None:
-        """Let later sequences find what the caches hold of this one's committed tokens."""
+        """Lets later sequences find what the caches hold of this one's committed tokens."""
         if not self._uses_prefix_cache(sequence):
             return
         for pool, table in self._shares(sequence):
@@ -130,7 +130,7 @@ class Scheduler:
         return usage
 
     def schedule(self) -> StepPlan:
-        """The next step, its blocks reserved; empty if there is nothing to do."""
+        """Plans the next step and reserves its blocks; the plan is empty if there is nothing to do."""
         started = time.perf_counter()
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         choice = self.planner.choose(decoding)
@@ -167,7 +167,7 @@ class Scheduler:
         return max_rounds
 
     def _admit(self, sequence: Sequence, budget: int) -> ScheduledSequence | None:
-        """Start the first in the queue with what the cache has of it; None if it must wait."""
+        """Starts the first in the queue with what the cache has of it; returns None if it must wait."""
         if self._sibling_is_computing(sequence):
             return None
         found = self._find_prefix(sequence)
@@ -187,14 +187,14 @@ class Scheduler:
         return self._plan(sequence, budget, None)
 
     def _sibling_is_computing(self, sequence: Sequence) -> bool:
-        """Whether another choice of the request is at work on the prompt, which can then be shared."""
+        """Tells whether another choice of the request is at work on the prompt, which can then be shared."""
         return self._uses_prefix_cache(sequence) and any(
             other.request_id == sequence.request_id and not other.is_decoding for other in self.running
         )
 
     def _find_prefix(self, sequence: Sequence) -> list[list[bytes]]:
-        """For each pool, hashes of the blocks to take over. At least one token is left to compute. A proposer
-        takes over no more than the target, and where it cannot lag the target no more than it."""
+        """Finds for each pool hashes of the blocks to take over. At least one token is left to compute. A
+        proposer takes over no more than the target, and where it cannot lag the target no more than it."""
         shares = self._shares(sequence)
         if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
             return [[] for _ in shares]
@@ -235,7 +235,7 @@ class Scheduler:
         return ScheduledSequence(sequence, 1, draft, num_catch_up_tokens)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: ScheduledSequence) -> bool:
-        """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""
+        """Makes room for ``part``, taking blocks from the last in order; returns False if that was itself."""
         num_tokens = len(sequence.token_ids) + part.draft.num_first_drafts
         growing = [
             (pool, table)
@@ -252,7 +252,7 @@ class Scheduler:
         return True
 
     def _reserve_ahead(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` more, as far as the sequence may grow, if no other has to give way."""
+        """Makes room for ``num_tokens`` more, as far as it may grow, if no other sequence has to give way."""
         num_tokens = sequence.length_after(num_tokens)
         shares = self._shares(sequence)
         if not all(pool.can_reserve(table, num_tokens) for pool, table in shares):
@@ -272,7 +272,7 @@ class Scheduler:
             pool.release(table)
 
     def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
-        """The pools that hold this sequence, each with its table there; the target's first."""
+        """Returns the pools that hold this sequence, each with its table there; the target's first."""
         shares = [(self.target_pool, sequence.target_blocks)]
         for proposer in self.proposers:
             if proposer.name in sequence.sources:
@@ -299,5 +299,5 @@ class Scheduler:
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
-    """Lower goes first."""
+    """Returns the place in the order: lower goes first."""
     return sequence.priority, sequence.arrival

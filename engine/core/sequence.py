@@ -1,4 +1,4 @@
-"""One stream of token ids and what the engine knows about it. Plain integers, no tensors.
+"""Describes one stream of token ids and what the engine knows about it, in plain integers.
 
 A request with ``n`` choices is ``n`` sequences. The last of a running sequence's ``token_ids`` is
 *pending*: emitted, but not yet stored in any cache; the next step computes it first.
@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.prediction import PredictionCursor
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import FinishReason, SamplingParams, TokenLogprob, Verification
+from truedraft.engine.messages import (
+    DraftSampleMethod,
+    FinishReason,
+    SamplingParams,
+    TokenLogprob,
+    Verification,
+)
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher
@@ -25,7 +31,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     verification: Verification
-    sources: tuple[str, ...]  # that may draft, in each round one of them
+    sources: tuple[str, ...]  # one of them drafts in a round
     num_speculative_tokens: int  # 0 without a source
     fixed_draft_length: bool  # always that many; else at most, as the policy decides
     stop_token_ids: frozenset[int]
@@ -45,13 +51,17 @@ class Sequence:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prediction: PredictionCursor | None = None  # if it is a source
-    matcher: "Matcher | None" = None  # of the output's grammar, behind the last token
+    matcher: "Matcher | None" = None  # follows the output's grammar, and is after the last token
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
+    draft_sample_method: DraftSampleMethod | None = None  # None: the draft draws as the target does
     greedy: bool = field(init=False)
+    drafts_greedily: bool = field(init=False)
     needs: Needs = field(init=False)  # in every round; what else a step adds is in its plan
 
     def __post_init__(self) -> None:
-        self.greedy = self.params.temperature == 0 or self.params.top_k == 1
+        self.greedy = is_greedy(self.params)
+        method = self.draft_sample_method
+        self.drafts_greedily = self.greedy if method is None else method == "greedy"
         self.needs = self._needs()
 
     def _needs(self) -> Needs:
@@ -59,6 +69,7 @@ class Sequence:
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         asked = {
             Need.SAMPLING: not self.greedy,
+            Need.OTHER_DRAWS: self.drafts_greedily != self.greedy,
             Need.BLOCK_RULE: not self.greedy and self.verification == "block",
             Need.BIAS: bool(params.logit_bias) or params.min_tokens > 0,
             Need.PENALTIES: penalties != (0, 0, 1),
@@ -73,12 +84,12 @@ class Sequence:
         return len(self.token_ids)
 
     def length_after(self, num_tokens: int) -> int:
-        """With ``num_tokens`` more, as far as it may grow."""
+        """Returns the length with ``num_tokens`` more, as far as it may grow."""
         return min(len(self.token_ids) + num_tokens, self.max_num_tokens)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens the target has yet to store: 1 while decoding, more in the prompt."""
+        """Counts the tokens that the target has yet to store: 1 while decoding, more in the prompt."""
         return len(self.token_ids) - self.target_blocks.num_computed_tokens
 
     @property
@@ -88,25 +99,25 @@ class Sequence:
 
     @property
     def must_encode(self) -> bool:
-        """Whether the next pass must bring the whole prompt: an encoder looks at all of it at once."""
+        """Tells whether the next pass must bring the whole prompt: an encoder looks at all of it at once."""
         return self.num_encoder_tokens > 0 and self.target_blocks.num_computed_tokens == 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether some of the prompt's log-probabilities are asked for and not yet known."""
+        """Tells whether some of the prompt's log-probabilities are asked for and not yet known."""
         if self.params.prompt_logprobs is None:
             return False
         return len(self.prompt_logprobs or [None]) < self.num_prompt_tokens
 
     def add_prompt_logprobs(self, first: int, logprobs: list[TokenLogprob]) -> None:
-        """Those of prompt tokens ``first``, ``first`` + 1, ...; ones already known (before a preemption)
+        """Adds those of prompt tokens ``first``, ``first`` + 1, ...; ones known already (before a preemption)
         are not taken twice. The first prompt token has none."""
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
         self.prompt_logprobs += logprobs[max(0, len(self.prompt_logprobs) - first) :]
 
     def append(self, token_ids: list[int]) -> list[int]:
-        """Append newly emitted tokens up to the first that ends the sequence; return those appended.
+        """Appends newly emitted tokens up to the first that ends the sequence; returns those appended.
 
         A stop token is kept, as the last one. It wins over the length limit if it is within it.
         """
@@ -124,3 +135,8 @@ class Sequence:
             if self.finish_reason:
                 return token_ids[:count]
         return token_ids
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Tells whether the target's most likely token is the only one that may come."""
+    return params.temperature == 0 or params.top_k == 1

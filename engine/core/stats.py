@@ -15,12 +15,12 @@ class EngineStats:
     when they are asked for."""
 
     def __init__(self) -> None:
-        self.num_rows: Counter[str] = Counter()  # of all rounds, by runner
+        self.num_rows: Counter[str] = Counter()  # keys: runners; rows of all their rounds
         self.phase_seconds = dict.fromkeys(("draft", "score", "verify", "host"), 0.0)
-        self._verdicts: Counter[tuple[str, int, int]] = Counter()  # by source, drafted and accepted tokens
+        self._verdicts: Counter[tuple[str, int, int]] = Counter()  # keys: source, drafted, accepted
 
     def count_draft(self, source: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """One row's verdict in one round, if it drafted something."""
+        """Counts one row's verdict in one round, if it drafted something."""
         self._verdicts[source, num_draft_tokens, num_accepted_tokens] += 1
 
     def count_step(self, result: StepResult) -> None:
@@ -54,7 +54,7 @@ class EngineStats:
 
     @property
     def drafts(self) -> dict[str, DraftCounts]:
-        """By source."""
+        """Returns the counts of each source."""
         counts: dict[str, DraftCounts] = {}
         for (source, drafted, accepted), count in self._verdicts.items():
             of_source = counts.setdefault(source, DraftCounts())
@@ -65,7 +65,7 @@ class EngineStats:
 
 
 def _by_position(lengths_and_counts: Iterable[tuple[int, int]]) -> list[int]:
-    """How many drafts have a token at each position."""
+    """Counts how many drafts have a token at each position."""
     of_length = [0] * (MAX_POSITIONS + 1)
     for length, count in lengths_and_counts:
         of_length[length] += count

@@ -1,4 +1,4 @@
-"""The data of a step: what the scheduler plans, and what a runner makes of it. Plain integers, no tensors.
+"""Holds the data of a step: what the scheduler plans, and what a runner makes of it, in plain integers.
 
 A *round* is one draft, score and verify of every row. A step has one round, or several where rounds are
 short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
@@ -19,22 +19,22 @@ from truedraft.engine.messages import RoundTrace, TokenLogprob
 # in the same round.
 MAX_CATCH_UP_TOKENS = 32
 # Tokens of a step's prompts that such a pass takes: its working memory stays small, and what Python does in a
-# step counts little beside longer ones.
+# step counts little against longer ones.
 MAX_PROMPT_TOKENS = 256
 
 
 class Kind(Enum):
-    """What a sequence's part in a step is. How many tokens it has does not tell: a piece of a prompt may be a
-    single one."""
+    """Says what a sequence's part in a step is. The number of tokens does not tell: a piece of a prompt may
+    be a single one."""
 
-    PIECE = auto()  # of a prompt, whose last token comes in a later step: it emits nothing
+    PIECE = auto()  # a part of a prompt, whose last token comes in a later step: it emits nothing
     PROMPT = auto()  # all that is left of a prompt, several tokens: a row whose first pass brings them
     DECODE = auto()  # the pending token alone: a row
 
 
 @dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
 class ScheduledSequence:
-    """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
+    """Describes one sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
     ``kind`` follows from what the sequence has left to compute when the part is made.
     ``num_catch_up_tokens`` of those that the drafting proposer's cache misses are computed before it drafts,

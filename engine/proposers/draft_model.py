@@ -30,6 +30,7 @@ class DraftModelProposer(Proposer):
 
     name = DRAFT_MODEL
     need = Need.DRAFT_MODEL
+    draws = True
 
     def __init__(self, model: ModelRunner, pool: BlockPool, max_len: int, vocab_size: int) -> None:
         self.model = model

@@ -75,7 +75,8 @@ class PhaseRunner:
 
     def _row(self, sequence: Sequence) -> Row:
         rule = Rule.EXACT_MATCH if sequence.greedy else Rule(sequence.verification)
-        return Row(rule, sequence.seed, history_of(sequence, self.target.model.rules))
+        history = history_of(sequence, self.target.model.rules)
+        return Row(rule, sequence.seed, history, sequence.drafts_greedily)
 
     def _propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
         """The proposers' drafts, and those that are known already. Proposers follow prompts, too."""

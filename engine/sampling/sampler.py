@@ -53,15 +53,19 @@ class Rule(Enum):
 class Row:
     """One sequence that draws: its next token follows ``history``. Made once, serves in every step.
 
-    ``is_plain``: it is never traced, and its logits are never adjusted.
+    ``drafts_greedily``: a draft model drafts its most likely token, whatever the target does; None: as the
+    target does. ``is_plain``: it is never traced, and its logits are never adjusted.
     """
 
     rule: Rule
     seed: int
     history: History
+    drafts_greedily: bool | None = None
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.drafts_greedily is None:
+            object.__setattr__(self, "drafts_greedily", self.rule is Rule.EXACT_MATCH)
         object.__setattr__(self, "is_plain", not (self.params.trace or self.history.may_need_adjustment))
 
     @property
@@ -142,15 +146,17 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self.groups: dict[Rule, list[int]] = {}
+        self._drafting: dict[tuple[Rule, bool], list[int]] = {}  # rows that draw their drafts alike
         for i, row in enumerate(rows):
             self.groups.setdefault(row.rule, []).append(i)
+            self._drafting.setdefault((row.rule, bool(row.drafts_greedily)), []).append(i)
         self.all_greedy = self.groups.keys() == {Rule.EXACT_MATCH}
         special = [i for i, row in enumerate(rows) if not row.is_plain]
         self.traced = any(rows[i].params.trace for i in special)
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
         self._adjusted = [i for i in special if rows[i].history.needs_adjustment]
         self.backend = backend
-        self._noise = KeptNoise()  # rows under the coupled rule have some
+        self._noise: dict[tuple[int, ...], KeptNoise] = {}  # keys are rows
         self._sampling: dict[tuple[int, ...], SamplingTensors] = {}  # keys are rows
 
     @property
@@ -176,16 +182,16 @@ class Sampler:
         if self._adjusted:
             logits = self._adjust(logits[:, None], drafted, offset)[:, 0]
         # A draft model whose logits are broken still drafts: any guess is verified.
-        if not self.all_greedy:
+        if not all(greedily for _, greedily in self._drafting):
             logits, _ = replace_broken(logits)
-        if len(self.groups) == 1:
-            ((rule, indices),) = self.groups.items()
-            return self._draw(rule, indices, logits, offset)
+        if len(self._drafting) == 1:
+            (((rule, greedily), indices),) = self._drafting.items()
+            return self._draw(rule, greedily, indices, logits, offset)
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
-        for rule, indices in self.groups.items():
+        for (rule, greedily), indices in self._drafting.items():
             members = self._index(indices)
-            draw = self._draw(rule, indices, logits[members], offset)
+            draw = self._draw(rule, greedily, indices, logits[members], offset)
             ids[members] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members] = draw.probs
@@ -217,16 +223,22 @@ class Sampler:
         drafted = probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(drafts, slice(None)))
         return *drafted, next_probs
 
-    def _draw(self, rule: Rule, indices: list[int], logits: torch.Tensor, offset: int) -> DraftDraw:
-        """One rule's rows; ``logits`` [members, V], adjusted."""
-        if rule is Rule.EXACT_MATCH:
+    def _draw(
+        self, rule: Rule, greedily: bool, indices: list[int], logits: torch.Tensor, offset: int
+    ) -> DraftDraw:
+        """Draws for rows of one rule that draft alike; ``logits`` [members, V], adjusted.
+
+        Any way is exact, as the verdict knows the distribution: of a greedy draft it is one-hot. With the
+        coupled rule a random draft shares the target's noise.
+        """
+        if greedily:
             ids = argmax(logits)
             one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
             return DraftDraw(ids, one_hot)
         members = self._index(indices)
         probs = self._probs(logits[:, None], indices, is_draft=True)
         if rule is Rule.COUPLED:
-            ids, probs = self._gumbel_argmax(probs, members, offset)[:, 0], probs[:, 0]
+            ids, probs = self._gumbel_argmax(probs, indices, offset)[:, 0], probs[:, 0]
         else:
             probs = probs[:, 0]
             seeds, positions = self._seeds(rule, members), _take(self.positions, members) + offset
@@ -246,7 +258,7 @@ class Sampler:
         logits, broken = _take(logits, members), None if broken is None else _take(broken, members)
         if not rule.uses_draft_probs:
             if rule is Rule.COUPLED:
-                target_ids = self._gumbel_argmax(self._probs(logits, indices), members, offset=0)
+                target_ids = self._gumbel_argmax(self._probs(logits, indices), indices, offset=0)
             else:
                 target_ids = argmax(logits)
             return verify_equal(target_ids, broken, [drafts.ids[i] for i in indices])
@@ -267,10 +279,13 @@ class Sampler:
         )
         return read_verdict(verdict, broken)
 
-    def _gumbel_argmax(self, probs: torch.Tensor, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
-        """What the rows ``members`` draw from ``probs`` [members, n, V], from ``offset`` on: [members, n]."""
+    def _gumbel_argmax(self, probs: torch.Tensor, indices: list[int], offset: int) -> torch.Tensor:
+        """Returns what the rows ``indices`` draw from ``probs`` [members, n, V] from ``offset`` on:
+        [members, n]."""
+        members = self._index(indices)
+        noise = self._noise.setdefault(tuple(indices), KeptNoise())
         return self.backend.gumbel_argmax(
-            probs, _take(self.seeds, members), _take(self.positions, members), offset, self._noise
+            probs, _take(self.seeds, members), _take(self.positions, members), offset, noise
         )
 
     def _target_logits(

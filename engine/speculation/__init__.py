@@ -1,1 +1,1 @@
-"""Who drafts in a round, and how much: whatever promises the most tokens per second."""
+"""Decides who drafts in a round, and how much: whatever promises the most tokens per second."""

@@ -1,4 +1,4 @@
-"""How far drafts are accepted: decayed counts by position.
+"""Learns how far drafts are accepted, as decayed counts by position.
 
 A draft *reaches* position ``i`` if all tokens before it are accepted. The rate of a position is counted among
 the drafts that reached it. The chance that the first ``i`` tokens are accepted is the product of their rates,
@@ -20,7 +20,7 @@ PRIOR_RATE, PRIOR_VERDICTS = 0.6, 4.0
 
 
 class Acceptance:
-    """Of drafts that are alike: those of a group of sequences, or those of one, which starts from its
+    """Knows drafts that are alike: those of a group of sequences, or those of one, which starts from its
     ``group``'s rates."""
 
     def __init__(self, group: "Acceptance | None" = None) -> None:
@@ -29,10 +29,10 @@ class Acceptance:
         self.accepted = [0.0] * POSITIONS
         if group is None:
             self.reached[0], self.accepted[0] = PRIOR_VERDICTS, PRIOR_VERDICTS * PRIOR_RATE
-        self._expected: list[float] = []  # by length, as far as it was asked for
+        self._expected: list[float] = []  # the index is the length, as far as it was asked for
 
     def rates(self) -> list[float]:
-        """Acceptance rate by position, among the drafts that reach it."""
+        """Returns the acceptance rate of each position, among the drafts that reach it."""
         rates: list[float] = []
         prior = None if self.group is None else self.group.rates()
         for position, (reached, accepted) in enumerate(zip(self.reached, self.accepted, strict=True)):
@@ -44,7 +44,7 @@ class Acceptance:
         return rates
 
     def expected(self, length: int) -> float:
-        """Expected number of accepted tokens of a draft of ``length``."""
+        """Returns the expected number of accepted tokens of a draft of ``length``."""
         if length >= len(self._expected):
             rates, survival, self._expected = self.rates(), 1.0, [0.0]
             for position in range(max(length, POSITIONS)):
@@ -53,7 +53,8 @@ class Acceptance:
         return self._expected[length]
 
     def learn(self, num_drafted: int, num_accepted: int, count: float = 1.0) -> None:
-        """``count`` drafts of ``num_drafted`` tokens, of which the first ``num_accepted`` were accepted."""
+        """Learns from ``count`` drafts of ``num_drafted`` tokens, the first ``num_accepted`` of them
+        accepted."""
         kept = (1 - 1 / MEMORY) ** count
         for drafted in range(min(num_accepted + 1, num_drafted)):
             position = min(drafted, POSITIONS - 1)
@@ -62,12 +63,12 @@ class Acceptance:
         self._expected.clear()
 
     def learn_all(self, verdicts: Mapping[tuple[int, int], int]) -> None:
-        """Counts of verdicts (drafted, accepted)."""
+        """Learns from counts of verdicts (drafted, accepted)."""
         for (num_drafted, num_accepted), count in verdicts.items():
             self.learn(num_drafted, num_accepted, count)
 
     def forget(self) -> None:
-        """Let what is known be worth few verdicts: it is old."""
+        """Lets what is known be worth few verdicts: it is old."""
         for position, reached in enumerate(self.reached):
             if reached > OLD_VERDICTS:
                 self.accepted[position] *= OLD_VERDICTS / reached
@@ -75,6 +76,6 @@ class Acceptance:
         self._expected.clear()
 
     def state(self) -> list[float]:
-        """Rates of the positions that drafts have reached."""
+        """Returns rates of the positions that drafts have reached."""
         known = zip(self.rates(), self.reached, strict=True)
         return [round(rate, 3) for rate, reached in known if reached]

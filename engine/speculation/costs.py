@@ -1,4 +1,4 @@
-"""What a round takes: measured at start, corrected by the rounds themselves.
+"""Says what a round takes: it is measured at start, and corrected by the rounds themselves.
 
 ``seconds(shape) = exp(level + correction[rows, option]) * base(shape) + overhead(rows) / rounds in a step``
 
@@ -6,7 +6,7 @@
 ``correction`` is what calibration has not seen of an option. A round that takes longer than expected may have
 either reason; as in a Kalman filter, each of the two takes a share of the surprise by its uncertainty. An
 option that has hardly run moves its own correction, one that has often run moves the level. ``overhead`` is
-what the host takes in a step, and what the first round takes more than those behind it: it finds the caches
+what the host takes in a step, and what the first round takes more than those after it: it finds the caches
 full of what the host did, and the front end busy with what the step before has emitted.
 """
 
@@ -38,8 +38,8 @@ HOST_SECONDS_PER_ROW, FIRST_ROUND_SECONDS_PER_ROW = 3e-5, 3e-6
 
 
 class Curve:
-    """Seconds by a number, linear between calibrated points. ``start``: seconds at none. No number takes
-    longer than a larger one: a point above later ones was measured at a busy moment."""
+    """Returns seconds by a number, linear between calibrated points. ``start``: seconds at none. No number
+    takes longer than a larger one: a point above later ones was measured at a busy moment."""
 
     def __init__(self, points: Mapping[int, float], start: float | None = None) -> None:
         numbers = sorted(points)
@@ -51,7 +51,7 @@ class Curve:
             self._seconds.insert(0, start)
 
     def __call__(self, number: float) -> float:
-        """Before the first point the time of that one; behind the last one the last slope goes on."""
+        """Returns the first point's time before it; after the last one the last slope goes on."""
         numbers, seconds = self._numbers, self._seconds
         right = bisect_left(numbers, number)
         if right == 0 or len(numbers) == 1:
@@ -61,13 +61,14 @@ class Curve:
         return low + (seconds[right] - low) * (number - left) / (numbers[right] - left)
 
     def state(self) -> dict[str, float]:
-        """Milliseconds by the number, at the calibrated points."""
+        """Returns milliseconds by the number, at the calibrated points."""
         return {str(number): round(1000 * seconds, 4) for number, seconds in self._points.items()}
 
 
 class PassCosts:
-    """Seconds of a model's pass: by its number of tokens, and what the tokens in the caches of its rows add
-    (``by_stored``) if each row has one new token. Each further one adds ``share_per_query`` of that."""
+    """Returns seconds of a model's pass: by its number of tokens, and what the tokens in the caches of its
+    rows add (``by_stored``) if each row has one new token. Each further one adds ``share_per_query`` of
+    that."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class PassCosts:
         self.share_per_query = share_per_query
 
     def __call__(self, num_tokens: float, num_stored: float = 0.0, num_rows: float = 1.0) -> float:
-        """Seconds of a pass over ``num_tokens`` of ``num_rows``, which have ``num_stored`` in the cache."""
+        """Returns seconds of a pass over ``num_tokens`` of ``num_rows``, with ``num_stored`` in the cache."""
         if num_tokens <= 0:
             return 0.0
         more_queries = max(0.0, num_tokens / num_rows - 1)
@@ -89,8 +90,8 @@ class PassCosts:
 
 
 class Shape(NamedTuple):
-    """A kind of round. ``num_drafted``: drafts that the target scores, of all rows. ``draft_sizes``: rows of
-    each draft pass of the proposer ``source``."""
+    """Describes a kind of round: the target scores ``num_drafted`` drafts of all rows, and ``draft_sizes``
+    are the rows of each draft pass of the proposer ``source``."""
 
     num_rows: int
     option: int
@@ -111,7 +112,7 @@ Kind = tuple[str, int]
 
 
 class Overhead:
-    """Seconds of a step by its number of rows, corrected by those that were measured."""
+    """Returns seconds of a step by its number of rows, corrected by those that were measured."""
 
     def __init__(self, seconds_per_row: float) -> None:
         self._seconds_per_row = seconds_per_row
@@ -144,17 +145,17 @@ class Costs:
         self._level, self._level_variance = 0.0, FIRST_LEVEL
         self.host = Overhead(HOST_SECONDS_PER_ROW)
         self.first_round = Overhead(FIRST_ROUND_SECONDS_PER_ROW)
-        # By bucket of rows and kind of round: the correction and its variance.
+        # Each bucket of rows has for each kind of round the correction and its variance.
         self._corrections: dict[int, dict[Kind, tuple[float, float]]] = {}
 
     @classmethod
     def uncalibrated(cls, sources: Iterable[str] = (), step_seconds: float = 0.0) -> "Costs":
-        """For fixed lengths, to compare sources: a scored token takes 2 % of a round, a draft pass 20 %."""
+        """Makes costs for fixed lengths, to compare sources: scoring a token takes 2 %, a draft pass 20 %."""
         score, draft = PassCosts({1: 0.01, 2: 0.0102}), PassCosts({1: 0.002, 2: 0.002})
         return cls(score, dict.fromkeys(sources, draft), step_seconds, is_calibrated=False)
 
     def model_seconds(self, shape: Shape) -> float:
-        """Expected seconds of drafting, scoring and verifying."""
+        """Returns the expected seconds of drafting, scoring and verifying."""
         num_rows, _, num_drafted, draft_sizes, source = shape
         stored = self.stored_per_row
         base = self.score(num_rows + num_drafted, stored * num_rows, num_rows)
@@ -164,7 +165,7 @@ class Costs:
         return math.exp(self._level + self._correction(num_rows, shape.kind)[0]) * base
 
     def overhead(self, num_rows: int) -> float:
-        """Expected seconds of a step, however many rounds it has."""
+        """Returns the expected seconds of a step, however many rounds it has."""
         return self.host(num_rows) + self.first_round(num_rows)
 
     def rounds_per_step(self, model_seconds: float, num_rows: int) -> float:
@@ -174,7 +175,7 @@ class Costs:
         return max(1.0, min(1.5 + left / model_seconds, MAX_ROUNDS))
 
     def seconds(self, shape: Shape) -> float:
-        """Expected seconds of a round, with its share of the step's overhead."""
+        """Returns the expected seconds of a round, with its share of the step's overhead."""
         seconds = self.model_seconds(shape)
         return seconds + self.overhead(shape.num_rows) / self.rounds_per_step(seconds, shape.num_rows)
 
@@ -188,12 +189,12 @@ class Costs:
 
     @staticmethod
     def bucket(num_rows: int) -> int:
-        """Similar numbers of rows have the same corrections."""
+        """Returns what similar numbers of rows have in common: the same corrections."""
         return round(2 * math.log2(num_rows))
 
     def _correction(self, num_rows: int, kind: Kind) -> tuple[float, float]:
-        """And its variance. One that never was measured is that of the nearest number of rows, or of the
-        nearest length that drafts."""
+        """Returns it and its variance. One that was never measured is that of the nearest number of rows, or
+        of the nearest length that drafts."""
         bucket = self.bucket(num_rows)
         measured = self._corrections.get(bucket)
         if measured is not None and kind in measured:
@@ -210,7 +211,7 @@ class Costs:
         return 0.0, FIRST_CORRECTION
 
     def observe(self, shape: Shape, model_seconds: float) -> None:
-        """A round took ``model_seconds``."""
+        """Learns that a round took ``model_seconds``."""
         surprise = math.log(max(model_seconds, 1e-9) / self.model_seconds(shape))
         correction, variance = self._correction(shape.num_rows, shape.kind)
         level = self._level_variance
@@ -226,12 +227,12 @@ class Costs:
         measured[shape.kind] = correction, max(variance, least)
 
     def observe_step(self, shape: Shape, first: float | None, later: Sequence[float], host: float) -> None:
-        """Seconds of a step's first round, or None if it did something else, too, of those behind it, and of
-        the host."""
+        """Learns from the seconds of a step's first round, or None if it did something else, too, of those
+        after it, and of the host."""
         num_rows = shape.num_rows
         self.host.observe(num_rows, host)
         if later:
-            # The geometric mean: a median of few rounds has in it what other processes take, of many not.
+            # The mean is geometric: a median of few rounds has in it what other processes take, of many not.
             seconds = math.exp(fmean([math.log(max(one, 1e-9)) for one in later]))
             if first is not None:
                 self.first_round.observe(num_rows, first - seconds)
@@ -242,7 +243,7 @@ class Costs:
         self.observe(shape, seconds)
 
     def state(self) -> dict[str, object]:
-        """Milliseconds, and the level as a factor."""
+        """Returns milliseconds, and the level as a factor."""
         return {
             "draft_ms_by_tokens": {name: draft.by_tokens.state() for name, draft in self.drafts.items()},
             "score_ms_by_tokens": self.score.by_tokens.state(),

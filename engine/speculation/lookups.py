@@ -1,4 +1,4 @@
-"""Which rows look something up in known text, and whether what they find is drafted.
+"""Decides which rows look something up in known text, and whether what they find is drafted.
 
 Looking up takes Python time for every token of a row. Where that is less than ``ASK_SHARE`` of the row's
 rounds, as for all but small models, n-grams are read and asked whatever they bring: a text may begin to
@@ -40,9 +40,9 @@ MAX_STRENGTH = 5
 
 
 class Terms(NamedTuple):
-    """What a draft from known text is measured by: the ``rate`` without it, in tokens per second; the seconds
-    of a round, ``usual``, and those that a draft of each length adds; what a round adds that is ``alone`` in
-    its step; and the seconds of a step that asking for a row may take for nothing, ``free``."""
+    """Holds what a draft from known text is measured by: the ``rate`` without it, in tokens per second; the
+    seconds of a round, ``usual``, and those that a draft of each length adds; what a round adds that is
+    ``alone`` in its step; and the seconds of a step that asking for a row may take for nothing, ``free``."""
 
     rate: float
     usual: float
@@ -73,8 +73,8 @@ def free_seconds(costs: Costs, shape: Shape) -> float:
 
 
 class Offer(NamedTuple):
-    """What a source has found for a row: ``token_ids``, of which the first ``num_worth`` are to be drafted,
-    as that saves the most seconds, ``saved``. ``acceptance`` is that of matches as strong."""
+    """Holds what a source has found for a row: ``token_ids``, of which the first ``num_worth`` are to be
+    drafted, as that saves the most seconds, ``saved``. ``acceptance`` is that of matches as strong."""
 
     acceptance: Acceptance
     token_ids: list[int]
@@ -97,7 +97,7 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RowLookup:
-    """One sequence's part in one source. ``always``: it is asked whatever that brings."""
+    """Follows one sequence in one source. ``always``: it is asked whatever that brings."""
 
     sequence: core.Sequence
     group: Group
@@ -105,12 +105,12 @@ class RowLookup:
     always: bool
     is_asked: bool
     balance: float = 0.0
-    length: int = 0  # of the text when it was last asked
+    length: int = 0  # the text's, when it was last asked
     retry_at: int = 0  # length of the text from which on it may start
     wait: int = START_BALANCE  # tokens from a stop to the next start
     reader: ReadingLookup | None = field(init=False)  # the source, if it reads
     in_round: InRoundLookup | None = field(init=False)  # the source, if it follows the rounds of a step
-    _tables: dict[int, Acceptance] = field(default_factory=dict)  # by strength
+    _tables: dict[int, Acceptance] = field(default_factory=dict)  # keys are strengths
 
     def __post_init__(self) -> None:
         self.reader = self.source if isinstance(self.source, ReadingLookup) else None
@@ -169,8 +169,8 @@ class RowLookup:
 
 @dataclass(slots=True)
 class LookupReport:
-    """What looking up has come to lately, in decaying sums: rows that were asked, those that had something to
-    offer, tokens drafted of that and accepted."""
+    """Sums up what looking up has come to lately, in decaying sums: rows that were asked, those that had
+    something to offer, tokens drafted of that and accepted."""
 
     asked: float = 0.0
     offered: float = 0.0

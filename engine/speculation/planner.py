@@ -1,4 +1,4 @@
-"""Before a step: who drafts for each decoding sequence, and how much. After it: what came of that.
+"""Chooses before a step who drafts for each sequence, and how much; learns after it what came of that.
 
 ``Policy`` decides how much the draft model drafts, for all rows alike; ``lookups`` which rows draft something
 from known text instead. The planner knows sequences and steps, and puts the two together.
@@ -45,11 +45,11 @@ FORCED_SHARE = 0.02
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """What the planner keeps of a sequence. ``fixed_length`` is 0 where the policy decides."""
+    """Holds what the planner keeps of a sequence. ``fixed_length`` is 0 where the policy decides."""
 
     sequence: Sequence
     group: Group
-    proposers: tuple[str, ...]  # that may draft
+    proposers: tuple[str, ...]  # one of them drafts in a round
     fixed_length: int
     lookups: list[RowLookup] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(slots=True)
 class Option:
-    """What was chosen for a step: it travels in the step's plan, and the planner learns from it afterwards.
+    """Holds what was chosen for a step: it travels in the step's plan, and comes back to be learned from.
 
     ``rows`` may draft, among those of ``drafts``; ``choice`` is the policy's. ``is_mixed``: not all drafts
     are the policy's. ``is_known``: some came from look-ups, whose next ones are other ones. ``num_asked``
@@ -89,7 +89,7 @@ class Option:
 
 
 class Observed(NamedTuple):
-    """A step that is still to be learned from."""
+    """Keeps a step that is still to be learned from."""
 
     option: Option
     plan: StepPlan
@@ -98,8 +98,8 @@ class Observed(NamedTuple):
 
 @dataclass(slots=True)
 class Findings:
-    """What the look-ups of a step come to. ``drafts`` of known text save ``saved`` seconds together; they
-    want a round for themselves, which takes ``alone`` seconds longer than one among others.
+    """Collects what the look-ups of a step come to. ``drafts`` of known text save ``saved`` seconds together;
+    they want a round for themselves, which takes ``alone`` seconds longer than one among others.
 
     Tokens that grammars force take ``forced_seconds`` of every round, for which ``has_free`` rows wait.
     """
@@ -120,7 +120,7 @@ class Findings:
 
 
 class SpeculationPlanner:
-    """``core.planning.Planner``.
+    """Implements ``core.planning.Planner``.
 
     ``lookups`` are the sources that need no model; ``proposers`` draft with one: the first of them does.
     """
@@ -135,7 +135,7 @@ class SpeculationPlanner:
         self.policy = Policy(costs)
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self._sources: dict[str, Lookup] = {lookup.name: lookup for lookup in lookups}
-        self._explorer = Explorer()  # of texts that may repeat themselves
+        self._explorer = Explorer()  # its options are texts that may repeat themselves
         self._now = 0.0  # seconds of all steps
         self._groups: dict[str, Group] = {}
         self._rows: dict[Sequence, Row] = {}
@@ -144,7 +144,7 @@ class SpeculationPlanner:
         self._terms: dict[object, Terms] = {}  # since the last replan
         self._terms_of = 0
         self._lookup_report = LookupReport()
-        # What was chosen last, and for whom: most steps while drafting is off would find the same.
+        # The last choice is kept: most steps while drafting is off would find the same.
         self._decoding: list[Sequence] = []
         self._last = StepChoice({})
         self._option: Option | None = None
@@ -276,18 +276,20 @@ class SpeculationPlanner:
 
     def _look_up(self, option: Option) -> None:
         """Drafts from known text what promises more than the draft model's: a row's first that does."""
+        # Explorations try other drafts, but forced tokens, which are accepted in any case, stay.
         exploring = option.choice.exploration is not None
         asked = [
-            (row, [lookup for lookup in row.lookups if is_asked(lookup, exploring)]) for row in option.rows
+            (row, lookups)
+            for row in option.rows
+            if (lookups := [one for one in row.lookups if one.is_asked and (one.in_round or not exploring)])
         ]
-        option.num_asked = sum([len(lookups) for _, lookups in asked])
-        if not option.num_asked:
+        if not asked:
             return
+        option.num_asked = sum([len(lookups) for _, lookups in asked])
         read_all([lookup for _, lookups in asked for lookup in lookups])
         findings = Findings(has_free=any(sequence.matcher is None for sequence in option.drafts))
         for row, lookups in asked:
-            if lookups:
-                self._look_up_for(row, lookups, option, findings)
+            self._look_up_for(row, lookups, option, findings)
         if findings.drafts and findings.saved >= findings.alone:
             option.drafts.update(findings.drafts)
             option.is_mixed = option.is_known = True
@@ -424,15 +426,11 @@ def group_name(sequence: Sequence) -> str:
     name = "greedy" if temperature == 0 else "up to 0.8" if temperature <= 0.8 else "above 0.8"
     if temperature and sequence.verification == "coupled":
         name += ", coupled"
+    if sequence.drafts_greedily != sequence.greedy:
+        name += ", greedy drafts" if sequence.drafts_greedily else ", random drafts"
     if sequence.matcher is not None:
         name += ", constrained"
     return name
-
-
-def is_asked(lookup: RowLookup, exploring: bool) -> bool:
-    """Tells whether a look-up takes part in a step. Explorations try other drafts, but forced tokens, which
-    are accepted in any case, stay."""
-    return lookup.is_asked and (not exploring or lookup.in_round is not None)
 
 
 def timing(step: Observed, shape: Shape) -> Timing:

@@ -39,8 +39,8 @@ class Group:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.acceptances: dict[str, Acceptance] = {}  # by proposer
-        self.lookups: dict[tuple[str, int], Acceptance] = {}  # by source and strength of the match
+        self.acceptances: dict[str, Acceptance] = {}  # keys: proposers
+        self.lookups: dict[tuple[str, int], Acceptance] = {}  # keys: source, strength of the match
         self.lookup_balance = 0.0  # seconds that look-ups have saved lately
 
     def acceptance(self, source: str) -> Acceptance:
@@ -77,7 +77,7 @@ class Batch:
 
 
 class Plan(NamedTuple):
-    """Drafts of ``length`` tokens: all rows emit ``tokens`` in the ``seconds`` of a round, as is expected."""
+    """Drafts ``length`` tokens: all rows are expected to emit ``tokens`` in the ``seconds`` of a round."""
 
     shape: Shape
     length: int
@@ -123,8 +123,8 @@ class Exploration:
 
 
 class Choice(NamedTuple):
-    """What a step drafts with the model: ``plan``, if it has drafts, for the rows in ``drafting``. It is the
-    active one of ``best``, or that of the ``exploration``."""
+    """Says what a step drafts with the model: ``plan``, if it has drafts, for the rows in ``drafting``. It is
+    the active one of ``best``, or that of the ``exploration``."""
 
     plan: Plan
     drafting: Collection[core.Sequence]
@@ -133,8 +133,8 @@ class Choice(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds of a step's ``first`` round, None if it did something else, too, and of the ``later`` ones: as
-    far as they say something about rounds of this ``shape``."""
+    """Holds the seconds of a step's ``first`` round, None if it did something else, too, and of the ``later``
+    ones: as far as they say something about rounds of this ``shape``."""
 
     shape: Shape
     first: float | None
@@ -143,8 +143,8 @@ class Timing(NamedTuple):
 
 @dataclass(slots=True)
 class Report:
-    """Decaying sums of what steps have achieved lately: emitted ``tokens``, their ``seconds``, those of plain
-    rounds instead, rows of rounds, and drafted tokens."""
+    """Keeps decaying sums of what steps have achieved lately: emitted ``tokens``, their ``seconds``, those of
+    plain rounds instead, rows of rounds, and drafted tokens."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -168,7 +168,7 @@ class Report:
 
 
 class Policy:
-    """Deterministic: the same past gives the same plans."""
+    """Makes plans of the past alone: the same past gives the same plans."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -176,7 +176,7 @@ class Policy:
         self.exploration: Exploration | None = None
         self.num_replans = 0
         self.last: Choice | None = None
-        self._active: Plan | None = None  # of the last step with rows that may draft
+        self._active: Plan | None = None  # the last step's with rows that may draft
         self._best_by_rows: dict[tuple[int, ...], Best] = {}
         self._now = 0.0  # seconds of all steps
         self._num_rounds, self._seconds = 0, 0.0  # since the last replan
@@ -313,10 +313,11 @@ class Policy:
             length = option
         exploration = Exploration(option, source, length, scouts, FEW_ROUNDS)
         plan, _ = self._explored(exploration, best, batch)
-        # A whole step: rounds after the first ones of a step are faster, and the active plan has those.
+        # It takes a whole step: later rounds of a step are faster, and the active plan has those.
         num_rounds = self.costs.rounds_per_step(self.costs.model_seconds(plan.shape), plan.shape.num_rows)
         if starting is not None:
-            # Until it has lost as much again as it takes to bring caches up to date, which so teaches more.
+            # It ends when it has lost as much again as bringing caches up to date takes, which so teaches
+            # more.
             lost = plan.seconds - plan.tokens / best.active.rate
             is_close = lost * CATCH_UP_ROUNDS <= catch_up
             num_rounds = max(num_rounds, CATCH_UP_ROUNDS if is_close else catch_up / lost)
@@ -362,7 +363,7 @@ class Policy:
             self.exploration.rounds_left -= num_rounds
 
     def learn(self, choice: Choice, plan: StepPlan, result: StepResult, timing: Timing) -> None:
-        """Learns from a step since the last replan, before the next one: what was ``choice`` then."""
+        """Learns from a step since the last replan, before the next one, in which ``choice`` was made."""
         seconds = result.seconds + result.host_seconds
         num_tokens = sum([sum(map(len, one.emitted)) for one in result.rounds])
         num_prompt_tokens = sum([part.num_tokens for part in plan.prompts])

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from truedraft.engine.messages import Method, Ready, SamplingParams
+from truedraft.engine.messages import DraftSampleMethod, Method, Ready, SamplingParams, Verification
 from truedraft.server.errors import ContextLengthError, InvalidRequestError, UnsupportedParameterError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest
@@ -34,6 +34,9 @@ TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 # OpenAI's largest top_logprobs, and ours of prompt_logprobs.
 MAX_TOP_LOGPROBS = 20
 
+# Methods whose drafts are known text: there is nothing to draw.
+CERTAIN_METHODS = frozenset({"ngram", "prediction", "grammar"})
+
 # Tokens that a round may draft where the request leaves it to the engine.
 MAX_DRAFTED = 32
 
@@ -58,11 +61,13 @@ def build_sampling_params(
     max_tokens = _max_tokens(request, num_prompt_tokens, worker, leniency if may_clamp else None)
     logprobs = _logprobs(request, max_logprobs)
     default = NEUTRAL | worker.default_sampling
+    temperature = default["temperature"] if request.temperature is None else request.temperature
+    # -1 is another usual way to say "off"
+    top_k = int(default["top_k"]) if request.top_k is None else max(0, request.top_k)
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=default["temperature"] if request.temperature is None else request.temperature,
-        # -1 is another usual way to say "off"
-        top_k=int(default["top_k"]) if request.top_k is None else max(0, request.top_k),
+        temperature=temperature,
+        top_k=top_k,
         top_p=default["top_p"] if request.top_p is None else request.top_p,
         min_p=default["min_p"] if request.min_p is None else request.min_p,
         presence_penalty=request.presence_penalty or 0.0,
@@ -81,7 +86,8 @@ def build_sampling_params(
         prompt_logprobs=_prompt_logprobs(request, logprobs, max_logprobs),
         method=_method(request, speculation, worker),
         num_speculative_tokens=_num_speculative_tokens(speculation),
-        verification=speculation.verification,
+        draft_sample_method=_draft_sample_method(speculation, worker),
+        verification=_verification(speculation, temperature, top_k),
         trace=speculation.trace or speculation.origins is True,
         origins=speculation.origins is not False,
     )
@@ -348,3 +354,33 @@ def _method(request: SamplingRequest, speculation: SpeculationOptions, worker: R
     if speculation.method != "none" and speculation.method not in worker.methods:
         raise InvalidRequestError("This server has no draft model.", param="speculation.method")
     return speculation.method
+
+
+def _draft_sample_method(speculation: SpeculationOptions, worker: Ready) -> DraftSampleMethod | None:
+    """Returns what is asked for. Only a draft model can draw at random: other drafts are certain."""
+    asked = speculation.draft_sample_method
+    method = worker.method if speculation.method == "auto" else speculation.method
+    if asked != "probabilistic" or method == "none":
+        return asked
+    if CERTAIN_METHODS.issuperset(worker.methods):
+        reason = "this server has none"
+    elif method in CERTAIN_METHODS:
+        reason = f"method {method!r} does not use it"
+    else:
+        return asked
+    raise InvalidRequestError(
+        f"speculation.draft_sample_method 'probabilistic' needs a draft model, and {reason}; use 'greedy' or "
+        "leave it out.",
+        param="speculation.draft_sample_method",
+    )
+
+
+def _verification(speculation: SpeculationOptions, temperature: float, top_k: int) -> Verification | None:
+    """Returns what is asked for. To match the target's most likely token would change a sampled answer."""
+    if speculation.verification == "exact_match" and temperature != 0 and top_k != 1:
+        raise InvalidRequestError(
+            "speculation.verification 'exact_match' is exact at temperature 0 alone; set temperature to 0, "
+            "or use 'rejection', 'block' or 'coupled'.",
+            param="speculation.verification",
+        )
+    return speculation.verification

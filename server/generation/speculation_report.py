@@ -9,7 +9,14 @@ from typing import Any
 import msgspec
 
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.messages import Method, Ready, RoundTrace, SamplingParams, Verification
+from truedraft.engine.messages import (
+    DraftSampleMethod,
+    Method,
+    Ready,
+    RoundTrace,
+    SamplingParams,
+    Verification,
+)
 from truedraft.server.generation.generation import Generation
 from truedraft.server.schemas.answer import DraftedToken, SpeculationReport, TracedRound
 
@@ -47,6 +54,7 @@ def _effective_params(
         params,
         method=method,
         num_speculative_tokens=0 if method == "none" else length,
+        draft_sample_method=params.draft_sample_method or _configured_draws(config),
         verification=params.verification or _configured(params, config),
     )
 
@@ -62,6 +70,10 @@ def _configured(params: SamplingParams, config: EngineConfig) -> Verification:
     if config.verification != "auto":
         return config.verification
     return "rejection" if params.seed is None else "coupled"
+
+
+def _configured_draws(config: EngineConfig) -> DraftSampleMethod | None:
+    return None if config.draft_sample_method == "auto" else config.draft_sample_method
 
 
 def _rule(params: SamplingParams) -> str:

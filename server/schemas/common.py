@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from truedraft.engine.messages import Verification
+from truedraft.engine.messages import DraftSampleMethod, Verification
 from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import ResponseFormat, StructuredOutputs
 
@@ -176,7 +176,17 @@ class SpeculationOptions(RequestPart):
         Field(ge=0, le=32),
         BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"] | None),
     ] = Field(None, description="Tokens drafted per round; null and 'auto' leave it to the engine.")
-    verification: Verification | None = Field(None, description="Null leaves it to the engine.")
+    draft_sample_method: DraftSampleMethod | None = Field(
+        None,
+        description="How a draft model draws its tokens: 'greedy' takes its most likely one, 'probabilistic' "
+        "draws with the request's parameters (at temperature 0: as at 1). Null leaves it to the engine, "
+        "which draws as the target does. Any verification goes with either.",
+    )
+    verification: Verification | None = Field(
+        None,
+        description="How drafted tokens are verified; null leaves it to the engine. 'exact_match' is for "
+        "temperature 0, where all are the same.",
+    )
     trace: bool = Field(False, description="Report every round: what was drafted, and what was accepted.")
     origins: bool | Literal["sources"] = Field(
         False,

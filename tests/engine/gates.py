@@ -31,10 +31,14 @@ PENALTIES = SamplingParams(
 
 
 def joint_distribution(
-    params: SamplingParams, rule: Rule, num_samples: int = 4000, in_flight: int = 0
+    params: SamplingParams,
+    rule: Rule,
+    num_samples: int = 4000,
+    in_flight: int = 0,
+    drafts_greedily: bool | None = None,
 ) -> None:
     """Three tokens' joint histogram is the exactly enumerated one."""
-    assert p_value(params, rule, num_samples, in_flight) > SIGNIFICANCE
+    assert p_value(params, rule, num_samples, in_flight, drafts_greedily) > SIGNIFICANCE
 
 
 def greedy_identity(models: Models, params: SamplingParams) -> None:

@@ -40,24 +40,35 @@ TARGET, DRAFT = ToyLogits(1, 1.2), ToyLogits(2, 1.2)
 
 
 def simulate(
-    params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0
+    params: SamplingParams,
+    rule: Rule,
+    num_samples: int,
+    in_flight: int = 0,
+    drafts_greedily: bool | None = None,
 ) -> list[tuple[int, ...]]:
     """Three tokens for each of the seeds 0, 1, ...; ``in_flight`` > 0 limits how many share a sampler."""
     batch = in_flight or num_samples
     outputs: list[tuple[int, ...]] = []
     for first in range(0, num_samples, batch):
         seeds = range(first, min(first + batch, num_samples))
-        outputs += _simulate_batch(params, rule, seeds)
+        outputs += _simulate_batch(params, rule, seeds, drafts_greedily)
     return outputs
 
 
-def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range) -> list[tuple[int, ...]]:
+def _simulate_batch(
+    params: SamplingParams, rule: Rule, seeds: range, drafts_greedily: bool | None
+) -> list[tuple[int, ...]]:
     texts = {seed: list(PROMPT) for seed in seeds}
     while unfinished := [s for s in seeds if len(texts[s]) < len(PROMPT) + NUM_TOKENS]:
         remaining = [len(PROMPT) + NUM_TOKENS - len(texts[s]) for s in unfinished]
         lengths = [min(NUM_DRAFT, r - 1) for r in remaining]
         rows = [
-            Row(rule, seed, History(params, list(texts[seed]), len(PROMPT), frozenset([STOP_ID])))
+            Row(
+                rule,
+                seed,
+                History(params, list(texts[seed]), len(PROMPT), frozenset([STOP_ID])),
+                drafts_greedily,
+            )
             for seed in unfinished
         ]
         sampler = Sampler(rows, VOCAB_SIZE, CPU)
@@ -96,13 +107,19 @@ def _propose(sampler: Sampler, lengths: list[int]) -> Drafts:
     return Drafts(token_ids, probs, lengths)
 
 
-def p_value(params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0) -> float:
+def p_value(
+    params: SamplingParams,
+    rule: Rule,
+    num_samples: int,
+    in_flight: int = 0,
+    drafts_greedily: bool | None = None,
+) -> float:
     """Chi-square of the simulated joint histogram against exact enumeration; 0 if the impossible occurs."""
     expected = naive.joint(
         lambda ids: TARGET(ids).double().numpy(), params, PROMPT, NUM_TOKENS, VOCAB_SIZE, [STOP_ID]
     )
     counts = np.zeros_like(expected)
-    for tokens, count in Counter(simulate(params, rule, num_samples, in_flight)).items():
+    for tokens, count in Counter(simulate(params, rule, num_samples, in_flight, drafts_greedily)).items():
         counts[tokens] = count
     return chi_square(counts.ravel(), expected.ravel())
 

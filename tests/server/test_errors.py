@@ -46,6 +46,17 @@ def error_of(response: Any) -> dict[str, Any]:
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"speculation": {"method": "eagle"}}, "speculation.method", "invalid_value"),
         ({"speculation": {"verification": "typical"}}, "speculation.verification", "invalid_value"),
+        ({"speculation": {"verification": "exact_match"}}, "speculation.verification", "invalid_value"),
+        (
+            {"speculation": {"draft_sample_method": "auto"}},
+            "speculation.draft_sample_method",
+            "invalid_value",
+        ),
+        (
+            {"speculation": {"draft_sample_method": "probabilistic", "method": "ngram"}},
+            "speculation.draft_sample_method",
+            "invalid_value",
+        ),
         ({"speculation": {"trace": "yes"}}, "speculation.trace", "invalid_type"),
         ({"presence_penalty": 2.1}, "presence_penalty", "invalid_value"),
         ({"frequency_penalty": -2.1}, "frequency_penalty", "invalid_value"),

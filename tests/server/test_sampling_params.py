@@ -81,6 +81,23 @@ def test_null_means_default() -> None:
         ({"speculation": {"method": "none"}}, "num_speculative_tokens", 0),
         ({"speculation": {"verification": "coupled"}}, "verification", "coupled"),
         ({"speculation": {"verification": "block"}}, "verification", "block"),
+        (
+            {"speculation": {"verification": "exact_match"}, "temperature": 0},
+            "verification",
+            "exact_match",
+        ),
+        ({"speculation": {"verification": "exact_match"}, "top_k": 1}, "verification", "exact_match"),
+        ({"speculation": {"draft_sample_method": "greedy"}}, "draft_sample_method", "greedy"),
+        (
+            {"speculation": {"draft_sample_method": "probabilistic"}, "temperature": 0},
+            "draft_sample_method",
+            "probabilistic",
+        ),
+        (
+            {"speculation": {"draft_sample_method": "probabilistic", "method": "none"}},
+            "draft_sample_method",
+            "probabilistic",
+        ),
         ({"speculation": {"trace": True}}, "trace", True),
         ({"presence_penalty": -2}, "presence_penalty", -2.0),
         ({"frequency_penalty": 1.5}, "frequency_penalty", 1.5),

@@ -40,7 +40,7 @@ NO_TABLE = BlockTable()
 class CudaRunner:
     """``phases`` runs what is not captured. ``drafting`` is whose model's passes are, if any are."""
 
-    supports = EVERY_NEED - {Need.PROMPT, Need.LONG_PROMPT, Need.PROPOSER, Need.TRACE}
+    supports = EVERY_NEED - {Need.PROMPT, Need.LONG_PROMPT, Need.PROPOSER, Need.OTHER_DRAWS, Need.TRACE}
 
     def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: Runner) -> None:
         self.graphs = graphs
