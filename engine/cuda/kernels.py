@@ -440,5 +440,5 @@ def splits(num_programs: int, num_keys: int, device: torch.device) -> int:
 
 @lru_cache
 def _num_multiprocessors(device: torch.device) -> int:
-    """Of a CPU, where only Triton's interpreter runs, as if it were a GPU."""
+    """Returns the device's number; a CPU, where only Triton's interpreter runs, counts as a large GPU."""
     return 100 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

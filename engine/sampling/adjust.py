@@ -81,8 +81,7 @@ def adjust_logits(
     """
     logits = logits.float().clone()
     for row, history in enumerate(histories):
-        if history.params.logit_bias:
-            bias = history.params.logit_bias
+        if bias := history.params.logit_bias:
             ids = on_device(list(bias), logits.device)
             logits[row, :, ids] += on_device(list(bias.values()), logits.device, torch.float32)
     penalized = [row for row, history in enumerate(histories) if history.penalized]
@@ -96,19 +95,23 @@ def adjust_logits(
     reads = any(history.matcher is not None or history.rules for history in histories)
     draft_ids = drafted.tolist() if reads else []
     for row, history in enumerate(histories):
-        num_output = len(history.token_ids) - history.num_prompt_tokens + offset
-        num_forbidden = max(0, min(history.params.min_tokens - num_output, logits.shape[1]))
-        if num_forbidden and history.stop_token_ids:
-            ids = on_device(sorted(history.stop_token_ids), logits.device)
-            logits[row, :num_forbidden].index_fill_(-1, ids, -torch.inf)
+        _forbid_stop_tokens(logits[row], history, offset)
         if history.matcher is not None:
             masks = history.matcher.masks(draft_ids[row][: offset + logits.shape[1] - 1], offset)
             if masks is not None:
                 _forbid_masked(logits[row], masks)
-    for row, history in enumerate(histories):
         if history.rules:
             _apply_rules(logits[row], history, draft_ids[row], offset)
     return logits
+
+
+def _forbid_stop_tokens(logits: torch.Tensor, history: History, offset: int) -> None:
+    """Changes ``logits`` [positions, V] of one row in place, as far as its text is too short to end."""
+    num_output = len(history.token_ids) - history.num_prompt_tokens + offset
+    num_forbidden = max(0, min(history.params.min_tokens - num_output, logits.shape[0]))
+    if num_forbidden and history.stop_token_ids:
+        ids = on_device(sorted(history.stop_token_ids), logits.device)
+        logits[:num_forbidden].index_fill_(-1, ids, -torch.inf)
 
 
 def replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,7 +16,7 @@ WARM_UP_RUNS = 2
 
 
 class Mark(Protocol):
-    """A moment in the device's work. Known once the host has read what was computed after it."""
+    """Marks a moment of the device, which is known once the host has read what was computed after it."""
 
     def elapsed_time(self, later: Any, /) -> float:
         """Milliseconds."""
@@ -43,8 +43,8 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """For all models of one engine: their replays follow each other on one stream, so one pool of memory
-    serves them all. What a replay leaves in the pool is gone with the next one.
+    """Captures for all models of one engine: their replays follow each other on one stream, so one pool of
+    memory serves them all. What a replay leaves in the pool is gone with the next one.
 
     ``has_failed``: up to torch 2.11 the allocator believes for ever that a capture which failed is under way
     (https://github.com/pytorch/pytorch/pull/180395). ``empty_cache`` would fail then, and so would every
@@ -121,17 +121,17 @@ class SentNumbers:
         self._wait: Callable[[], None] = lambda: None
 
     def wait(self) -> None:
-        """Until ``host`` may be written again."""
+        """Waits until ``host`` may be written again."""
         self._wait()
 
     def send(self, end: int) -> None:
-        """The first ``end``."""
+        """Sends the first ``end`` numbers."""
         self._wait = self.capture.send(self.numbers[:end], self.host[:end])
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Among the garbage may be old graphs and kernels. The driver refuses to destroy them during a capture,
+    """Keeps garbage where it is: old graphs and kernels may be part of it. The driver refuses to destroy them during a capture,
     and fails it (https://github.com/pytorch/pytorch/pull/161037)."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -71,7 +71,7 @@ class RoundGraphs:
         self.verdicts = torch.zeros(rows.max_rows, 3 + rows.max_drafts, dtype=torch.int64, device=device)
         self.replays: dict[Captured, Callable[[], None]] = {}
         self.enabled = True
-        self.num_replays = 0  # of passes
+        self.num_replays = 0  # counts passes
         self.num_misses = 0
         self._passes: dict[tuple[int, int | None], Shape | None] = {}
         self._stages: dict[tuple[Draws, int, int | None], Stage | None] = {}

@@ -48,7 +48,7 @@ class GraphPlan:
         self, target: ModelRunner, draft: ModelRunner | None, num_blocks: int
     ) -> tuple[ModelRunner, ModelRunner | None, RoundGraphs | None]:
         """Captures the graphs and returns the models as they run from then on. Both caches must have one
-        block behind the ``num_blocks`` that their pools know."""
+        block after the ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
@@ -83,7 +83,7 @@ def plan_graphs(
     planned = plan_shapes(num_rows, target.vocab_size, k, draft is not None)
     longest, drawn = max_drafts(k, draft is not None)
     max_blocks = -(-max_model_len // config.block_size)
-    tables = 4 * 8 * num_rows * max_blocks  # those of both models, twice: on the device, and as sent
+    tables = 4 * 8 * num_rows * max_blocks  # both models have them twice: on the device, and as sent
     limit = int(MAX_SHARE * free_memory(target.device)) - tables
     planned = _affordable(target, planned, drawn, limit)
     if not planned:

@@ -24,7 +24,7 @@ class Field(IntEnum):
 
     NUM_STORED = 0  # tokens in the target's cache, which is the position of the pending one
     NUM_DRAFTS = auto()  # to be scored; -1: there is no row
-    NUM_DRAWN = auto()  # of them, to be drawn by the draft model: all or none
+    NUM_DRAWN = auto()  # that many are drawn by the draft model: all or none
     NUM_SKIPPED = auto()  # 1: the draft's cache has the token before the pending one
     SEED = auto()
     RULE = auto()
@@ -62,7 +62,7 @@ class DeviceRows:
         self.scratch_slot = scratch_slot
         self.tables = torch.zeros(2, max_rows, max_blocks, dtype=torch.int64, device=device)
         self.width = Field.IDS + 2 + max_drafts
-        # The number of the draft model's pass, then the rows.
+        # It holds the number of the draft model's pass, then the rows.
         self.sent = SentNumbers(1 + max_rows * self.width, device, capture)
         self.pass_number = self.sent.numbers[:1]
         # Places in tables and their new entries.

@@ -59,11 +59,9 @@ class CudaRunner:
             return self.phases.run(plan)
         launched = [self._launch(group) for group in groups]
         ours = {part.sequence for part in parts}
-        others = [part for part in plan.scheduled if part.sequence not in ours]
-        rows = [part for part in plan.rows if part.sequence not in ours]
-        by_phases = self.phases.run(replace(plan, scheduled=others, rows=rows)) if others else StepResult([])
+        by_phases = self._run_others(plan, ours)
         done = _joined([each.read() for each in launched])
-        if rows:
+        if by_phases.rounds:
             done = _merged([part.sequence in ours for part in plan.rows], done, by_phases.rounds[0])
         elif by_phases.prompt_seconds is not None:
             done.seconds = PhaseSeconds(*map(add, done.seconds, by_phases.prompt_seconds))
@@ -71,6 +69,14 @@ class CudaRunner:
         share = min(1.0, (time.perf_counter() - started) / max(sum(done.seconds), 1e-9))
         done.seconds = PhaseSeconds(*(share * seconds for seconds in done.seconds))
         return StepResult([done], {"cuda_graphs": len(parts), **by_phases.num_rows})
+
+    def _run_others(self, plan: StepPlan, ours: set[Sequence]) -> StepResult:
+        """Runs what is not captured by phases."""
+        others = [part for part in plan.scheduled if part.sequence not in ours]
+        if not others:
+            return StepResult([])
+        rows = [part for part in plan.rows if part.sequence not in ours]
+        return self.phases.run(replace(plan, scheduled=others, rows=rows))
 
     def _is_captured(self, part: ScheduledSequence) -> bool:
         draft, rows = part.draft, self.graphs.rows
@@ -107,29 +113,17 @@ class CudaRunner:
         draft = graphs.find(draws, len(parts), None) if any(drawn) else None
         assert verdicts is not None
         score = verdicts.shape
-        limit, num_rows = score.rows, score.rows
-        if draft is not None:
-            limit, num_rows = min(limit, draft.shape.rows), max(num_rows, draft.shape.rows)
+        num_rows = [score.rows] if draft is None else [score.rows, draft.shape.rows]
         started = graphs.capture.mark()
         self._catch_up(parts)
-        places = rows.rows_for([part.sequence for part in parts], limit)
+        places = rows.rows_for([part.sequence for part in parts], min(num_rows))
         rows.begin()
         for part, (row, is_new), num_drawn, length in zip(parts, places, drawn, lengths, strict=True):
-            sequence = part.sequence
-            last = len(sequence.token_ids) - 1
-            before = sequence.token_ids[last - 1] if last else 0
-            known = [before, sequence.token_ids[last], *part.draft.known_ids[:length]]
-            table = self._draft_table(sequence)
-            has_before = table.num_computed_tokens >= last
-            rows.set_row(row, last, known, length, num_drawn, int(has_before))
-            rows.set_table(TARGET, row, sequence.target_blocks.block_ids)
-            sequence.target_blocks.num_computed_tokens = last + 1 + length
-            if num_drawn:
-                rows.set_table(DRAFT, row, table.block_ids)
-                table.num_computed_tokens = last + num_drawn
+            self._set_row(part, row, length, num_drawn)
             if is_new:
+                sequence = part.sequence
                 rows.set_sampling(row, sequence.params, sequence.seed, _rule_of(sequence))
-        rows.send(num_rows)
+        rows.send(max(num_rows))
         for _ in range(max(drawn)):
             assert draft is not None
             graphs.replay_both(draft)
@@ -139,6 +133,22 @@ class CudaRunner:
         kept = self._adjuster.adjust(score, parts, row_numbers, lengths)
         graphs.replay(verdicts)
         return _Launched(graphs, score, row_numbers, lengths, kept, started, drafted)
+
+    def _set_row(self, part: ScheduledSequence, row: int, length: int, num_drawn: int) -> None:
+        """Says what a row scores, and counts it as stored: ``length`` drafts, of which the model draws all or
+        none."""
+        sequence, rows = part.sequence, self.graphs.rows
+        last = len(sequence.token_ids) - 1
+        before = sequence.token_ids[last - 1] if last else 0
+        known = [before, sequence.token_ids[last], *part.draft.known_ids[:length]]
+        table = self._draft_table(sequence)
+        has_before = table.num_computed_tokens >= last
+        rows.set_row(row, last, known, length, num_drawn, int(has_before))
+        rows.set_table(TARGET, row, sequence.target_blocks.block_ids)
+        sequence.target_blocks.num_computed_tokens = last + 1 + length
+        if num_drawn:
+            rows.set_table(DRAFT, row, table.block_ids)
+            table.num_computed_tokens = last + num_drawn
 
     def _draft_table(self, sequence: Sequence) -> BlockTable:
         return NO_TABLE if self.drafting is None else self.drafting.cache.table(sequence)

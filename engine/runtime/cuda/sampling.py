@@ -27,7 +27,7 @@ class Draws(IntEnum):
 
     GREEDY = 0
     PLAIN = 1  # the rejection rule at any temperature, without cuts
-    COUPLED = 2  # and the coupled rule, as with a seed
+    COUPLED = 2  # adds the coupled rule, as with a seed
     ANY = 3  # every rule; top-k, top-p, min-p
 
     @property
@@ -40,9 +40,9 @@ def draw_draft(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The next draft of each row from ``logits`` float32 [rows, V], and the distribution drawn from [rows, V]
     if another rule than exact match may ask for it. ``pass_number`` [1] counts from 0."""
-    likeliest = logits.argmax(-1)
+    most_likely = logits.argmax(-1)
     if draws is Draws.GREEDY:
-        return likeliest, None
+        return most_likely, None
     num_rows, vocab_size = logits.shape
     probs = _probs(_replace_broken(logits)[0][:, None], draws, rows, is_draft=True)[:, 0]
     rule, seeds = rows.field(num_rows, Field.RULE), rows.field(num_rows, Field.SEED)
@@ -55,7 +55,7 @@ def draw_draft(
     if draws >= Draws.COUPLED:
         noise = noise_on_device(seeds, positions, vocab_size)
         ids = torch.where(rule == RuleCode.COUPLED, (probs / noise).argmax(-1), ids)
-    return torch.where(rule == RuleCode.EXACT_MATCH, likeliest, ids), probs
+    return torch.where(rule == RuleCode.EXACT_MATCH, most_likely, ids), probs
 
 
 def verdict(
@@ -114,6 +114,6 @@ def _probs(logits: torch.Tensor, draws: Draws, rows: DeviceRows, is_draft: bool 
 
 
 def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``adjust.replace_broken``, which looks on a CPU."""
+    """Does what ``adjust.replace_broken`` does, without a look at any number."""
     broken = ~logits.amax(-1).isfinite()
     return torch.where(broken[..., None], 0.0, logits), broken

@@ -14,7 +14,7 @@ from truedraft.engine.runtime.cuda.sampling import Draws
 
 # Tokens that a draft model's pass takes of a row: after a full acceptance it lacks the one before the last.
 DRAFT_TOKENS = 2
-# Of a scored row where the draft length is open: the pending token and its drafts.
+# A scored row has so many tokens where the draft length is open: the pending one and its drafts.
 OPEN_QUERIES = (1, 3, 5, 9, 17)
 # Up to about here a pass costs what it takes to read the weights; beyond, padding costs what it computes.
 MAX_TOKENS = 320
