@@ -131,8 +131,8 @@ class SentNumbers:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Keeps garbage where it is: old graphs and kernels may be part of it. The driver refuses to destroy them during a capture,
-    and fails it (https://github.com/pytorch/pytorch/pull/161037)."""
+    """Keeps garbage where it is, as old graphs and kernels may be part of it. The driver refuses to destroy
+    them during a capture, and fails it (https://github.com/pytorch/pytorch/pull/161037)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
