@@ -26,7 +26,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.proposers import draft_model
 from truedraft.engine.proposers.draft_model import DraftModelProposer
-from truedraft.engine.sampling import adjust, backend, sampler, verify
+from truedraft.engine.sampling import adjust, backend, random, sampler, verify
 from truedraft.engine.sampling.ops import inverse_cdf
 from truedraft.engine.sampling.random import Stream
 from truedraft.engine.sampling.sampler import Drafts, Rule, Sampler
@@ -179,9 +179,9 @@ def block_numbers_by_position_only(patch: Patch) -> None:
 
 
 def noise_forgets_the_position(patch: Patch) -> None:
-    honest = backend.exponential_noise
+    honest = random.exponential_noise
     patch.setattr(
-        backend, "exponential_noise", lambda s, p, vocab_size: honest(s, torch.zeros_like(p), vocab_size)
+        random, "exponential_noise", lambda s, p, vocab_size: honest(s, torch.zeros_like(p), vocab_size)
     )
 
 
