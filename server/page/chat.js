@@ -2,7 +2,7 @@
 
 import { AnswerView, resultCard, totalsText } from "./answer.js";
 import { chunks } from "./api.js";
-import { addChoice, newAnswer, requestFor, storedTurns, storeTurns, totals } from "./conversation.js";
+import { addChoice, append, newAnswer, requestFor, storedTurns, storeTurns, totals } from "./conversation.js";
 import { button, byId, copyButton, element, keep, kept, visible } from "./elements.js";
 import { scorer } from "./scoring.js";
 import { askedFields, showMode } from "./settings.js";
@@ -218,7 +218,7 @@ async function receive(path, body) {
     }
   } finally {
     cancelAnimationFrame(frame);
-    turn.tokens.push(...waiting); // of an answer that was stopped
+    append(turn.tokens, waiting); // of an answer that was stopped
   }
 }
 

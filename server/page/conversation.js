@@ -66,7 +66,7 @@ export function addChoice(turn, choice, waiting) {
   const wasAnswering = turn.content !== "" || turn.calls.length > 0;
   turn.thoughts += part.reasoning_content ?? "";
   for (const [place, call] of (part.tool_calls ?? []).entries()) addCall(turn.calls, call, call.index ?? place);
-  waiting.push(...(choice.origins ?? []));
+  append(waiting, choice.origins ?? []);
   turn.numTokens += choice.origins?.length ?? 0;
   placeTokens(turn, part.content ?? "", waiting, wasAnswering || Boolean(part.tool_calls?.length), choice.finish_reason !== null);
   turn.content += part.content ?? "";
@@ -92,8 +92,13 @@ function placeTokens(turn, content, waiting, isAnswering, isLast) {
   else if (turn.thoughts) {
     for (let length = 0; numThoughts && length < content.length; ) length += waiting[--numThoughts].text.length;
   }
-  turn.thoughtTokens.push(...waiting.splice(0, numThoughts));
-  turn.tokens.push(...waiting.splice(0));
+  append(turn.thoughtTokens, waiting.splice(0, numThoughts));
+  append(turn.tokens, waiting.splice(0));
+}
+
+/** Appends to a list; an answer in one piece may have more tokens than a function takes arguments. */
+export function append(list, items) {
+  for (const item of items) list.push(item);
 }
 
 /** Returns the sums over all answers, from the same figures that stand below each. */

@@ -2,10 +2,10 @@
 
 export const byId = (id) => document.getElementById(id);
 
-/** `properties` are set on the element, `children` are elements or text. */
+/** `properties` are set on the element, `children` are elements, text, or lists of these, however long. */
 export function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
+  for (const child of children.flat()) made.append(child);
   return made;
 }
 

@@ -27,7 +27,7 @@ export class MarkdownView {
     let same = 0;
     while (same < blocks.length && blocks[same].source === this.sources[same]) same += 1;
     while (this.container.childNodes.length > same) this.container.lastChild.remove();
-    this.container.append(...blocks.slice(same).map((block) => block.build()));
+    for (const block of blocks.slice(same)) this.container.append(block.build());
     this.sources = blocks.map((block) => block.source);
   }
 }
@@ -82,15 +82,15 @@ function split(lines, depth) {
 
 const build = (lines, depth) => split(lines, depth).map((block) => block.build());
 
-const paragraph = (lines) => element("p", {}, ...inline(lines.map((line) => line.trim()).join("\n")));
+const paragraph = (lines) => element("p", {}, inline(lines.map((line) => line.trim()).join("\n")));
 
 function heading(line) {
   const [, marks, text = ""] = HEADING.exec(line);
   // The page's own headings are above those of an answer.
-  return element(`h${Math.min(6, marks.length + 2)}`, {}, ...inline(text.trim().replace(/[ \t]#+$/, "")));
+  return element(`h${Math.min(6, marks.length + 2)}`, {}, inline(text.trim().replace(/[ \t]#+$/, "")));
 }
 
-const quote = (lines, depth) => element("blockquote", {}, ...build(lines.map((line) => line.replace(QUOTE, "")), depth + 1));
+const quote = (lines, depth) => element("blockquote", {}, build(lines.map((line) => line.replace(QUOTE, "")), depth + 1));
 
 /** A list goes on with items of its kind, with what is indented, and with lines right after a paragraph. */
 function endOfList(lines, start) {
@@ -121,7 +121,7 @@ function list(lines, depth) {
       items.push([line.slice(offset).replace(/^\[([ xX])\] /, (_, mark) => (mark === " " ? "☐ " : "☑ "))]);
     } else items.at(-1).push(line.slice(Math.min(indentOf(line), offset)));
   }
-  const made = element(first[3] ? "ol" : "ul", {}, ...items.map((item) => element("li", {}, ...build(item, depth + 1))));
+  const made = element(first[3] ? "ol" : "ul", {}, items.map((item) => element("li", {}, build(item, depth + 1))));
   if (first[3]) made.start = Number(first[3]);
   return made;
 }
@@ -149,8 +149,8 @@ function table([head, rule, ...rows]) {
   const sides = cells(rule).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "end") : "start"));
   const row = (tag, line) => {
     const given = cells(line);
-    return element("tr", {}, ...sides.map((side, place) => {
-      const cell = element(tag, {}, ...inline(given[place] ?? ""));
+    return element("tr", {}, sides.map((side, place) => {
+      const cell = element(tag, {}, inline(given[place] ?? ""));
       cell.style.textAlign = side;
       return cell;
     }));
@@ -158,7 +158,7 @@ function table([head, rule, ...rows]) {
   return element(
     "div",
     { className: "table" },
-    element("table", {}, element("thead", {}, row("th", head)), element("tbody", {}, ...rows.map((line) => row("td", line)))),
+    element("table", {}, element("thead", {}, row("th", head)), element("tbody", {}, rows.map((line) => row("td", line)))),
   );
 }
 
@@ -244,10 +244,10 @@ function emphasis(text, at, depth, missing) {
     if (close < 0) continue;
     const inner = inline(text.slice(at + length, close), depth + 1);
     const node =
-      mark === "~" ? element("del", {}, ...inner)
-      : length === 1 ? element("em", {}, ...inner)
-      : length === 2 ? element("strong", {}, ...inner)
-      : element("em", {}, element("strong", {}, ...inner));
+      mark === "~" ? element("del", {}, inner)
+      : length === 1 ? element("em", {}, inner)
+      : length === 2 ? element("strong", {}, inner)
+      : element("em", {}, element("strong", {}, inner));
     return { node, end: close + length };
   }
   return null;
@@ -271,11 +271,12 @@ function closingMark(text, from, mark, missing) {
 function link(text, at, depth) {
   const near = text.slice(at, at + MAX_LINK);
   const middle = near.indexOf("](");
-  if (near[0] !== "[" || middle < 0 || near.lastIndexOf("[", middle) > 0) return null;
+  if (near[0] !== "[" || middle < 0 || near.lastIndexOf("[", middle) > 0 || !near.includes(")", middle)) return null;
   let end = middle + 2;
   for (let open = 1; open; end += 1) {
     if (end === near.length) return null;
-    open += { "(": 1, ")": -1 }[near[end]] ?? 0;
+    if (near[end] === "(") open += 1;
+    else if (near[end] === ")") open -= 1;
   }
   const destination = near.slice(middle + 2, end - 1).trim().split(/\s/)[0].replace(/^<(.*)>$/, "$1");
   const label = near.slice(1, middle) || destination;
@@ -287,5 +288,5 @@ function link(text, at, depth) {
 function anchor(destination, children) {
   const url = URL.canParse(destination) ? new URL(destination) : null;
   if (!["http:", "https:", "mailto:"].includes(url?.protocol)) return null;
-  return element("a", { href: url.href, title: url.href, target: "_blank", rel: "noopener noreferrer" }, ...children);
+  return element("a", { href: url.href, title: url.href, target: "_blank", rel: "noopener noreferrer" }, children);
 }

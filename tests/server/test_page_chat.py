@@ -315,9 +315,10 @@ def test_probabilities_come_when_they_are_asked_for(browser: Browser, server: Ru
         browser.press("Enter")
         browser.wait("document.querySelectorAll('#token-card meter').length >= 5")
         assert texts(browser, "#token-card .chosen span") == ['"l"']
-        browser.press("ArrowRight")
-        browser.press("Enter")
-        browser.wait("document.querySelector('#token-card .chosen span').textContent === '\"o\"'")
+        for key in ("ArrowRight", "ArrowRight", "Enter"):
+            browser.press(key)
+        browser.wait("document.querySelectorAll('#token-card meter').length >= 5")
+        assert texts(browser, "#token-card .chosen span") == ['","']
         browser.press("Escape")
         assert browser.run("document.querySelector('#token-card').hidden")
         browser.fill("[name=probabilities]", True)
