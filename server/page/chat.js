@@ -2,7 +2,7 @@
 
 import { AnswerView, resultCard, totalsText } from "./answer.js";
 import { chunks } from "./api.js";
-import { addChoice, append, newAnswer, requestFor, storedTurns, storeTurns, totals } from "./conversation.js";
+import { addChoice, append, newAnswer, requestFor, storedTurns, storeTurns, tokensOf, totals } from "./conversation.js";
 import { button, byId, copyButton, element, keep, kept, visible } from "./elements.js";
 import { scorer } from "./scoring.js";
 import { askedFields, showMode } from "./settings.js";
@@ -95,7 +95,9 @@ function cardOf(turn) {
 
 function viewOf(turn) {
   const given = mode() === "completion" ? turns[0].content : null;
-  const view = new AnswerView(turn, { view: views.value, given, score: scorer(mode(), turns, turn) });
+  // A long conversation is kept without its tokens.
+  const shownAs = turn.end && !tokensOf(turn).length ? "text" : views.value;
+  const view = new AnswerView(turn, { view: shownAs, given, score: scorer(mode(), turns, turn) });
   if (turn !== running?.turn) finishView(view, turn);
   else running.view = view;
   return view;

@@ -193,6 +193,26 @@ def test_a_reload_keeps_the_conversation(browser: Browser, server: RunningServer
         assert "begin with one of these" in browser.text("#transcript")
 
 
+def test_a_long_conversation_is_kept_without_its_tokens(browser: Browser, server: RunningServer) -> None:
+    """A browser keeps so much for a page; the page says if there is no room for the text either."""
+    full = """Storage.prototype.setItem = ((set) => function (name, value) {
+        if (value.length > %d) throw new Error("full");
+        set.call(this, name, value);
+    })(Storage.prototype.setItem)"""
+    with page(browser, server):
+        browser.run(full % 3000)
+        browser.fill("[name=max_tokens]", "40")
+        send(browser)
+        before = turns(browser), figures(browser)
+        assert len(tokens(browser)) == 40
+        assert browser.run("document.querySelector('#not-kept').hidden")
+        browser.open(f"{server.url}/")
+        assert (turns(browser), figures(browser)) == before
+        browser.run(full % 300)
+        send(browser)
+        assert not browser.run("document.querySelector('#not-kept').hidden")
+
+
 def test_an_error_is_shown_and_can_be_tried_again(browser: Browser, server: RunningServer) -> None:
     with page(browser, server):
         browser.fill("[name=max_tokens]", "4")
