@@ -73,7 +73,9 @@ def main() -> None:
     costs = llm.speculation()["costs"]
     # What a drafted token costs: a pass of the draft, and what the target takes longer for one token more.
     scored = costs["score_ms_by_tokens"]
-    threshold = min(1.0, (costs["draft_ms_by_tokens"]["1"] + (scored["5"] - scored["1"]) / 4) / scored["1"])
+    threshold = min(
+        1.0, (costs["draft_ms_by_tokens"]["draft_model"]["1"] + (scored["5"] - scored["1"]) / 4) / scored["1"]
+    )
 
     print("largest probability   chance that the target keeps a token")
     rows = []

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.engine.commands.generate import Printer
 from truedraft.engine.messages import RoundOrigin, TokenOutput
-from truedraft.engine.terminal import console, printable, stages
+from truedraft.engine.terminal import console, loading_bar, printable, stages
 from truedraft.engine.text.text_stream import text_stream
 from truedraft.engine.text.vocabulary import Vocabulary
 
@@ -67,3 +67,20 @@ def test_no_bar_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -
     captured = capsys.readouterr()
     assert captured.err.strip() == ""
     assert captured.out == '{"a": "[b]"}\n'
+
+
+def test_a_bar_tells_what_loading_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = []
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        with loading_bar() as begin:
+            for stage in ("the target model", "the draft model", "caches and costs"):
+                begin(stage)
+        shown.append(stream.getvalue())
+    assert "Loading caches and costs" in shown[0]
+    assert shown[1].strip() == ""
