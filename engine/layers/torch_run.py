@@ -66,4 +66,4 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     if (rotated := cos.shape[-1]) < size:
         return torch.cat((_rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]), dim=-1)
     swapped = x.view(tokens, heads, 2, size // 2).flip(2).view(tokens, heads, size)
-    return torch.addcmul(x * cos, swapped, sin)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)  # angles may be float32 whatever the model is in

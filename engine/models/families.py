@@ -7,6 +7,7 @@ then (``gguf``).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -39,10 +40,9 @@ class Family:
     norms_add_one: bool = False
     # Queries and keys are normed, each head by itself or all together.
     head_norm: Literal["each", "whole"] | None = None
-    # An attribute of the attention says whether its layer rotates; None: all do.
-    rotates: str | None = None
-    # The window stands in the config for all layers, or with each layer; None sees everything.
-    window: Literal["config", "layer"] | None = None
+    # These say of transformers' attention whether it rotates, and how many tokens a query sees; None: all.
+    rotates: Callable[[Any], bool] = lambda attention: True
+    window: Callable[[Any], int | None] = lambda attention: None
     activation: str = "hidden_act"
     # The embeddings' own module multiplies them, or the decoder does, by a setting.
     scales_embeddings: bool = False
@@ -55,33 +55,43 @@ class Family:
     gguf: str | None = None
 
 
+# The window stands with each layer, or in the config for all layers.
+WINDOW, CONFIG_WINDOW = attrgetter("sliding_window"), attrgetter("config.sliding_window")
 GEMMA = Family(norms_add_one=True, scales_embeddings=True)
 GEMMA_2 = replace(
     GEMMA,
     mixer_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
-    window="layer",
+    window=WINDOW,
     activation="hidden_activation",
     logit_softcap="final_logit_softcapping",
 )
+OLMO_2 = Family(
+    mixer_norm=None,
+    mixer_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+    head_norm="whole",
+)
 FAMILIES: dict[str, Family] = {
     "llama": Family(gguf="llama"),
-    "qwen2": Family(window="layer", gguf="qwen2"),
-    "qwen3": Family(window="layer", head_norm="each", gguf="qwen3"),
-    "phi3": Family(qkv=("qkv_proj",), gate_up=("gate_up_proj",), window="config", gguf="phi3"),
+    "qwen2": Family(window=WINDOW, gguf="qwen2"),
+    "qwen3": Family(window=WINDOW, head_norm="each", gguf="qwen3"),
+    "phi3": Family(qkv=("qkv_proj",), gate_up=("gate_up_proj",), window=CONFIG_WINDOW, gguf="phi3"),
     "gemma": GEMMA,
     "gemma2": replace(GEMMA_2, score_softcap="attn_logit_softcapping", gguf="gemma2"),
     "gemma3_text": replace(GEMMA_2, head_norm="each", gguf="gemma3"),
-    "mistral": Family(window="config"),
+    "mistral": Family(window=CONFIG_WINDOW),
     "seed_oss": Family(),
-    "smollm3": Family(window="layer", rotates="use_rope"),
-    "olmo2": Family(
-        mixer_norm=None,
-        mixer_post_norm="post_attention_layernorm",
-        mlp_norm=None,
-        mlp_post_norm="post_feedforward_layernorm",
-        head_norm="whole",
+    "smollm3": Family(window=WINDOW, rotates=attrgetter("use_rope")),
+    "olmo2": OLMO_2,
+    "olmo3": replace(OLMO_2, window=WINDOW),
+    "exaone4": replace(
+        OLMO_2,
+        head_norm="each",
+        rotates=lambda attention: attention.is_sliding or attention.sliding_window is None,
+        window=lambda attention: attention.sliding_window if attention.is_sliding else None,
     ),
     "granite": Family(
         embedding_multiplier="embedding_multiplier",
@@ -173,14 +183,13 @@ def _activation(config: Any) -> Activation:
 
 def _attention_shape(family: Family, attention: Any, index: int) -> AttentionShape:
     config = attention.config
-    homes = {"config": config, "layer": attention, None: None}
     return AttentionShape(
         layer=index,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_size=attention.head_dim,
         scaling=attention.scaling,
-        sliding_window=getattr(homes[family.window], "sliding_window", None),
+        sliding_window=family.window(attention),
         norm=_head_norm(config, attention) if family.head_norm == "each" else None,
         whole_norms=_norms(config, attention) if family.head_norm == "whole" else None,
         rotary=_rotary(family, attention),
@@ -189,10 +198,10 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
 
 
 def _rotary(family: Family, attention: Any) -> int | None:
-    if family.rotates is not None and not getattr(attention, family.rotates):
+    if not family.rotates(attention):
         return None
     kinds = rotary_kinds(attention.config)
-    return 0 if kinds == [None] else kinds.index(attention.layer_type)
+    return 0 if kinds == [None] else kinds.index(attention.config.layer_types[attention.layer_idx])
 
 
 def _norms(config: Any, attention: Any) -> tuple[Norm, Norm]:

@@ -44,6 +44,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 MORE: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
     "gemma3_text": {
         "sliding_window": WINDOW,
@@ -53,6 +54,7 @@ MORE: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     "mistral": {"sliding_window": WINDOW},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo3": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "phi3": {"sliding_window": WINDOW},
 }
 BOTH = ("sliding_attention", "full_attention")
@@ -179,6 +181,7 @@ MUTATIONS: dict[str, Callable[[dict[str, Any], Weights], Iterator[Changed]]] = {
 
 # Checkpoints served as by transformers, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
+    "exaone4": [(15, 17), (2, 14), (0, 14), (4, 7)],
     "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],
     "gemma2": [(22, 17), (2, 14), (0, 14), (4, 8)],
     "gemma3_text": [(20, 17), (2, 16), (0, 16), (4, 7)],
@@ -186,6 +189,7 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "llama": [(15, 16), (2, 12), (0, 12), (4, 8)],
     "mistral": [(16, 14), (2, 12), (0, 12), (4, 8)],
     "olmo2": [(14, 15), (2, 14), (0, 14), (4, 7)],
+    "olmo3": [(16, 17), (2, 14), (0, 14), (4, 7)],
     "phi3": [(15, 16), (2, 9), (0, 9), (4, 8)],
     "qwen2": [(16, 17), (2, 15), (0, 15), (4, 8)],
     "qwen3": [(16, 18), (2, 14), (0, 14), (4, 7)],

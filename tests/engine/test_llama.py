@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -16,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -101,6 +103,26 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         eos_token_id=3,
     ),
     "olmo2": Olmo2Config(**SHAPE, pad_token_id=0, eos_token_id=3),
+    "olmo3": Olmo3Config(
+        **SHAPE,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        attention_bias=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        pad_token_id=0,
+        eos_token_id=3,
+    ),
+    "exaone4": Exaone4Config(
+        **SHAPE,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "exaone4 without windows": Exaone4Config(
+        **SHAPE, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
     "granite": GraniteConfig(
         **SHAPE,
         embedding_multiplier=3.0,
