@@ -196,34 +196,33 @@ def coupled_emits_the_draft(patch: Patch) -> None:
 
 
 def penalties_see_only_the_last_token(patch: Patch) -> None:
-    def counts(
-        histories: Any, drafted: torch.Tensor, offset: int, positions: int, vocab: int
-    ) -> torch.Tensor:
+    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
         last = torch.tensor([history.token_ids[-1] for history in histories])
-        return F.one_hot(last, vocab).float()[:, None].repeat(1, positions, 1)
+        return F.one_hot(last, vocab).float()
 
+    def counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, positions: int) -> torch.Tensor:
+        return base[:, None].repeat(1, positions, 1)
+
+    patch.setattr(adjust, "_text_counts", text_counts)
     patch.setattr(adjust, "_counts", counts)
 
 
 def penalties_count_the_pending_token_twice(patch: Patch) -> None:
-    honest = adjust._counts
+    honest = adjust._text_counts
 
-    def counts(histories: Any, *rest: Any) -> torch.Tensor:
-        good = honest(histories, *rest)
+    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
         last = torch.tensor([history.token_ids[-1] for history in histories])
-        return good + F.one_hot(last, good.shape[-1])[:, None]
+        return honest(histories, vocab, device) + F.one_hot(last, vocab)
 
-    patch.setattr(adjust, "_counts", counts)
+    patch.setattr(adjust, "_text_counts", text_counts)
 
 
 def penalties_ignore_the_drafted_prefix(patch: Patch) -> None:
-    """One count for all positions of a round ("relaxed")."""
+    """One count serves all positions of a round ("relaxed")."""
     honest = adjust._counts
 
-    def counts(
-        histories: Any, drafted: torch.Tensor, offset: int, positions: int, vocab: int
-    ) -> torch.Tensor:
-        return honest(histories, drafted[:, :0], 0, 1, vocab).repeat(1, positions, 1)
+    def counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, positions: int) -> torch.Tensor:
+        return honest(base, drafted[:, :0], 0, 1).repeat(1, positions, 1)
 
     patch.setattr(adjust, "_counts", counts)
 
