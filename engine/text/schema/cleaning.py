@@ -144,27 +144,52 @@ def _fault_of(pattern: str) -> str:
 
 
 def _says_nothing(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    is_empty = isinstance(value, dict) and not value
-    match keyword:
-        case "format" if isinstance(value, str):
-            kinds = schema.get("type", "string")
-            is_said = "pattern" in schema or "string" not in (kinds if isinstance(kinds, list) else [kinds])
-            return value in NOTED_FORMATS or (is_said and value not in ENFORCED_FORMATS)
-        case "propertyNames":
-            return value is True or (isinstance(value, dict) and not _without_notes(value))
-        case "uniqueItems" | "not":
-            return value is False
-        case "unevaluatedProperties" | "unevaluatedItems":
-            return value is True or is_empty
-        case "dependencies" | "dependentRequired" | "dependentSchemas":
-            return is_empty
-        case "then" | "else":
-            return "if" not in schema
-        case "if":
-            return not schema.keys() & {"then", "else"}
-        case "minContains" | "maxContains":
-            return "contains" not in schema
+    if keyword == "format" and isinstance(value, str):
+        return _is_noted_format(value, schema)
+    if keyword in SAID_WITH:
+        return schema.keys().isdisjoint(SAID_WITH[keyword])
+    if keyword in ANYTHING:
+        return ANYTHING[keyword](value)
     return keyword.startswith("x-") and keyword != "x-guidance"
+
+
+def _is_noted_format(value: str, schema: Mapping[str, Any]) -> bool:
+    kinds = schema.get("type", "string")
+    is_said = "pattern" in schema or "string" not in (kinds if isinstance(kinds, list) else [kinds])
+    return value in NOTED_FORMATS or (is_said and value not in ENFORCED_FORMATS)
+
+
+def _allows_any_name(value: Any) -> bool:
+    return value is True or (isinstance(value, dict) and not _without_notes(value))
+
+
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def _allows_anything(value: Any) -> bool:
+    return value is True or _is_empty(value)
+
+
+# Keywords that say something only together with one of others.
+SAID_WITH = {
+    "then": {"if"},
+    "else": {"if"},
+    "if": {"then", "else"},
+    "minContains": {"contains"},
+    "maxContains": {"contains"},
+}
+# Values of a keyword that allow anything.
+ANYTHING: dict[str, Callable[[Any], bool]] = {
+    "propertyNames": _allows_any_name,
+    **dict.fromkeys(("uniqueItems", "not"), _is_false),
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), _allows_anything),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), _is_empty),
+}
 
 
 def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,32 +223,67 @@ def _names_as_properties(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _makes_no_sense(keyword: str, value: Any) -> bool:
-    match keyword:
-        case "type":
-            kinds: list[object] = value if isinstance(value, list) else [value]
-            return not kinds or any(not isinstance(kind, str) or kind not in TYPES for kind in kinds)
-        case "enum":
-            return not isinstance(value, list) or not value
-        case "required":
-            return not isinstance(value, list) or not all(isinstance(name, str) for name in value)
-        case "properties" | "patternProperties" | "$defs" | "definitions":
-            return not isinstance(value, dict)
-        case "anyOf" | "oneOf" | "allOf" | "prefixItems":
-            return not isinstance(value, list) or not value or not all(map(_is_schema, value))
-        case "items":
-            return not all(map(_is_schema, value if isinstance(value, list) else [value]))
-        case "additionalProperties":
-            return not _is_schema(value)
-        case "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties":
-            return not isinstance(value, int) or isinstance(value, bool) or value < 0
-        case "minimum" | "maximum" | "multipleOf":
-            return not isinstance(value, int | float) or isinstance(value, bool)
-        case "exclusiveMinimum" | "exclusiveMaximum":
-            return not isinstance(value, int | float)
-        case "pattern" | "format" | "$ref":
-            return not isinstance(value, str)
-    return False
+    return keyword in SENSIBLE and not SENSIBLE[keyword](value)
+
+
+def _is_type(value: Any) -> bool:
+    kinds: list[object] = value if isinstance(value, list) else [value]
+    return bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_schemas(value: Any) -> bool:
+    return _is_choice(value) and all(map(_is_schema, value))
+
+
+def _are_items(value: Any) -> bool:
+    return all(map(_is_schema, value if isinstance(value, list) else [value]))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_limit(value: Any) -> bool:
+    """Tells whether it is a number, or a flag as older drafts of the standard have it."""
+    return isinstance(value, int | float)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_schema(value: Any) -> bool:
     return isinstance(value, dict | bool)
+
+
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# Keywords, and what their values must be to make sense.
+SENSIBLE: dict[str, Callable[[Any], bool]] = {
+    "type": _is_type,
+    "enum": _is_choice,
+    "required": _are_names,
+    "items": _are_items,
+    "additionalProperties": _is_schema,
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), _is_object),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), _are_schemas),
+    **dict.fromkeys(COUNTS, _is_count),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), _is_number),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _is_limit),
+    **dict.fromkeys(("pattern", "format", "$ref"), _is_text),
+}

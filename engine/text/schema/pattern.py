@@ -52,23 +52,33 @@ def exact_schema(schema: Any) -> Any:
         return schema
     written: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if keyword == "pattern" and isinstance(value, str):
-            written[keyword] = exact_pattern(value).text
-        elif keyword == "patternProperties" and isinstance(value, dict):
-            names = {name: exact_pattern(name) for name in value}
-            written[keyword] = {names[name].text: exact_schema(each) for name, each in value.items()}
-            # Names that only the wider pattern matches would count as additional ones, and have any value.
-            for name in names:
-                if names[name].is_narrowed and schema.get("additionalProperties", False) is not False:
-                    raise ValueError(
-                        f"additionalProperties is not supported together with the pattern {name!r}"
-                    )
-                if names[name].is_narrowed:
-                    written["additionalProperties"] = False
-        elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            written[keyword] = {name: exact_schema(each) for name, each in value.items()}
+        if keyword == "patternProperties" and isinstance(value, dict):
+            written |= _exact_names(value, schema)
         else:
-            written[keyword] = value if keyword in VALUES else exact_schema(value)
+            written[keyword] = _exact_value(keyword, value)
+    return written
+
+
+def _exact_value(keyword: str, value: Any) -> Any:
+    if keyword == "pattern" and isinstance(value, str):
+        return exact_pattern(value).text
+    if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+        return {name: exact_schema(each) for name, each in value.items()}
+    return value if keyword in VALUES else exact_schema(value)
+
+
+def _exact_names(by_pattern: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is written for the ``patternProperties`` of a schema."""
+    names = {name: exact_pattern(name) for name in by_pattern}
+    written: dict[str, Any] = {
+        "patternProperties": {names[name].text: exact_schema(each) for name, each in by_pattern.items()}
+    }
+    # Names that only the wider pattern matches would count as additional ones, and have any value.
+    narrowed = [name for name, exact in names.items() if exact.is_narrowed]
+    if narrowed and schema.get("additionalProperties", False) is not False:
+        raise ValueError(f"additionalProperties is not supported together with the pattern {narrowed[0]!r}")
+    if narrowed:
+        written["additionalProperties"] = False
     return written
 
 
