@@ -34,7 +34,8 @@ int main(int argc, char **argv) {
     for (int64_t i = 0; i < width; i++) order[i] = i;
     pack_panels(type, packed, blocks, order, width, in);
     for (int64_t i = 0; i < panels; i++) panel[i] = (QuantisedPanel){packed + i * bytes, type};
-    const Linear linear = {.in_features = in, .out_features = width, .type = QUANTISED, .weights = panel, .scale = 1};
+    const Linear linear = {
+        .in_features = in, .out_features = width, .type = QUANTISED, .weights = panel, .scale = 1};
     for (int64_t rows = 1; rows <= most; rows++) {
         multiply_quantised(&linear, out, x, NULL, rows);
         fwrite(out, width * sizeof(float), rows, stdout);
