@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from truedraft.engine.core.needs import EVERY_NEED, Need
+from truedraft.engine.core.needs import Need
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
@@ -40,7 +40,12 @@ NO_TABLE = BlockTable()
 class CudaRunner:
     """``phases`` runs what is not captured. ``drafting`` is whose model's passes are, if any are."""
 
-    supports = EVERY_NEED - {Need.PROMPT, Need.LONG_PROMPT, Need.PROPOSER, Need.OTHER_DRAWS, Need.TRACE}
+    supports = frozenset(
+        {
+            *(Need.DRAFT_MODEL, Need.CATCH_UP, Need.SAMPLING, Need.BLOCK_RULE),
+            *(Need.BIAS, Need.PENALTIES, Need.RULES, Need.MASK, Need.LOGPROBS),
+        }
+    )
 
     def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: Runner) -> None:
         self.graphs = graphs
