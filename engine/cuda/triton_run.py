@@ -170,8 +170,13 @@ def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.d
 
 
 def _is_served(shape: AttentionShape) -> bool:
-    has_kernels = shape.softcap is None and shape.whole_norms is None and shape.rotary is not None
-    return has_kernels and shape.head_size <= MAX_HEAD_SIZE
+    turns_halves = shape.rotary is not None and not shape.interleaved and not shape.norm_after_rotary
+    return (
+        turns_halves
+        and shape.softcap is None
+        and shape.whole_norms is None
+        and shape.head_size <= MAX_HEAD_SIZE
+    )
 
 
 def _is_fit(device: torch.device) -> bool:

@@ -21,8 +21,9 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """How one layer attends. ``norm`` is of queries and keys together, head by head: weight [heads + kv
-    heads, size]; ``whole_norms`` are of all numbers of a token's queries, and of its keys. ``rotary`` is the
-    number of its kind of angles; None turns nothing."""
+    heads, size], before they are turned or after that; ``whole_norms`` are of all numbers of a token's
+    queries, and of its keys. ``rotary`` is the number of its kind of angles; None turns nothing. They turn
+    pairs of numbers: neighbours if ``interleaved``, or else halves of a head."""
 
     layer: int
     num_heads: int
@@ -34,6 +35,8 @@ class AttentionShape:
     rotary: int | None = 0
     softcap: float | None = None
     whole_norms: tuple[Norm, Norm] | None = None
+    norm_after_rotary: bool = False
+    interleaved: bool = False
 
     @property
     def call(self) -> AttentionCall:

@@ -26,7 +26,7 @@ class TorchPointwise:
         norms them, [tokens, heads + kv heads, size], and values [tokens, kv heads, size]."""
         sizes = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
         query_key, value = qkv.view(len(qkv), -1, shape.head_size).split_with_sizes(sizes, 1)
-        if shape.norm is not None:
+        if shape.norm is not None and not shape.norm_after_rotary:
             query_key = self.norm(shape.norm, query_key)
         if shape.whole_norms is not None:
             parts = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
@@ -53,7 +53,10 @@ class TorchRun(TorchPointwise):
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         query_key, value = self.split_heads(shape, qkv)
         if shape.rotary is not None:
-            query_key = _rotate(query_key, *self.angles[shape.rotary])
+            turn = _rotate_neighbours if shape.interleaved else _rotate
+            query_key = turn(query_key, *self.angles[shape.rotary])
+        if shape.norm is not None and shape.norm_after_rotary:
+            query_key = self.norm(shape.norm, query_key)
         query, key = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
         attended = self.context.attend(shape.call, query, key, value)
         return attended.reshape(len(qkv), -1)
@@ -67,3 +70,13 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
         return torch.cat((_rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]), dim=-1)
     swapped = x.view(tokens, heads, 2, size // 2).flip(2).view(tokens, heads, size)
     return torch.addcmul(x * cos, swapped, sin).to(x.dtype)  # angles may be float32 whatever the model is in
+
+
+def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates neighbours of each head by the angles of ``_rotate``'s pairs."""
+    tokens, heads, size = x.shape
+    rotated = cos.shape[-1]
+    pairs = x[..., :rotated].view(tokens, heads, rotated // 2, 2)
+    turned = _rotate(pairs.transpose(2, 3).reshape(tokens, heads, rotated), cos, sin)
+    neighbours = turned.view(tokens, heads, 2, rotated // 2).transpose(2, 3).reshape(tokens, heads, rotated)
+    return torch.cat((neighbours, x[..., rotated:]), dim=-1)

@@ -40,6 +40,10 @@ class Family:
     norms_add_one: bool = False
     # Queries and keys are normed, each head by itself or all together.
     head_norm: Literal["each", "whole"] | None = None
+    head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norm_after_rotary: bool = False
+    # Rotary angles turn neighbours of a head, not its halves.
+    interleaved: bool = False
     # These say of transformers' attention whether it rotates, and how many tokens a query sees; None: all.
     rotates: Callable[[Any], bool] = lambda attention: True
     window: Callable[[Any], int | None] = lambda attention: None
@@ -74,6 +78,7 @@ OLMO_2 = Family(
     mlp_post_norm="post_feedforward_layernorm",
     head_norm="whole",
 )
+GLM = Family(gate_up=("gate_up_proj",), interleaved=True)
 FAMILIES: dict[str, Family] = {
     "llama": Family(gguf="llama"),
     "qwen2": Family(window=WINDOW, gguf="qwen2"),
@@ -93,6 +98,12 @@ FAMILIES: dict[str, Family] = {
         rotates=lambda attention: attention.is_sliding or attention.sliding_window is None,
         window=lambda attention: attention.sliding_window if attention.is_sliding else None,
     ),
+    "hunyuan_v1_dense": Family(
+        head_norm="each", head_norm_names=("query_layernorm", "key_layernorm"), norm_after_rotary=True
+    ),
+    "ernie4_5": Family(interleaved=True),
+    "glm": GLM,
+    "glm4": replace(GLM, mixer_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"),
     "granite": Family(
         embedding_multiplier="embedding_multiplier",
         residual_multiplier="residual_multiplier",
@@ -193,6 +204,8 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
         norm=_head_norm(config, attention) if family.head_norm == "each" else None,
         whole_norms=_norms(config, attention) if family.head_norm == "whole" else None,
         rotary=_rotary(family, attention),
+        norm_after_rotary=family.norm_after_rotary,
+        interleaved=family.interleaved,
         softcap=None if family.score_softcap is None else getattr(config, family.score_softcap),
     )
 
@@ -205,7 +218,8 @@ def _rotary(family: Family, attention: Any) -> int | None:
 
 
 def _norms(config: Any, attention: Any) -> tuple[Norm, Norm]:
-    return make_norm(config, attention.q_norm), make_norm(config, attention.k_norm)
+    query, key = FAMILIES[config.model_type].head_norm_names
+    return make_norm(config, getattr(attention, query)), make_norm(config, getattr(attention, key))
 
 
 def _head_norm(config: Any, attention: Any) -> Norm:

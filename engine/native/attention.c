@@ -39,7 +39,7 @@ static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, 
     }
 }
 
-/* (a, b) to (a cos - b sin, b cos + a sin), halves of a head or of its first numbers; in place. */
+/* (a, b) to (a cos - b sin, b cos + a sin) in place, halves of a head or of its first numbers. */
 static void rotate(float *x, const float *cos, const float *sin, int64_t size) {
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -49,18 +49,31 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t size) {
     }
 }
 
+/* The same of neighbours. */
+static void rotate_neighbours(float *x, const float *cos, const float *sin, int64_t size) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[2 * i], b = x[2 * i + 1];
+        x[2 * i] = a * cos[i] + b * sin[i];
+        x[2 * i + 1] = b * cos[half + i] + a * sin[half + i];
+    }
+}
+
 /* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
 static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t token) {
     const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
     const int64_t rotary_size = spans->rotary_size, to = spans->slots[token];
     const int64_t angle = (layer->rotary * spans->num_angles + spans->angle[token]) * rotary_size;
     float *keys = qkv + layer->num_heads * size;
+    void (*turn)(float *, const float *, const float *, int64_t) = layer->interleaved ? rotate_neighbours : rotate;
     if (layer->query_norm) norm_row(qkv, qkv, layer->query_norm, NULL, layer->num_heads * size, layer->norm_eps);
     if (layer->key_norm) norm_row(keys, keys, layer->key_norm, NULL, layer->num_kv_heads * size, layer->norm_eps);
     for (int64_t head = 0; head < rotated; head++) {
         float *x = qkv + head * size;
-        if (layer->norm_weight) norm_row(x, x, layer->norm_weight + head * size, NULL, size, layer->norm_eps);
-        if (layer->rotary >= 0) rotate(x, spans->cos + angle, spans->sin + angle, rotary_size);
+        const float *weight = layer->norm_weight ? layer->norm_weight + head * size : NULL;
+        if (weight && !layer->norm_after_rotary) norm_row(x, x, weight, NULL, size, layer->norm_eps);
+        if (layer->rotary >= 0) turn(x, spans->cos + angle, spans->sin + angle, rotary_size);
+        if (weight && layer->norm_after_rotary) norm_row(x, x, weight, NULL, size, layer->norm_eps);
     }
     const int64_t width = layer->num_kv_heads * size;
     memcpy(layer->keys + to * width, keys, width * sizeof(float));

@@ -39,6 +39,8 @@ typedef struct {
     int64_t num_heads, num_kv_heads, head_size;
     int64_t window;               /* keys that a query sees, itself included; 0: all */
     int64_t rotary;               /* whose cos and sin; -1: none */
+    int64_t interleaved;          /* they turn neighbours, not halves */
+    int64_t norm_after_rotary;    /* norm_weight's */
     float scaling, norm_eps;
     float softcap;                /* c makes c tanh(s / c) of each score s; 0: none */
     const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */

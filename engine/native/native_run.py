@@ -175,6 +175,8 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
         head_size=size,
         window=shape.sliding_window or 0,
         rotary=-1 if shape.rotary is None else shape.rotary,
+        interleaved=shape.interleaved,
+        norm_after_rotary=shape.norm_after_rotary,
         scaling=shape.scaling,
         softcap=shape.softcap or 0.0,
         norm_eps=0.0 if (some := norm or query_norm) is None else some.eps,

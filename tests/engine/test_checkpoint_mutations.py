@@ -84,6 +84,7 @@ VALUES: dict[str, list[Any]] = {
         ROTARY | {"rope_type": "no_such_thing"},
     ],
     "attention_bias": [True],
+    "use_bias": [True],
     "attention_out_bias": [True],
     "mlp_bias": [True],
     "sliding_window": [3, None],
@@ -182,10 +183,14 @@ MUTATIONS: dict[str, Callable[[dict[str, Any], Weights], Iterator[Changed]]] = {
 # Checkpoints served as by transformers, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
     "exaone4": [(15, 17), (2, 14), (0, 14), (4, 7)],
+    "ernie4_5": [(14, 15), (2, 12), (0, 12), (4, 8)],
     "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],
     "gemma2": [(22, 17), (2, 14), (0, 14), (4, 8)],
     "gemma3_text": [(20, 17), (2, 16), (0, 16), (4, 7)],
+    "glm": [(13, 14), (2, 14), (0, 14), (4, 8)],
+    "glm4": [(13, 14), (2, 16), (0, 16), (4, 8)],
     "granite": [(18, 16), (2, 12), (0, 12), (4, 8)],
+    "hunyuan_v1_dense": [(15, 15), (2, 14), (0, 14), (4, 8)],
     "llama": [(15, 16), (2, 12), (0, 12), (4, 8)],
     "mistral": [(16, 14), (2, 12), (0, 12), (4, 8)],
     "olmo2": [(14, 15), (2, 14), (0, 14), (4, 7)],

@@ -9,11 +9,15 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -122,6 +126,27 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "exaone4 without windows": Exaone4Config(
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "hunyuan": HunYuanDenseV1Config(
+        **SHAPE,
+        head_dim=32,
+        attention_bias=True,
+        rope_parameters=ROPE | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    ),
+    "ernie4.5": Ernie4_5Config(**SHAPE, head_dim=32, use_bias=True, tie_word_embeddings=False),
+    "glm": GlmConfig(
+        **SHAPE,
+        head_dim=32,
+        rope_parameters=ROPE | {"rope_type": "default", "partial_rotary_factor": 0.25},
+        pad_token_id=0,
+        eos_token_id=3,
+    ),
+    "glm4": Glm4Config(
+        **SHAPE,
+        head_dim=32,
+        rope_parameters=ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5},
+        pad_token_id=0,
+        eos_token_id=3,
     ),
     "granite": GraniteConfig(
         **SHAPE,

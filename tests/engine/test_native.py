@@ -45,6 +45,9 @@ SHAPES = {
     "128, a window": AttentionShape(0, 2, 1, 128, 0.1, 9, None),
     "odd size, norms": AttentionShape(0, 4, 2, 80, 0.3, None, NORM),
     "256, other angles": AttentionShape(0, 2, 1, 256, 0.1, None, None, rotary=1),
+    "neighbours, norms after they are turned": AttentionShape(
+        0, 4, 2, 80, 0.3, None, NORM, interleaved=True, norm_after_rotary=True
+    ),
     "a softcap, a window": AttentionShape(0, 6, 2, 32, 0.4, 9, None, softcap=1.5),
 }
 

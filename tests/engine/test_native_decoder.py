@@ -137,6 +137,8 @@ BUGS = {
     "caps no scores": ("gemma2", "layer->softcap > 0", "0"),
     "norms no keys": ("olmo2", "if (layer->key_norm)", "if (0)"),
     "turns no head": ("smollm3 with windows", "layer->rotary >= 0", "layer->rotary > 0"),
+    "turns halves": ("glm4", "layer->interleaved ? rotate_neighbours : rotate", "rotate"),
+    "norms before it turns": ("hunyuan", "weight && !layer->norm_after_rotary", "weight"),
     "multiplies no output": ("granite", "vec value = sum[i] * linear->scale", "vec value = sum[i]"),
     "caps no logits": ("gemma2", "decoder->softcap > 0", "0"),
 }

@@ -95,6 +95,8 @@ def test_what_it_is_not_made_for_is_not_tried(
     [
         {"softcap": 3.0},
         {"rotary": None},
+        {"interleaved": True},
+        {"norm_after_rotary": True},
         {"whole_norms": (Norm(torch.ones(64), 1e-6),) * 2},
         {"head_size": 320},
     ],
