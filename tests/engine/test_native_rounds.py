@@ -527,8 +527,8 @@ BUGS = {
         "bias",
     ),
     "verifies with penalties that forget drafts": (
-        "        count_token(of, draft);\n    }\n"
-        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(of, drafts[i]);",
+        "        count_token(sequence, draft);\n    }\n"
+        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);",
         "    }",
         "frequency",
     ),
@@ -538,7 +538,7 @@ BUGS = {
         "repetition",
     ),
     "counts accepted drafts twice": (
-        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(of, drafts[i]);",
+        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);",
         "",
         "frequency",
     ),
