@@ -59,7 +59,7 @@ def attend_share(
     first_tokens,  # int64 [rows]
     counts,  # int64 [rows]
     positions,  # int64 [tokens]
-    scale,  # of scores, for exponentials of base 2
+    scale,  # multiplies scores, for exponentials of base 2
     block_size,
     max_blocks,
     max_queries,
@@ -79,7 +79,7 @@ def attend_share(
     kv_head = tl.program_id(1) // num_tiles
     split, num_splits = tl.program_id(2), tl.num_programs(2)
     place = tl.program_id(1) % num_tiles * TILE + tl.arange(0, TILE)
-    index = place // SHARED  # of the token in its row
+    index = place // SHARED  # counts a row's tokens
     head = kv_head * SHARED + place % SHARED
     is_query = index < tl.load(counts + row)
     token = tl.load(first_tokens + row) + index

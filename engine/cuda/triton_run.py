@@ -26,7 +26,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 
 MAX_HEAD_SIZE = 256
-# The first with matrix units for bfloat16 and with copies that run beside the arithmetic.
+# The first with matrix units for bfloat16 and with copies that run during the arithmetic.
 MIN_CAPABILITY = (8, 0)
 # Largest deviation of a number that was attended, as a share of the largest, from what float64 gives: rounded
 # weights and results make up to half of it, a key too many or too few far more.
@@ -119,7 +119,7 @@ class TritonRun(TorchPointwise):
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         query_key, value = self.split_heads(shape, qkv)
         keys, values = self.cache.keys[shape.layer], self.cache.values[shape.layer]
-        assert shape.rotary is not None  # as ``serves`` says
+        assert shape.rotary is not None  # ``serves`` has made sure of it
         angles = self.angles[shape.rotary]
         self.kernels.rotate_and_store(query_key, value, *angles, self.slots, keys, values)
         return self.attention.attend(shape.call, query_key[:, : shape.num_heads]).view(len(qkv), -1)
@@ -189,7 +189,7 @@ def _is_fit(device: torch.device) -> bool:
 def is_right(
     kernel: AttendRows, shape: AttentionShape, dtype: torch.dtype, device: torch.device, queries: int
 ) -> bool:
-    """Whether ``kernel`` attends like torch in float64, over rows of up to ``queries`` new tokens in
+    """Tells whether ``kernel`` attends like torch in float64, over rows of up to ``queries`` new tokens in
     scattered blocks of a cache that holds NaN wherever nothing was stored."""
     window, heads = shape.sliding_window, (shape.num_kv_heads, shape.head_size)
     longest = CHECK_CONTEXTS[-1] + (window if window is not None and window <= MAX_CHECKED_WINDOW else 0)

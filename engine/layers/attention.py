@@ -22,8 +22,8 @@ ATTENTION_NAME = "truedraft"
 # What torch's flash kernel is made for, in 16 bits.
 FLASH_CAPABILITY, MAX_FLASH_HEAD_SIZE = (8, 0), 256
 
-# What models hand to their attention function beside our own arguments, and what changes nothing here:
-# masks and packing are in our context, dropout is for training, and the weights are not asked for.
+# What models hand to their attention function in addition to our own arguments, and what changes nothing
+# here: masks and packing are in our context, dropout is for training, and the weights are not asked for.
 WITHOUT_EFFECT = frozenset(
     {
         "cu_seq_lens_k",
@@ -41,9 +41,9 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """How one layer attends. ``scaling`` None: by the root of the head size. ``sliding_window``: keys that a
-    query sees, itself included; None: all. ``softcap`` c makes c tanh(s / c) of each score s. ``sinks``
-    [heads] are one more score per head that takes its share of the attention and gives no value."""
+    """Says how one layer attends. ``scaling`` None: by the root of the head size. ``sliding_window``: keys
+    that a query sees, itself included; None: all. ``softcap`` c makes c tanh(s / c) of each score s.
+    ``sinks`` [heads] are one more score per head that takes its share of the attention and gives no value."""
 
     layer: int
     scaling: float | None = None
@@ -126,7 +126,7 @@ def attend_group(
 
 
 def _has_flash(query: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether torch's flash kernel is made for these, and for their device."""
+    """Tells whether torch's flash kernel is made for these, and for their device."""
     size = query.shape[-1]
     is_fit = query.is_cuda and query.dtype.itemsize == 2 and values.shape[-1] == size <= MAX_FLASH_HEAD_SIZE
     return is_fit and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY

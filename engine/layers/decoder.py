@@ -54,12 +54,12 @@ class GatedMlp:
         return run.linear(self.down, run.gate(self.activation, gate_up), residual)
 
 
-Mixer: TypeAlias = Attention  # or what keeps a state instead of keys and values
-Mlp: TypeAlias = GatedMlp  # or experts
+Mixer: TypeAlias = Attention  # others will keep a state instead of keys and values
+Mlp: TypeAlias = GatedMlp  # experts will be another
 
 
 class Part(Protocol):
-    """A mixer or an MLP: computes ``x`` [tokens, hidden size], and adds ``residual`` if there is one."""
+    """Is a mixer or an MLP: computes ``x`` [tokens, hidden size], and adds ``residual`` if there is one."""
 
     @property
     def linears(self) -> tuple[Linear, ...]: ...
@@ -95,7 +95,7 @@ def _branch(
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """A whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``."""
+    """Describes a whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``."""
 
     embeddings: Embeddings
     layers: list[DecoderLayer]

@@ -22,7 +22,7 @@ FASTEST_ROWS = 5
 
 
 class Linear(Protocol):
-    """A linear layer: float [rows, in features] to [rows, out features]."""
+    """Is a linear layer: float [rows, in features] to [rows, out features]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 

@@ -20,7 +20,7 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """How one layer attends. ``norm`` is of queries and keys together, head by head: weight [heads + kv
+    """Says how one layer attends. ``norm`` is of queries and keys together, head by head: weight [heads + kv
     heads, size], before they are turned or after that; ``whole_norms`` are of all numbers of a token's
     queries, and of its keys. ``rotary`` is the number of its kind of angles; None turns nothing. They turn
     pairs of numbers: neighbours if ``interleaved``, or else halves of a head."""

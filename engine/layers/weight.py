@@ -1,4 +1,4 @@
-"""A matrix of a checkpoint, before a backend has made a layer of it."""
+"""Describes a matrix of a checkpoint, before a backend has made a layer of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

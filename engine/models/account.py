@@ -16,7 +16,7 @@ from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
 
 Shape = tuple[int, ...]
 
-# These tensors change nothing; each has its reason beside its name.
+# These tensors change nothing; each has its reason after its name.
 WITHOUT_EFFECT = {
     r"rotary_emb\.inv_freq$": "frequencies that follow from the config",
     r"\.(masked_bias|attn\.bias)$": "masks that GPT-2 once stored",
@@ -142,7 +142,7 @@ def check_tokens(source: str, config: Any, generation_config: Any) -> None:
     text = config.get_text_config(decoder=True)
     sizes = [getattr(text, name, None) for name in ("vocab_size", "decoder_vocab_size")]
     size = max((size for size in sizes if isinstance(size, int)), default=None)
-    # A decoder without a start of its own begins with the token that begins texts.
+    # A decoder begins, without a start of its own, with the token that begins texts.
     for name in (*TOKENS, *(["bos_token_id"] if config.is_encoder_decoder else [])):
         value = getattr(generation_config, name, None)
         value = getattr(text, name, None) if value is None else value

@@ -21,7 +21,7 @@ from truedraft.engine.native.native_run import NativeKernels
 # Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
 # 4e-2 of it; a wrong mask or position makes 0.3 and more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
-# Largest deviation of quantised layers' logits, in the mean of a text's tokens, as a share of their spread.
+# Largest deviation of quantised layers' logits, on average over a text's tokens, as a share of their spread.
 # Rounding inputs to 8 bits makes 0.05 of it in a real model, a wrong mask or position 0.5 and more.
 QUANTISED_TOLERANCE = 0.25
 

@@ -71,7 +71,7 @@ class Architecture:
         return bool(self.config.is_encoder_decoder)
 
     def attention(self, name: str) -> str | dict[str, str]:
-        """The attention implementation ``name`` for this model's text."""
+        """Returns the attention implementation ``name`` for this model's text."""
         if self.is_encoder_decoder and name == ATTENTION_NAME:
             return cross_attention.ATTENTION_NAME
         if self.has_own_code or not is_multimodal(self.config):
@@ -81,8 +81,8 @@ class Architecture:
 
     @cached_property
     def fused_config(self) -> Any:
-        """The config of the plain text model that the fused forward may compute in this one's place; None if
-        it is not known to be the same."""
+        """Returns the config of the plain text model that the fused forward may compute in this one's place;
+        None if it is not known to be the same."""
         if self.has_own_code or self.is_encoder_decoder:
             return None
         if not is_multimodal(self.config):
@@ -106,7 +106,7 @@ class Architecture:
         return TextCheckpoint.of(found, self._text_part)
 
     def skeleton(self, dtype: torch.dtype, attention: str = "eager") -> Any:
-        """The module on the meta device."""
+        """Returns the module on the meta device."""
         return skeleton(self.module_class, self.config, dtype, self.attention(attention))
 
     def generation_config(self) -> Any:

@@ -52,7 +52,7 @@ class Model(ABC):
 
     start_ids: Sequence[int] = ()
     rules: GenerationRules = NO_RULES
-    is_native = False  # whether layers are kernels in C: they need no padding, few threads pay
+    is_native = False  # layers are kernels in C: they need no padding, few threads pay
     has_taps = False
     way = "transformers' layers"  # what computes the layers, in words
 

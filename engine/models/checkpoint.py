@@ -37,7 +37,7 @@ class Checkpoint:
 
     @classmethod
     def find(cls, path: str, allow_pickle: bool) -> "Checkpoint | None":
-        """That of a folder or a hub id; None if it has other files, or not all of them."""
+        """Opens that of a folder or a hub id; None if it has other files, or not all of them."""
         for whole, index in LAYOUTS if allow_pickle else LAYOUTS[:1]:
             if (file := _locate(path, whole)) is not None:
                 return cls(dict.fromkeys(_names(file), file))

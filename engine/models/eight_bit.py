@@ -1,4 +1,4 @@
-"""This module reads checkpoints of 8-bit weights with scales beside them, FP8 or int8, and dequantises them.
+"""This module reads checkpoints of 8-bit weights with scales, FP8 or int8, and dequantises them.
 
 A weight is its 8 bits times the scale of its tensor, its row, a group of its row's inputs or its block. Four
 layouts differ in names only: DeepSeek's and Qwen's (``fp8``, whose ``weight_scale_inv`` is a factor, too),
@@ -26,7 +26,7 @@ DEFAULT_BLOCK = (128, 128)
 # Scales in uint8 are exponents of two, plus this.
 EXPONENT_BIAS = 127
 # Numbers of ten significant bits are float16 numbers times a power of two (``half_scale``), unless they are
-# negligible beside the largest of their layer. A weight has up to eight bits, and its scale up to 24.
+# negligible next to the largest of their layer. A weight has up to eight bits, and its scale up to 24.
 PRECISION, FLOAT_PRECISION = 10, 24
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class EightBitCheckpoint(Checkpoint):
         base, _, last = name.rpartition(".")
         found = [scale for each in SCALES if (scale := f"{base}.{each}") in self.files]
         if last != "weight" or len(found) != 1 or f"{base}.weight_zero_point" in self.files:
-            raise QuantizationError(f"{name} has 8 bits, but not one tensor of scales beside it and no other")
+            raise QuantizationError(f"{name} has 8 bits, but not one tensor of scales with it and no other")
         return found[0]
 
     def _dequantised(self, name: str, stored: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# No parameter: divisors of the rotary frequencies of Llama.
+# This tensor is no parameter: divisors of the rotary frequencies of Llama.
 ROTARY_FACTORS = "rope_freqs.weight"
 PLAIN_TYPES = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2")}
 

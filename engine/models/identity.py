@@ -36,7 +36,7 @@ def weight_types(model: Model) -> list[str]:
         for name, number in _types(part):
             counted[name] += number
     names = [name for name, _ in counted.most_common()]
-    # Of transformers' quantisers the method says more than the type that holds its numbers.
+    # A quantiser's method says more, for transformers' layers, than the type that holds its numbers.
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     return list(
         dict.fromkeys(str(getattr(method, "value", method)) if "int" in name else name for name in names)
@@ -50,7 +50,7 @@ def fingerprint(model: Model, config: EngineConfig) -> str:
     hardware = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
-    # As it is served: of two sets of rotary factors it has the chosen one.
+    # It is described as it is served: of two sets of rotary factors it has the chosen one.
     described = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     has_native_linears = any(isinstance(part, NativeLinear) for part in _parts(model))
     named = [

@@ -73,7 +73,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_options(config: EngineConfig) -> LoadOptions:
-    """For the target and drafts of their own; ``ModelLoadError`` if the device is not there."""
+    """Returns those of the target and of drafts of their own; ``ModelLoadError`` if the device is not
+    there."""
     device = resolve_device(config.device)
     return LoadOptions(
         dtype=resolve_dtype(config.dtype, device),
@@ -102,7 +103,7 @@ def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:
 
 
 def load_model(path: str, options: LoadOptions) -> Model:
-    """The model at ``path`` by the fastest way that computes what transformers' own module does."""
+    """Loads the model at ``path`` by the fastest way that computes what transformers' own module does."""
     if options.quantize != "none" and not (
         options.compact_weights and options.native_kernels and options.device_map is None
     ):

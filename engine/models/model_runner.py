@@ -1,4 +1,4 @@
-"""A model, its cache, and at most one fast pass over it: spans of token ids in, logits out."""
+"""Runs a model over its cache, with at most one fast pass: spans of token ids in, logits out."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How a model is loaded."""
+"""Says how a model is loaded."""
 
 from dataclasses import dataclass
 

@@ -139,8 +139,8 @@ class PackedCheckpoint(Checkpoint):
 
 
 def open_packed(source: Checkpoint, quantization: dict[str, Any]) -> PackedCheckpoint | None:
-    """By ``quantization_config``. None for methods that are transformers' business; ``QuantizationError`` for
-    variants of these that are not supported."""
+    """Opens it by ``quantization_config``. None for methods that are transformers' business;
+    ``QuantizationError`` for variants of these that are not supported."""
     method = str(quantization.get("quant_method", "")).lower()
     if method not in WORDS:
         return None

@@ -28,7 +28,7 @@ def choose_rotary_factors(config: Any, max_model_len: int | None) -> None:
     text = config.get_text_config()
     served = max_model_len or getattr(text, "max_position_embeddings", None)
     for rope in _rotary_settings(text):
-        # Of Phi-MoE transformers takes the short factors for every text; the scale is what changes.
+        # Phi-MoE's module takes the short factors for every text; the scale is what changes.
         kind = "mscale" if "short_mscale" in rope else "factor"
         original = rope.get("original_max_position_embeddings")
         if f"long_{kind}" not in rope or original is None or served is None:

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.models.checkpoint import Checkpoint
 
-# By the setting ``quantize``: the type of the layers. Embeddings and output layers have 8 bits.
+# The setting ``quantize`` decides the type of the layers. Embeddings and output layers have 8 bits.
 LAYER_TYPES = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q4_0}
 OUTER_TYPE = GGMLQuantizationType.Q8_0
 OUTER = ("model.embed_tokens.weight", "lm_head.weight")

@@ -1,4 +1,4 @@
-"""The text part of a multimodal checkpoint: its decoder and its output layer, without what sees or hears.
+"""Finds the text part of a multimodal checkpoint: decoder and output layer, without what sees or hears.
 
 transformers' class of such a checkpoint wraps a decoder, and its forward of a text without images is that
 decoder's. ``text_only`` makes the class without its other parts: the forward, the names of tensors and the
@@ -92,7 +92,7 @@ def _remove_others(module: nn.Module, kept: set[nn.Module], prefix: str) -> Iter
 
 
 def ordinary_decoder(config: Any) -> Any:
-    """The config of the plain text model that a multimodal ``config`` wraps."""
+    """Returns the config of the plain text model that a multimodal ``config`` wraps."""
     text = config.get_text_config()
     model_type = ORDINARY.get(text.model_type)
     if model_type is None:
@@ -139,7 +139,7 @@ class TextCheckpoint(Checkpoint):
 
 
 def _ordinary_names(part: Any) -> Iterator[tuple[str, str]]:
-    """Each name in ``part``, and what a plain text model calls it."""
+    """Yields each name in ``part``, and what a plain text model calls it."""
     decoder, head = part.get_decoder(), part.get_output_embeddings()
     for name, module in part.named_modules():
         for kept, prefix in ((decoder, "model"), (head, "lm_head")):

@@ -20,11 +20,11 @@ from truedraft.engine.sampling.verify import Accepted
 
 CPU = torch.device("cpu")
 FLOAT, DOUBLE, INTEGER = torch.float32, torch.float64, torch.int64
-# Of a probability; both ways round to 1e-7.
+# Probabilities may differ by it; both ways round to 1e-7.
 TOLERANCE = 1e-5
 # Both ways are compared on a vocabulary that fills no vector; every processor alone and with others.
 PROBE_VOCAB = 1003
-PROBE_DRAWS = 16  # of each row
+PROBE_DRAWS = 16  # each row has so many
 PROBE_PARAMS = [
     SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for temperature, top_k, top_p, min_p in (
@@ -134,7 +134,7 @@ class NativeBackend:
         return ids
 
     def noise_uniforms(self, seed: int, position: int, vocab_size: int) -> torch.Tensor:
-        """Uniforms behind the noise of ``gumbel_argmax`` for tokens 0 to ``vocab_size``, float64."""
+        """Returns the uniforms of the noise of ``gumbel_argmax`` for tokens 0 to ``vocab_size``, float64."""
         numbers = torch.empty(vocab_size, dtype=DOUBLE)
         self.library.noise_uniforms(address(numbers, DOUBLE, (vocab_size,)), seed, position, vocab_size)
         return numbers

@@ -171,7 +171,7 @@ def _distrust(folder: Path) -> str | None:
 
 
 def cache_folder() -> Path:
-    """By the XDG base directory specification."""
+    """Returns it by the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "truedraft"
 
 

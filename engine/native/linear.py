@@ -24,9 +24,9 @@ CHUNK_WEIGHTS = 1 << 22
 
 # The layer that shows at load whether C computes what torch does: it fills neither panels nor vectors.
 PROBE_SHAPE, PROBE_ROWS, TOLERANCE = (45, 37), (1, 5, 14), 1e-5
-# Of these in bfloat16 there are a multiple in a layer, with zeros at the end (linear.c).
+# Layers in bfloat16 have a multiple of these, with zeros at the end (linear.c).
 PAIRED_INPUTS = 32
-# As in kernels.h.
+# These are as in kernels.h.
 WEIGHT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 logger = logging.getLogger(__name__)

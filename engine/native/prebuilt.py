@@ -18,7 +18,8 @@ from truedraft.engine.native.headers import FOLDER
 
 
 class Variant(NamedTuple):
-    """A kind of processor: how compilers call it, and which features Linux lists in /proc/cpuinfo."""
+    """Describes a kind of processor: how compilers call it, and which features Linux lists in
+    /proc/cpuinfo."""
 
     name: str
     flags: tuple[str, ...]

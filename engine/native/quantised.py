@@ -15,7 +15,7 @@ from truedraft.engine.native.linear import NativeLinear
 
 # A panel has so many columns, as in quantised_blocks.h.
 COLUMNS = 32
-# As in kernels.h.
+# This is as in kernels.h.
 QUANTISED = 16
 
 _pages = HugePages()
@@ -93,7 +93,7 @@ class QuantisedLinear(NativeLinear):
 
 
 def can_stack(parts: Sequence[QuantisedBlocks]) -> bool:
-    """Whether ``QuantisedLinear`` takes them."""
+    """Tells whether ``QuantisedLinear`` takes them."""
     return all(len(part.rows) % COLUMNS == 0 for part in parts[:-1])
 
 
@@ -107,7 +107,7 @@ class QuantisedEmbeddings:
 
     @property
     def embedding_type(self) -> int:
-        """As in ``Decoder``."""
+        """Returns the type as ``Decoder`` has it."""
         return QUANTISED + self.blocks.type
 
     def address(self) -> int:

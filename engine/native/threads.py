@@ -1,4 +1,4 @@
-"""How many threads compute: torch's operations and the kernels have pools of their own."""
+"""Says how many threads compute: torch's operations and the kernels have pools of their own."""
 
 import os
 

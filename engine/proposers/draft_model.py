@@ -90,13 +90,13 @@ class DraftModelProposer(Proposer):
         if not spans:
             return torch.empty(0)
         if ids_on_device is not None and self.model.vocab_size < self.vocab_size:
-            # As ``_known``.
+            # This is as in ``_known``.
             ids_on_device = ids_on_device.clamp(max=self.model.vocab_size - 1)
         return in_width(self.model.forward(spans, ids_on_device).logits, self.vocab_size)
 
     def _known(self, spans: list[Span]) -> list[Span]:
         """With any stand-in for tokens that only the target has."""
-        unknown = self.model.vocab_size  # and beyond
+        unknown = self.model.vocab_size  # the ids beyond are unknown, too
         if unknown >= self.vocab_size:
             return spans
         return [

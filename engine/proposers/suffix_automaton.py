@@ -6,7 +6,7 @@ that has also ended somewhere before. Plain integers; ``ngram`` proposes from it
 
 from truedraft.engine.messages import NgramChoice
 
-# How many of a text's repeated ends, the longest first, note at each token where they were and what followed:
+# So many of a text's repeated ends, the longest first, note at each token where they were and what followed:
 # all of them in ordinary text, and constant time in any.
 MAX_ENDS = 32
 
@@ -30,7 +30,7 @@ class SuffixAutomaton:
         self._end = [0]
         self._last = 0
         self._matched = 0
-        # Of each state: how often each token followed, and which did most often.
+        # Each state counts how often each token followed, and which did most often.
         self._counts: list[dict[int, int]] | None = [{}] if choice == "most_frequent" else None
         self._favourite = [-1]
 
@@ -76,7 +76,7 @@ class SuffixAutomaton:
         self._matched, self.match_length = state, length
 
     def _append(self, token_id: int) -> None:
-        """The textbook online construction."""
+        """Appends by the textbook online construction."""
         self.text.append(token_id)
         if self._counts is not None:
             self._count(token_id)

@@ -118,7 +118,7 @@ def _touch(model: ModelRunner, pool: BlockPool, row_lengths: list[int]) -> None:
 def _fastest(
     run: Callable[[Kind], float | None], kinds: Sequence[Kind], seconds: float, min_kinds: int
 ) -> dict[Kind, float]:
-    """The fastest run of each kind, all of them in turn until the time is over."""
+    """Returns the fastest run of each kind, all of them in turn until the time is over."""
     deadline = time.perf_counter() + seconds
     best: dict[Kind, float] = {}
     for repeat in range(MAX_REPEATS):

@@ -1,4 +1,5 @@
-"""The algorithm in plain sight: propose, score, verify, observe (Leviathan et al. 2211.17192, algorithm 1).
+"""Shows the algorithm in plain sight: propose, score, verify, observe (Leviathan et al. 2211.17192,
+algorithm 1).
 
 One round a step, on any device, whatever rows need. What it draws is a function of the rows' own seeds,
 parameters and positions, so that other runners can be compared with it bit for bit.
@@ -190,8 +191,8 @@ class PhaseRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """The target's pass: its spans, as scheduled; ``logits`` of every row's pending token and its drafts,
-    packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all tokens."""
+    """Holds the target's pass: its spans, as scheduled; ``logits`` of every row's pending token and its
+    drafts, packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all tokens."""
 
     spans: list[Span]
     logits: torch.Tensor
@@ -229,7 +230,7 @@ def _standing(plan: StepPlan, scored: _Scored, verdicts: list[RowVerdict]) -> It
 def _output_logprobs(
     plan: StepPlan, drafts: Drafts, logits: torch.Tensor, emitted: list[list[int]]
 ) -> list[list[TokenLogprob] | None] | None:
-    """Of the tokens that rows emitted, where they ask for them, from the raw logits."""
+    """Returns those of the tokens that rows emitted, where they ask for them, from the raw logits."""
     if Need.LOGPROBS not in plan.needs:
         return None
     result: list[list[TokenLogprob] | None] = []

@@ -21,7 +21,7 @@ ATTENTION_NAME = "truedraft_encoder_decoder"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """How one layer attends. ``position_bias`` is that of a packed row as transformers counts it."""
+    """Says how one layer attends. ``position_bias`` is that of a packed row as transformers counts it."""
 
     module: Any
     scaling: float | None
@@ -37,7 +37,7 @@ class AttentionContext(Protocol):
 
 
 class EncoderAttention:
-    """One prompt, every token to every other."""
+    """Attends within one prompt, every token to every other."""
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -90,7 +90,8 @@ class DecoderAttention:
         return output.transpose(0, 1)
 
     def _own_masks(self, module: Any, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Of each group: which keys are in the past, and T5's bias, which its first layer gives to all."""
+        """Returns for each group which keys are in the past, and T5's bias, which its first layer gives to
+        all."""
         if getattr(module, "has_relative_attention_bias", False) or not self._masks:
             self._masks = [_own_mask(module, group, dtype) for group in self.batch.groups]
         return self._masks

@@ -29,7 +29,7 @@ from truedraft.engine.models.hf.cross_attention import (
 from truedraft.engine.models.hf.generation_rules import decoder_start_ids, generation_rules
 from truedraft.engine.sampling.rules import GenerationRules
 
-# Those whose decoders have been compared with ``generate``.
+# Their decoders have been compared with ``generate``.
 SERVED = ("t5", "mt5", "bart", "mbart", "marian", "pegasus")
 
 
@@ -67,7 +67,7 @@ class EncoderDecoderModel(Model):
 
     @cached_property
     def rules(self) -> GenerationRules:  # type: ignore[override]
-        """Those of a target; a draft's are not used. ``ModelLoadError`` if they are not served."""
+        """Returns those of a target; a draft's are not used. ``ModelLoadError`` if they are not served."""
         return generation_rules(self.module)
 
     def forward(

@@ -63,7 +63,8 @@ def generation_rules(model: Any) -> GenerationRules:
 
 
 def _setting(model: Any, name: str) -> Any:
-    """The generation config's word; transformers fills it from config.json where there is no such file."""
+    """Returns what the generation config says; transformers fills it from config.json where there is no such
+    file."""
     return getattr(model.generation_config, name, None)
 
 

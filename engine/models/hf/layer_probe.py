@@ -122,7 +122,7 @@ def probe_forward(
 
 
 def mask_pattern(*, mask_function: Callable[..., torch.Tensor], config: Any, **_: Any) -> torch.Tensor:
-    """How many tokens the context's last one sees, itself included, or one of the constants above.
+    """Returns how many tokens the context's last one sees, itself included, or one of the constants above.
 
     In place of a mask: an integer in four dimensions, as masks have.
     """

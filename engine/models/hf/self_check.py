@@ -17,7 +17,7 @@ from truedraft.engine.models.probe_texts import ProbeText, packed_logits, probe_
 
 # Largest deviation of a row of logits, as a share of that row's spread. Rounding makes some 1e-5 in float32
 # and 1e-2 in bfloat16; a wrong mask or position makes 0.1 to 1.
-MOST_ROWS = 0.85  # of a text, in 16 bits
+MOST_ROWS = 0.85  # 16 bits may spoil the rest of a text
 TOLERANCES = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 

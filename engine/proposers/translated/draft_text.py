@@ -1,7 +1,7 @@
-"""The same text in the draft's tokens, kept up to date at its end.
+"""Keeps the same text in the draft's tokens, up to date at its end.
 
 More text changes how the end before it is best cut into tokens, so each time a window of the last tokens is
-encoded anew with the new text behind them. The window's own beginning lacks its context; its tokens count
+encoded anew with the new text after them. The window's own beginning lacks its context; its tokens count
 from the first place on where both ways of cutting agree.
 """
 
@@ -17,9 +17,9 @@ class DraftText:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self._cuts: list[int] = []  # as of Encoded, counted from the beginning of the text
+        self._cuts: list[int] = []  # Encoded has them, too; counted from the beginning of the text
         self._num_characters = 0
-        self._window_start = 0  # of the ids
+        self._window_start = 0  # counts ids
         self._window_text = ""
 
     def append(self, text: str) -> int:
@@ -41,7 +41,8 @@ class DraftText:
         return num_same
 
     def _encode(self, text: str) -> tuple[int, int, list[int], list[int]]:
-        """How many ids stay, and the ids after them, with their cuts counted from a place in the text."""
+        """Returns how many ids stay, and the ids after them, with their cuts counted from a place in the
+        text."""
         offset = self._num_characters - len(self._window_text)
         encoded = self.tokenizer.encode(self._window_text + text)
         if self._window_start == 0:

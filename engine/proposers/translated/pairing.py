@@ -1,6 +1,7 @@
-"""How a draft model's guesses reach the target: as token ids, or as text in another tokenizer's tokens.
+"""Decides how a draft model's guesses reach the target: as token ids, or as text in another tokenizer's
+tokens.
 
-Decided by what the token ids mean (vocabularies by string), not by their number: models that share a
+It is decided by what the token ids mean (vocabularies by string), not by their number: models that share a
 tokenizer often pad their vocabularies to different sizes, and different tokenizers may have equal ones.
 Used by ``build``, so that the server does what ``check`` says.
 """

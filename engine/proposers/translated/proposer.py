@@ -57,7 +57,7 @@ class _Row:
     """A sequence that drafts in this step: ``num_steps`` draft tokens for up to ``limit`` target tokens."""
 
     state: _State
-    index: int  # among the sequences that draw
+    index: int  # counts the sequences that draw
     limit: int
     num_steps: int
     drafted: list[int] = field(default_factory=list)

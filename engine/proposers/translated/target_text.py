@@ -6,7 +6,7 @@ from truedraft.engine.proposers.translated.tokenizer import BROKEN, TextTokenize
 
 # Tokens before the new ones that are decoded with them: spaces and characters depend on neighbours.
 CONTEXT = 8
-# A character has at most four bytes: with three tokens behind it, what is broken stays so.
+# A character has at most four bytes: with three tokens after it, what is broken stays so.
 MAX_BYTES_TO_COME = 3
 # Tokens that may wait for a character to become complete; more, and they are taken as they are.
 MAX_PENDING = 12

@@ -23,7 +23,7 @@ class Encoded:
 
 
 class TextTokenizer:
-    """A copy of ``fast`` without post-processing, truncation and padding."""
+    """Wraps a copy of ``fast`` without post-processing, truncation and padding."""
 
     def __init__(self, fast: Tokenizer) -> None:
         first = fast.encode("a")
@@ -71,6 +71,7 @@ class TextTokenizer:
 
 
 def fast_form(tokenizer: Any) -> Tokenizer | None:
-    """The tokenizers library's object behind a transformers tokenizer; None if it is written in Python."""
+    """Returns the tokenizers library's object of a transformers tokenizer; None if it is written in
+    Python."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     return fast if isinstance(fast, Tokenizer) else None

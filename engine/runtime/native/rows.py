@@ -20,7 +20,7 @@ from truedraft.engine.sampling.grammar import WORD_BYTES
 from truedraft.engine.sampling.processors import SMALLEST
 
 INTEGER_BYTES = 8
-# As in rounds.h.
+# These are as in rounds.h.
 GREEDY = 0
 RULES = {"coupled": 1, "rejection": 2}
 
@@ -88,23 +88,23 @@ class NativeRow:
             biases=address(biases, torch.float32, (len(bias_ids),)),
         )
         self.address = addressof(self.row)
-        # Of the sequence's part in the last step.
+        # These are of the sequence's part in the last step.
         self._block_ids: list[int] = []
         self._draft_block_ids: list[int] = []
         self._blocks = self._draft_blocks = array("q")
         self._uses_model = False
         self._draft_ids: array[int] | None = None
-        self._drafted: list[int] = []  # as the masks know it
+        self._drafted: list[int] = []  # the masks know it
         self._masks: array[int] | None = None
-        self.sources: list[str] = []  # that drafted, round by round
+        self.sources: list[str] = []  # say who drafted, round by round
         self._distinct_ids: array[int] | None = None
         self._counts: array[int] | None = None
         if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
             self._count_tokens(sequence)
 
     def update(self, part: ScheduledSequence) -> int:
-        """For the sequence's ``part`` in a step; returns how many tokens the draft model computes before its
-        first draft, the pending one included: 0 if it does not draft in the first round."""
+        """Prepares the sequence's ``part`` in a step; returns how many tokens the draft model computes
+        before its first draft, the pending one included: 0 if it does not draft in the first round."""
         sequence, row = part.sequence, self.row
         num_tokens = len(sequence.token_ids)
         row.num_computed = num_tokens - part.num_tokens
@@ -135,7 +135,7 @@ class NativeRow:
         return self._token_ids[first:end].tolist()
 
     def begin_masks(self, part: ScheduledSequence, max_drafts: int) -> None:
-        """Of the step's first round; ``max_drafts``: the most in any."""
+        """Prepares the step's first round; ``max_drafts``: the most in any."""
         matcher, row = self._matcher, self.row
         if matcher is None:
             return
@@ -167,13 +167,13 @@ class NativeRow:
         self._write_masks(self._drafted, len(self._drafted))
 
     def _write_masks(self, draft_ids: list[int], first: int = 0) -> None:
-        """Behind ``first`` of the drafts, and behind each one more."""
+        """Writes those after ``first`` of the drafts, and after each one more."""
         row, matcher = self.row, self._matcher
         assert matcher is not None
         if first == 0:
             self._drafted, row.num_masked = draft_ids[:], 0
         if matcher.write_masks(row.mask + WORD_BYTES * row.mask_words * first, draft_ids, first):
-            if row.num_masked < first:  # the grammar has begun behind these
+            if row.num_masked < first:  # the grammar has begun after these
                 memset(row.mask, -1, WORD_BYTES * row.mask_words * first)
             row.num_masked = len(draft_ids) + 1
 
@@ -188,7 +188,7 @@ class NativeRow:
             self._count_tokens(sequence)
 
     def _count_tokens(self, sequence: Sequence) -> None:
-        """The text so far; C goes on from there."""
+        """Counts the text so far; C goes on from there."""
         row = self.row
         counts = Counter(sequence.token_ids)
         self._distinct_ids, self._counts = (integers(sequence.max_num_tokens) for _ in range(2))

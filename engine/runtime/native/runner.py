@@ -183,7 +183,7 @@ class _Results:
         return first, first + column, address(self.seconds, torch.float64, (len(self.seconds),))
 
     def rounds(self, emitted: list[list[int]], num_done: int) -> list[Round]:
-        """Of ``emitted``, row by row, in all rounds together."""
+        """Returns those of ``emitted``, row by row, in all rounds together."""
         num_rows, size = self.num_rows, self.size
         numbers, seconds = self.numbers.tolist(), self.seconds.tolist()
         starts = [0] * num_rows
