@@ -154,6 +154,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "StarCoder2": ("starcoder2", SLIDING),
     "Cohere": ("cohere", {"logit_scale": 0.25}),
     "Cohere 2": ("cohere2", {**SLIDING, "layer_types": INTERLEAVED}),
+    "Cohere 2 in C": ("cohere2", {**SLIDING, "layer_types": INTERLEAVED, "logit_scale": 0.25, **IN_C}),
     "Granite": ("granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.5}),
     "Granite in C": (
         "granite",

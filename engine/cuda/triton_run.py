@@ -114,6 +114,8 @@ class TritonRun(TorchPointwise):
         self.attention = InPlaceAttention(kernels.attend_rows, batch, cache)
 
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if norm.centres:
+            return super().norm(norm, x, residual)
         return self.kernels.rms_norm(x, norm.weight, norm.eps, residual)
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:

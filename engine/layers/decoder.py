@@ -69,7 +69,10 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Norms may stand before each branch, and after it, of what is added to the hidden states."""
+    """Norms may stand before each branch, and after it, of what is added to the hidden states.
+
+    ``is_parallel``: both branches get what the mixer's norm makes of the layer's input.
+    """
 
     mixer: Mixer
     mlp: Mlp
@@ -77,9 +80,14 @@ class DecoderLayer:
     mlp_norm: Norm | None
     mixer_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
+    is_parallel: bool = False
 
     def __call__(self, hidden: torch.Tensor, run: LayerRun) -> torch.Tensor:
         """Computes ``hidden`` [tokens, hidden size], which may be overwritten."""
+        if self.is_parallel:
+            assert self.mixer_norm is not None
+            x = run.norm(self.mixer_norm, hidden)
+            return self.mlp(x, run, self.mixer(x, run, hidden))
         hidden = _branch(self.mixer, self.mixer_norm, self.mixer_post_norm, hidden, run)
         return _branch(self.mlp, self.mlp_norm, self.mlp_post_norm, hidden, run)
 

@@ -1,13 +1,18 @@
-"""RMSNorm with torch's operations."""
+"""RMSNorm, and LayerNorm without a bias, with torch's operations."""
 
 import torch
 import torch.nn.functional as F
 
 
 class Norm:
-    """Normalises the last dimension (arXiv 1910.07467), in float32 as transformers computes it."""
+    """Normalises the last dimension (arXiv 1910.07467), in float32 as transformers computes it.
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    ``centres``: takes the mean off first, which makes it LayerNorm (arXiv 1607.06450); ``weight`` is then in
+    float32.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float, *, centres: bool = False) -> None:
+        self.centres = centres
         self.size = weight.shape[-1]
         self.weight = weight
         self.eps = eps
@@ -18,7 +23,8 @@ class Norm:
         self.leg = torch.tensor((self.size * eps) ** 0.5, dtype=torch.float32, device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._normed(x.to(self.weight.dtype)).to(x.dtype)
+        wide = x.to(self.weight.dtype)
+        return self._normed(wide - wide.mean(-1, keepdim=True) if self.centres else wide).to(x.dtype)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         if self.short:

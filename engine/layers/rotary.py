@@ -17,11 +17,13 @@ class Rotary:
     """Gives cos and signed sin of every position, from the model's own rotary module, by ``rotary_kinds``.
 
     Angles are a function of the position alone: ``choose_rotary_factors`` leaves longrope one set of factors,
-    and dynamic frequencies change beyond the context only.
+    and dynamic frequencies change beyond the context only. ``repeats``: the module gives each angle twice
+    running, not all of them twice.
     """
 
-    def __init__(self, module: Any, config: Any, like: torch.Tensor) -> None:
+    def __init__(self, module: Any, config: Any, like: torch.Tensor, *, repeats: bool = False) -> None:
         self.module = module
+        self.repeats = repeats
         self.kinds = rotary_kinds(config)
         self.like = like
         # Numbers of a head that are rotated, the first ones.
@@ -47,4 +49,6 @@ class Rotary:
         found = [self.module(self.like, positions[None], *kind) for kind in more]
         cos, sin = (torch.cat(parts) for parts in zip(*found, strict=True))
         half = sin.shape[-1] // 2
+        if self.repeats:
+            cos, sin = (torch.cat((angles[..., ::2], angles[..., ::2]), dim=-1) for angles in (cos, sin))
         return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)

@@ -16,7 +16,7 @@ from torch import nn
 from truedraft.engine.layers.decoder import Attention, DecoderLayer, GatedMlp
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.norm import Norm
-from truedraft.engine.layers.rotary import rotary_kinds
+from truedraft.engine.layers.rotary import Rotary, rotary_kinds
 from truedraft.engine.layers.run import ACTIVATIONS, Activation, AttentionShape
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.models.base import ModelFacts
@@ -54,6 +54,11 @@ class Family:
     # What a branch adds to the hidden states is multiplied by one setting, logits are divided by another.
     residual_multiplier: str | None = None
     logit_divisor: str | None = None
+    logit_multiplier: str | None = None
+    # Norms take the mean off, both branches have the same norm, angles stand twice running.
+    norms_centre: bool = False
+    is_parallel: bool = False
+    repeats_angles: bool = False
     score_softcap: str | None = None
     logit_softcap: str | None = None
     gguf: str | None = None
@@ -104,6 +109,16 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": Family(interleaved=True),
     "glm": GLM,
     "glm4": replace(GLM, mixer_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"),
+    "cohere2": Family(
+        mlp_norm=None,
+        window=WINDOW,
+        rotates=lambda attention: attention.sliding_window is not None,
+        interleaved=True,
+        repeats_angles=True,
+        norms_centre=True,
+        is_parallel=True,
+        logit_multiplier="logit_scale",
+    ),
     "granite": Family(
         embedding_multiplier="embedding_multiplier",
         residual_multiplier="residual_multiplier",
@@ -149,15 +164,23 @@ def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> Deco
         mlp_norm=norm(family.mlp_norm),
         mixer_post_norm=norm(family.mixer_post_norm),
         mlp_post_norm=norm(family.mlp_post_norm),
+        is_parallel=family.is_parallel,
     )
 
 
 def make_norm(config: Any, module: Any) -> Norm:
     """Makes ours of a norm of transformers'."""
-    weight = module.weight.detach()
-    if FAMILIES[config.model_type].norms_add_one:
+    weight, family = module.weight.detach(), FAMILIES[config.model_type]
+    if family.norms_add_one:
         return Norm(1 + weight.float(), module.eps)
+    if family.norms_centre:
+        return Norm(weight.float(), module.variance_epsilon, centres=True)
     return Norm(weight, module.variance_epsilon)
+
+
+def make_rotary(module: Any, config: Any, like: torch.Tensor) -> Rotary:
+    """Makes ours of transformers' module of the angles."""
+    return Rotary(module, config, like, repeats=FAMILIES[config.model_type].repeats_angles)
 
 
 def table_scale(module: Any, dtype: torch.dtype) -> float:
@@ -174,7 +197,8 @@ def embedding_scale(module: Any, dtype: torch.dtype) -> float:
 
 
 def logit_multiplier(config: Any) -> float:
-    return 1 / _setting(config, FAMILIES[config.model_type].logit_divisor, 1.0)
+    family = FAMILIES[config.model_type]
+    return _setting(config, family.logit_multiplier, 1.0) / _setting(config, family.logit_divisor, 1.0)
 
 
 def logit_softcap(config: Any) -> float | None:

@@ -11,7 +11,6 @@ import torch
 
 from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.layers.linear import DenseEmbeddings, Linears, TorchLinears
-from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.models.agreement import first_that_agrees
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from truedraft.engine.models.families import (
     logit_multiplier,
     logit_softcap,
     make_norm,
+    make_rotary,
 )
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.linear import join
@@ -89,7 +89,7 @@ def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
         [decoder_layer(layer, index, facts, make) for index, layer in enumerate(module.model.layers)],
         make_norm(module.config, module.model.norm),
         make([module.lm_head], logit_multiplier(module.config)),
-        Rotary(module.model.rotary_emb, module.config, embeddings.to(facts.dtype)),
+        make_rotary(module.model.rotary_emb, module.config, embeddings.to(facts.dtype)),
         embedding_scale(module, facts.dtype),
         logit_softcap(module.config),
     )

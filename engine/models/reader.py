@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
 from truedraft.engine.layers.linear import Embeddings, Linears
-from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.models.base import ModelFacts
@@ -28,6 +27,7 @@ from truedraft.engine.models.families import (
     logit_multiplier,
     logit_softcap,
     make_norm,
+    make_rotary,
     table_scale,
 )
 from truedraft.engine.models.linear import join
@@ -66,7 +66,7 @@ class Reader:
             self.layers,
             make_norm(module.config, module.model.norm),
             self.linears.make([head], None, logit_multiplier(module.config)),
-            Rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
+            make_rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
             embedding_scale(module, facts.dtype),
             logit_softcap(module.config),
         )

@@ -96,22 +96,34 @@ static void gather(float *to, const float *hidden, const NewTokens *new, int64_t
 typedef struct {
     const Spans *spans;
     float *hidden, *normed;       /* [rows, size] */
-    int64_t rows, size;
+    int64_t rows, size, centres;
     Arena *arena;
 } Pass;
+
+/* A norm of ``rows`` of hidden states, which may be ``out``. */
+static void norm_states(const Pass *pass, float *out, const float *x, const float *weight, int64_t rows, float eps) {
+    if (pass->centres) centre(out, x, rows, pass->size);
+    rms_norm(out, pass->centres ? out : x, weight, NULL, rows, pass->size, eps);
+}
 
 /* Adds a part's output to the hidden states, with a norm before it and one behind it, unless they are NULL. */
 static int add_part(const Pass *pass, const Part *part, const float *norm, float eps, const float *post_norm,
                     float post_eps) {
     float *hidden = pass->hidden, *normed = pass->normed;
-    if (norm) rms_norm(normed, hidden, norm, NULL, pass->rows, pass->size, eps);
+    if (norm) norm_states(pass, normed, hidden, norm, pass->rows, eps);
     const float *x = norm ? normed : hidden, *residual = post_norm ? NULL : hidden;
     if (!run_part(part, pass->spans, post_norm ? normed : hidden, x, residual, pass->arena)) return 0;
+    if (post_norm && pass->centres) centre(normed, normed, pass->rows, pass->size);
     if (post_norm) rms_norm(hidden, normed, post_norm, hidden, pass->rows, pass->size, post_eps);
     return 1;
 }
 
 static int run_layer(const Pass *pass, const DecoderLayer *layer) {
+    if (layer->is_parallel) {
+        norm_states(pass, pass->normed, pass->hidden, layer->mixer_norm, pass->rows, layer->mixer_norm_eps);
+        return run_part(&layer->mixer, pass->spans, pass->hidden, pass->normed, pass->hidden, pass->arena)
+            && run_part(&layer->mlp, pass->spans, pass->hidden, pass->normed, pass->hidden, pass->arena);
+    }
     return add_part(pass, &layer->mixer, layer->mixer_norm, layer->mixer_norm_eps, layer->mixer_post_norm,
                     layer->mixer_post_norm_eps)
         && add_part(pass, &layer->mlp, layer->mlp_norm, layer->mlp_norm_eps, layer->mlp_post_norm,
@@ -152,7 +164,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
     const Spans spans = find_places(decoder, new, rows, slots, angle, first_token);
     float *hidden = arena_alloc(&arena, rows * size, sizeof(float));
     float *normed = arena_alloc(&arena, rows * size, sizeof(float));
-    const Pass pass = { &spans, hidden, normed, rows, size, &arena };
+    const Pass pass = { &spans, hidden, normed, rows, size, decoder->centres, &arena };
 
     for (int64_t span = 0, row = 0; span < new->num_spans; span++)
         for (int64_t i = 0; i < new->num_tokens[span]; i++, row++)
@@ -162,11 +174,11 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
         give(taps, i, hidden, rows, size);
     }
     if (taps) {
-        rms_norm(normed, hidden, decoder->norm, NULL, rows, size, decoder->norm_eps);
+        norm_states(&pass, normed, hidden, decoder->norm, rows, decoder->norm_eps);
         give(taps, decoder->num_layers, normed, rows, size);
     }
     gather(normed, hidden, new, size);
-    rms_norm(normed, normed, decoder->norm, NULL, num_logits, size, decoder->norm_eps);
+    norm_states(&pass, normed, normed, decoder->norm, num_logits, decoder->norm_eps);
     multiply(decoder->head, logits, normed, NULL, num_logits);
     if (decoder->softcap > 0) cap(logits, num_logits, decoder->head->out_features, decoder->softcap);
     return 1;

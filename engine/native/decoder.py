@@ -94,6 +94,7 @@ class NativeDecoder:
             layers=addressof(layers),
             embeddings=embeddings,
             embedding_type=embedding_type,
+            centres=weights.norm.centres,
             norm=address(weights.norm.weight, FLOAT, (hidden_size,)),
             head=_linear("head", weights.head, hidden_size, self.vocab_size),
             cos=address(cos, FLOAT, angles),
@@ -154,6 +155,7 @@ class _Parts:
             **_norm("mixer_post_norm", layer.mixer_post_norm, hidden_size),
             **_norm("mlp_norm", layer.mlp_norm, hidden_size),
             **_norm("mlp_post_norm", layer.mlp_post_norm, hidden_size),
+            is_parallel=layer.is_parallel,
         )
 
     def _mixer(self, kernels: NativeKernels, mixer: Mixer, cache: KVCache, hidden_size: int) -> Structure:

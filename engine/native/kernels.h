@@ -86,6 +86,7 @@ typedef struct {
     Part mixer, mlp;
     const float *mixer_norm, *mixer_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden_size] */
     float mixer_norm_eps, mixer_post_norm_eps, mlp_norm_eps, mlp_post_norm_eps;
+    int64_t is_parallel;          /* both parts get what the mixer's norm makes of the layer's input */
 } DecoderLayer;
 
 /* A decoder and the cache it writes to. */
@@ -97,6 +98,7 @@ typedef struct {
     int64_t embedding_type;
     const DecoderLayer *layers;
     const void *embeddings;       /* [vocab, hidden_size] */
+    int64_t centres;              /* norms of hidden states take the mean off first */
     const float *norm;            /* [hidden_size] */
     const Linear *head;
     const float *cos, *sin;       /* as in Spans */
@@ -130,6 +132,7 @@ typedef struct {
 /* layers.c */
 void rms_norm(float *out, const float *x, const float *weight, const float *residual, int64_t rows, int64_t size,
               float eps);
+void centre(float *out, const float *x, int64_t rows, int64_t size);
 void norm_row(float *out, const float *x, const float *weight, const float *residual, int64_t size, float eps);
 void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size);
 void cap(float *x, int64_t rows, int64_t size, float softcap);

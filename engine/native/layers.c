@@ -43,6 +43,26 @@ void rms_norm(float *out, const float *x, const float *weight, const float *resi
 
 typedef struct {
     float *out;
+    const float *x;
+    int64_t size;
+} Centre;
+
+static void centre_task(const void *arguments, int64_t row) {
+    const Centre *task = arguments;
+    const float *x = task->x + row * task->size;
+    float *out = task->out + row * task->size, sum = 0.0f;
+    for (int64_t i = 0; i < task->size; i++) sum += x[i];
+    const float mean = sum / (float)task->size;
+    for (int64_t i = 0; i < task->size; i++) out[i] = x[i] - mean;
+}
+
+/* out [rows, size] = x less the mean of its row, which makes LayerNorm (arXiv 1607.06450) of RMSNorm; it may be x. */
+void centre(float *out, const float *x, int64_t rows, int64_t size) {
+    run_task(centre_task, &(Centre){ out, x, size }, rows, rows * size * 2);
+}
+
+typedef struct {
+    float *out;
     const float *gate_up;
     int64_t activation, size;
 } Gate;

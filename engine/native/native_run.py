@@ -107,6 +107,9 @@ class NativeRun:
         added = None if residual is None else residual.contiguous()
         out = torch.empty_like(x)
         shape = len(x), norm.size
+        if norm.centres:
+            self.kernels.library.centre(address(out, FLOAT, shape), address(x, FLOAT, shape), *shape)
+            x = out
         self.kernels.library.rms_norm(
             address(out, FLOAT, shape),
             address(x, FLOAT, shape),

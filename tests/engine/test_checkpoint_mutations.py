@@ -99,6 +99,8 @@ VALUES: dict[str, list[Any]] = {
     "attention_multiplier": [0.1],
     "embedding_multiplier": [1.0],
     "logits_scaling": [0.5],
+    "logit_scale": [0.5],
+    "layer_norm_eps": [0.5],
     "no_rope_layers": [[0, 1], [1, 1]],
     "residual_multiplier": [1.0],
 }
@@ -182,6 +184,7 @@ MUTATIONS: dict[str, Callable[[dict[str, Any], Weights], Iterator[Changed]]] = {
 
 # Checkpoints served as by transformers, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
+    "cohere2": [(17, 18), (2, 11), (0, 11), (4, 8)],
     "exaone4": [(15, 17), (2, 14), (0, 14), (4, 7)],
     "ernie4_5": [(14, 15), (2, 12), (0, 12), (4, 8)],
     "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],

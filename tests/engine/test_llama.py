@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -147,6 +148,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         rope_parameters=ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5},
         pad_token_id=0,
         eos_token_id=3,
+    ),
+    "cohere2": Cohere2Config(
+        **SHAPE,
+        pad_token_id=0,
+        logit_scale=0.4,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        attention_bias=True,
     ),
     "granite": GraniteConfig(
         **SHAPE,

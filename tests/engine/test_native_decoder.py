@@ -139,6 +139,8 @@ BUGS = {
     "turns no head": ("smollm3 with windows", "layer->rotary >= 0", "layer->rotary > 0"),
     "turns halves": ("glm4", "layer->interleaved ? rotate_neighbours : rotate", "rotate"),
     "norms before it turns": ("hunyuan", "weight && !layer->norm_after_rotary", "weight"),
+    "takes no mean off": ("cohere2", "if (pass->centres) centre(out", "if (0) centre(out"),
+    "runs one branch after the other": ("cohere2", "if (layer->is_parallel)", "if (0)"),
     "multiplies no output": ("granite", "vec value = sum[i] * linear->scale", "vec value = sum[i]"),
     "caps no logits": ("gemma2", "decoder->softcap > 0", "0"),
 }
