@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--draft", help="its draft model")
     args = parser.parse_args()
     llm = LLM(args.model, draft=args.draft)
-    llm.generate("Once", SamplingParams(max_tokens=16, ignore_eos=True))
+    llm.generate("Once", SamplingParams(max_tokens=128, ignore_eos=True))
     num_bytes = weight_bytes(Path(str(llm.config.target)))
     times = {int(tokens): ms / 1e3 for tokens, ms in llm.speculation()["costs"]["score_ms_by_tokens"].items()}
     single = times[1]

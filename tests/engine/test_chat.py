@@ -85,7 +85,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(
         chat.answer("Tell me a story.")
     assert signal.getsignal(signal.SIGINT) is before
     assert "Stopped." in capsys.readouterr().err
-    assert 0 < len(out.getvalue()) < 100
+    assert 0 < len(out.getvalue()) < 700  # the whole answer has twice as many; a step may bring many tokens
     assert chat.messages[-1] == {"role": "assistant", "content": out.getvalue().removesuffix("\n")}
     assert not llm.core.has_work
     chat.answer("And then?")

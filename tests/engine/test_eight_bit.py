@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, Olmo2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, OlmoConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from tests.models import make_engine, run_engine
@@ -252,10 +252,10 @@ def test_experts_in_four_bits_are_dequantised_by_transformers(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "config",
     [
-        Olmo2Config(**SIZES),
+        OlmoConfig(**SIZES),
         Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     ],
-    ids=["olmo2", "qwen3_moe"],
+    ids=["olmo", "qwen3_moe"],
 )
 def test_other_families_are_dequantised_by_transformers(
     config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -280,7 +280,7 @@ def test_other_families_are_dequantised_by_transformers(
 
 def test_blocks_that_transformers_reads_otherwise_are_refused(tmp_path: Path) -> None:
     """It divides 64 rows with two scales into halves, where they are blocks of 40 and 24."""
-    make(tmp_path, FORMATS["fp8, blocks that are cut off"], Olmo2Config(**SIZES))
+    make(tmp_path, FORMATS["fp8, blocks that are cut off"], OlmoConfig(**SIZES))
     with pytest.raises(ModelLoadError, match="is not made of whole blocks"):
         load_model(str(tmp_path), LoadOptions())
 

@@ -286,7 +286,7 @@ def test_what_was_compiled_otherwise_is_not_taken(kernels: NativeKernels) -> Non
 BUGS = {
     "sees the next token": ("row % num_queries + 1 - begin", "row % num_queries + 2 - begin"),
     "forgets to shrink": ("[i] * shrink[row];", "[i];"),
-    "turns the wrong way": ("a * cos[i] + b * sin[i]", "a * cos[i] - b * sin[i]"),
+    "turns the wrong way": ("        x[i] = a * cos[i] + b", "        x[i] = a * cos[i] - b"),
     "adds no eps, halves the sum": ("sum / (float)size + eps", "sum / (float)size * 0.5f"),
     "gates with a sigmoid": ("gate[i] / (1.0f", "1.0f / (1.0f"),
     "stores in the wrong slot": ("to = spans->slots[token]", "to = spans->slots[0]"),

@@ -125,8 +125,8 @@ def test_streams_begin_like_the_whole(translator: Translator) -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "param", "words"),
     [
-        ({"echo": True}, 400, "echo", "reads the prompt with an encoder"),
-        ({"prompt_logprobs": 0}, 400, "prompt_logprobs", "reads the prompt with an encoder"),
+        ({"echo": True}, 400, "echo", "encoder reads the prompt"),
+        ({"prompt_logprobs": 0}, 400, "prompt_logprobs", "encoder reads the prompt"),
         ({"prompt": [5] * 513}, 400, "prompt", "at most 512 tokens, but the prompt has 513"),
         ({"max_tokens": 512}, 400, "max_tokens", "at most 511 tokens, but 512"),
         ({"max_tokens": 511, "prompt": [5] * 512, "stop": ["e"]}, 200, None, ""),
