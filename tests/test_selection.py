@@ -1,4 +1,4 @@
-"""Which tests ``make test-fast`` leaves out, and which reasons to skip one count where all are needed."""
+"""``make test-fast`` leaves out slow tests; where all are needed, most reasons to skip one are failures."""
 
 import os
 import subprocess

@@ -82,6 +82,11 @@ class DecoderLayer:
     mlp_post_norm: Norm | None = None
     is_parallel: bool = False
 
+    def __post_init__(self) -> None:
+        others = self.mlp_norm, self.mixer_post_norm, self.mlp_post_norm
+        if self.is_parallel and (self.mixer_norm is None or any(norm is not None for norm in others)):
+            raise ValueError("branches that run in parallel have the mixer's norm, and no other")
+
     def __call__(self, hidden: torch.Tensor, run: LayerRun) -> torch.Tensor:
         """Computes ``hidden`` [tokens, hidden size], which may be overwritten."""
         if self.is_parallel:

@@ -33,7 +33,7 @@ from truedraft.engine.models.families import (
 from truedraft.engine.models.linear import join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 
-# Rows of the output layer are converted so many at a time.
+# The output layer is converted this many rows at a time.
 HEAD_ROWS = 1 << 13
 HALVES = (torch.float16, torch.bfloat16)
 

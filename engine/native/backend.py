@@ -24,7 +24,7 @@ FLOAT, DOUBLE, INTEGER = torch.float32, torch.float64, torch.int64
 TOLERANCE = 1e-5
 # Both ways are compared on a vocabulary that fills no vector; every processor alone and with others.
 PROBE_VOCAB = 1003
-PROBE_DRAWS = 16  # each row has so many
+PROBE_DRAWS = 16  # each row is drawn from this often
 PROBE_PARAMS = [
     SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for temperature, top_k, top_p, min_p in (

@@ -106,7 +106,7 @@ static void norm_states(const Pass *pass, float *out, const float *x, const floa
     rms_norm(out, pass->centres ? out : x, weight, NULL, rows, pass->size, eps);
 }
 
-/* Adds a part's output to the hidden states, with a norm before it and one behind it, unless they are NULL. */
+/* Adds a part's output to the hidden states, with a norm before it and one after it, unless they are NULL. */
 static int add_part(const Pass *pass, const Part *part, const float *norm, float eps, const float *post_norm,
                     float post_eps) {
     float *hidden = pass->hidden, *normed = pass->normed;

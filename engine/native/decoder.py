@@ -128,7 +128,7 @@ class NativeDecoder:
         return logits, states
 
     def _taps(self, taps: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, Taps]:
-        """Returns where the states after some layers go, and how C is told."""
+        """Returns the tensor that C writes the states of some layers to, and its description in C."""
         if not all(0 <= tap <= self.decoder.num_layers for tap in taps):
             raise PointerError(
                 f"there are {self.decoder.num_layers} layers, and no states after {list(taps)}"
@@ -213,7 +213,7 @@ def _native(linear: Linear) -> NativeLinear:
 
 
 def _linear(name: str, linear: Linear, in_features: int, out_features: int) -> int:
-    """Returns where a layer is that has so many inputs and outputs."""
+    """Returns the address of a layer, whose numbers of inputs and outputs must be these."""
     found = _native(linear)
     if (found.in_features, found.out_features) != (in_features, out_features):
         raise PointerError(

@@ -39,7 +39,7 @@ static int run_gated_mlp(const GatedMlp *part, float *out, const float *x, const
     return 1;
 }
 
-/* Bytes of an arena that ``run_part`` needs for so many rows. */
+/* Returns the bytes of an arena that ``run_part`` needs for this many rows. */
 int64_t part_bytes(const Part *part, int64_t rows) {
     switch (part->kind) {
         case ATTENTION: return attention_bytes(part->data, rows);

@@ -1,4 +1,4 @@
-"""Which proposer drafts, and how much: what promises the most tokens per second, for all rows alike.
+"""Decides which proposer drafts, and how much: what promises the most tokens per second, for all rows.
 
 Lengths are 0 (none) to 8. A replan forgets which of them was best; the next step of each number of rows
 finds it again and later ones use what was found, so that rows may come and go. A little time explores other

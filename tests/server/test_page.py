@@ -38,7 +38,7 @@ def test_files_are_small_plain_and_refer_to_nothing_else(server: RunningServer) 
 
 
 def test_the_header_says_what_is_served(browser: Browser, server: RunningServer) -> None:
-    """In words for people: no folders' names, and the types of the weights, not of the arithmetic."""
+    """It is in words for people: no folders' names, and the types of the weights, not of the arithmetic."""
     with page(browser, server):
         line = browser.text("#server-text")
         assert line.split(" · ")[:2] == [MODEL, "CPU"]

@@ -173,7 +173,7 @@ def test_stop(browser: Browser, start_server: StartServer) -> None:
 
 
 def test_a_reload_keeps_the_conversation(browser: Browser, server: RunningServer) -> None:
-    """In this tab, until "New chat"; settings stay, too."""
+    """It stays in this tab, until "New chat"; settings stay, too."""
     with page(browser, server):
         browser.fill("[name=max_tokens]", "8")
         send(browser, "keep me")

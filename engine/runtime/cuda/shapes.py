@@ -1,4 +1,4 @@
-"""Which passes and verdicts are captured, and which of them holds a batch. Plain integers, no tensors.
+"""Plans which passes and verdicts are captured, and finds the one that holds a batch: plain integers.
 
 A captured pass has one shape for ever, so a batch takes the smallest one that holds it and leaves the rest
 empty. How long the rows' texts are is no part of a shape: kernels stop where a row's keys end. What is drawn
