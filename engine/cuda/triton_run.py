@@ -18,8 +18,10 @@ import torch
 
 from truedraft.engine.layers.attention import AttentionCall, PagedAttention, attend_group
 from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import Activation, AttentionShape
+from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.layers.torch_run import TorchPointwise
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
 from truedraft.engine.memory.block_table import BlockTable
@@ -109,6 +111,7 @@ class TritonRun(TorchPointwise):
     def __init__(self, kernels: Kernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.kernels = kernels
         self.cache = cache
+        self.states = TorchStates(batch.spans, cache.states)
         self.slots = batch.slots
         self.angles = list(zip(*rotary.angles(batch.positions[0]), strict=True))
         self.attention = InPlaceAttention(kernels.attend_rows, batch, cache)
@@ -125,6 +128,9 @@ class TritonRun(TorchPointwise):
         angles = self.angles[shape.rotary]
         self.kernels.rotate_and_store(query_key, value, *angles, self.slots, keys, values)
         return self.attention.attend(shape.call, query_key[:, : shape.num_heads]).view(len(qkv), -1)
+
+    def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
+        return self.states.recur(recurrence, x)
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         return self.kernels.gated_silu(gate_up) if activation == "silu" else super().gate(activation, gate_up)
@@ -175,6 +181,7 @@ def _is_served(shape: AttentionShape) -> bool:
     turns_halves = shape.rotary is not None and not shape.interleaved and not shape.norm_after_rotary
     return (
         turns_halves
+        and not shape.gated
         and shape.softcap is None
         and shape.whole_norms is None
         and shape.head_size <= MAX_HEAD_SIZE

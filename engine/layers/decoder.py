@@ -13,9 +13,11 @@ import torch
 
 from truedraft.engine.layers.linear import Embeddings, Linear
 from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import Activation, AttentionShape, LayerRun
 from truedraft.engine.memory.kv_cache import AttentionCache
+from truedraft.engine.memory.recurrent_state import RecurrentCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,24 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent:
+    """Each token sees a running state of those before it. ``inputs`` computes what the recurrence gets,
+    ``cache`` is what is kept of each sequence."""
+
+    recurrence: Recurrence
+    inputs: Linear
+    output: Linear
+    cache: RecurrentCache
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.inputs, self.output
+
+    def __call__(self, x: torch.Tensor, run: LayerRun, residual: torch.Tensor | None) -> torch.Tensor:
+        return run.linear(self.output, run.recur(self.recurrence, run.linear(self.inputs, x)), residual)
+
+
+@dataclass(frozen=True, slots=True)
 class GatedMlp:
     """Some numbers of each token gate as many others."""
 
@@ -54,7 +74,7 @@ class GatedMlp:
         return run.linear(self.down, run.gate(self.activation, gate_up), residual)
 
 
-Mixer: TypeAlias = Attention  # others will keep a state instead of keys and values
+Mixer: TypeAlias = Attention | Recurrent
 Mlp: TypeAlias = GatedMlp  # experts will be another
 
 
@@ -71,11 +91,12 @@ class Part(Protocol):
 class DecoderLayer:
     """Norms may stand before each branch, and after it, of what is added to the hidden states.
 
-    ``is_parallel``: both branches get what the mixer's norm makes of the layer's input.
+    ``is_parallel``: both branches get what the mixer's norm makes of the layer's input. ``mlp`` is None where
+    the mixer is all there is.
     """
 
     mixer: Mixer
-    mlp: Mlp
+    mlp: Mlp | None
     mixer_norm: Norm | None
     mlp_norm: Norm | None
     mixer_post_norm: Norm | None = None
@@ -86,14 +107,19 @@ class DecoderLayer:
         others = self.mlp_norm, self.mixer_post_norm, self.mlp_post_norm
         if self.is_parallel and (self.mixer_norm is None or any(norm is not None for norm in others)):
             raise ValueError("branches that run in parallel have the mixer's norm, and no other")
+        if self.mlp is None and (self.is_parallel or self.mlp_norm or self.mlp_post_norm):
+            raise ValueError("a layer without an MLP has no norm of it, and nothing that runs in parallel")
 
     def __call__(self, hidden: torch.Tensor, run: LayerRun) -> torch.Tensor:
         """Computes ``hidden`` [tokens, hidden size], which may be overwritten."""
         if self.is_parallel:
             assert self.mixer_norm is not None
+            assert self.mlp is not None
             x = run.norm(self.mixer_norm, hidden)
             return self.mlp(x, run, self.mixer(x, run, hidden))
         hidden = _branch(self.mixer, self.mixer_norm, self.mixer_post_norm, hidden, run)
+        if self.mlp is None:
+            return hidden
         return _branch(self.mlp, self.mlp_norm, self.mlp_post_norm, hidden, run)
 
 
@@ -123,7 +149,17 @@ class DecoderWeights:
         """Yields all linear layers, the output layer first."""
         yield self.head
         for layer in self.layers:
-            yield from (*layer.mixer.linears, *layer.mlp.linears)
+            yield from layer.mixer.linears
+            yield from () if layer.mlp is None else layer.mlp.linears
+
+    @property
+    def attention(self) -> list[AttentionShape]:
+        """Returns the shapes of its layers of attention."""
+        return [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, Attention)]
+
+    @property
+    def has_states(self) -> bool:
+        return any(isinstance(layer.mixer, Recurrent) for layer in self.layers)
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the first hidden states [tokens, hidden size]."""

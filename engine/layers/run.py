@@ -12,6 +12,7 @@ import torch
 from truedraft.engine.layers.attention import AttentionCall
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.recurrent import Recurrence
 
 # Activations of gates have transformers' names and stand in the order of kernels.h.
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -23,7 +24,8 @@ class AttentionShape:
     """Says how one layer attends. ``norm`` is of queries and keys together, head by head: weight [heads + kv
     heads, size], before they are turned or after that; ``whole_norms`` are of all numbers of a token's
     queries, and of its keys. ``rotary`` is the number of its kind of angles; None turns nothing. They turn
-    pairs of numbers: neighbours if ``interleaved``, or else halves of a head."""
+    pairs of numbers: neighbours if ``interleaved``, or else halves of a head. ``gated``: after the values
+    come as many numbers as there are queries, whose sigmoid multiplies what is attended."""
 
     layer: int
     num_heads: int
@@ -37,6 +39,7 @@ class AttentionShape:
     whole_norms: tuple[Norm, Norm] | None = None
     norm_after_rotary: bool = False
     interleaved: bool = False
+    gated: bool = False
 
     @property
     def call(self) -> AttentionCall:
@@ -55,8 +58,12 @@ class LayerRun(Protocol):
         ...
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
-        """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], which may be
-        overwritten, to [tokens, heads * size]."""
+        """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], and the gate if
+        there is one, which may be overwritten, to [tokens, heads * size]."""
+        ...
+
+    def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
+        """Runs a recurrence over each sequence's state: ``x`` as its class says."""
         ...
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:

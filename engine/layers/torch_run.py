@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from truedraft.engine.layers.attention import PagedAttention
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import Activation, AttentionShape
+from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import KVCache
 
@@ -47,10 +49,18 @@ class TorchRun(TorchPointwise):
 
     def __init__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.context = PagedAttention(batch, cache)
+        self.states = TorchStates(batch.spans, cache.states)
         cos, sin = rotary.angles(batch.positions[0])
         self.angles = list(zip(cos[:, :, None], sin[:, :, None], strict=True))
 
+    def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
+        return self.states.recur(recurrence, x)
+
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
+        gate = None
+        if shape.gated:
+            qkv, gate = qkv.tensor_split((-shape.num_heads * shape.head_size,), dim=1)
+            qkv = qkv.contiguous()
         query_key, value = self.split_heads(shape, qkv)
         if shape.rotary is not None:
             turn = _rotate_neighbours if shape.interleaved else _rotate
@@ -58,8 +68,8 @@ class TorchRun(TorchPointwise):
         if shape.norm is not None and shape.norm_after_rotary:
             query_key = self.norm(shape.norm, query_key)
         query, key = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
-        attended = self.context.attend(shape.call, query, key, value)
-        return attended.reshape(len(qkv), -1)
+        attended = self.context.attend(shape.call, query, key, value).reshape(len(qkv), -1)
+        return attended if gate is None else attended * gate.sigmoid()
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device, send
+from truedraft.engine.memory.recurrent_state import ROLLBACK, num_folded
 
 # Rows with up to this many query tokens share one padded attention call; longer chunks get their own.
 MAX_GROUPED_QUERIES = 33
@@ -23,12 +24,26 @@ class Span:
     """New tokens of one sequence: they are stored after ``table.num_computed_tokens`` others.
 
     ``num_logits`` of its last tokens need logits: 0 inside a prompt, 1 at its end, k + 1 when scoring.
-    ``token_ids`` may be placeholders where a forward pass is given the ids on its device.
+    ``token_ids`` may be placeholders where a forward pass is given the ids on its device. So many of the
+    sequence's tokens as ``num_certain_tokens`` says can never be taken back, or all of them (None).
     """
 
     table: BlockTable
     token_ids: list[int]
     num_logits: int
+    num_certain_tokens: int | None = None
+
+    @property
+    def end(self) -> int:
+        """Returns how many tokens will be computed after the pass, if it is yet to come."""
+        return self.table.num_computed_tokens + len(self.token_ids)
+
+    @property
+    def num_folded_after(self) -> int:
+        """Returns over how many tokens states will be folded after the pass, if it is yet to come."""
+        certain = self.end if self.num_certain_tokens is None else self.num_certain_tokens
+        assert self.end - certain <= ROLLBACK, "more tokens may be taken back than the log has records for"
+        return max(self.table.num_folded_tokens, num_folded(certain))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Says where one sequence's keys and values are: plain integers, no tensors."""
+"""Says where one sequence's keys, values and states are: plain integers, no tensors."""
 
 BlockHash = bytes
 
@@ -8,7 +8,8 @@ class BlockTable:
 
     ``hashes`` are those of its first blocks, as far as they are published or taken over. The first
     ``num_encoder_tokens`` of the ids are an encoder's: what is stored for them is what the decoder's
-    cross-attention looks at.
+    cross-attention looks at. ``state_slot`` is where recurrent layers keep the sequence's states, which are
+    folded over its first ``num_folded_tokens``; later ones of the computed tokens may be taken back.
     """
 
     def __init__(self, num_encoder_tokens: int = 0) -> None:
@@ -16,3 +17,5 @@ class BlockTable:
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
         self.hashes: list[BlockHash] = []
+        self.state_slot: int | None = None
+        self.num_folded_tokens = 0

@@ -1,7 +1,8 @@
 """Blocks stand for tensors here: keys and values of every layer, addressed by slot.
 
 Slot = block id * block size + offset. Which slots belong to whom is the block manager's business; this
-module stores and gathers. A model's layers are probed once, so any architecture's shapes fit.
+module stores and gathers. A model's layers are probed once, so any architecture's shapes fit. Layers with a
+running state have no keys and values, but a state of each sequence in a slot of another kind.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from truedraft.engine.memory.huge_pages import HugePages
+from truedraft.engine.memory.recurrent_state import LayerState, RecurrentCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,9 @@ class AttentionCache:
         return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * self.dtype.itemsize
 
 
-# What one layer keeps; of layers with a state instead of keys and values it would be another class.
-CacheSpec: TypeAlias = AttentionCache
+# What one layer keeps: of each token, or of each sequence.
+CacheSpec: TypeAlias = AttentionCache | RecurrentCache
+NOTHING = 0, 0
 
 # So much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
 # written to, which would take the first requests milliseconds; of a large cache most is never used.
@@ -36,17 +39,27 @@ TOUCHED_BYTES = 64 << 20
 
 
 class KVCache:
-    """Keys and values of one model: per layer two tensors [slots, kv heads, size]."""
+    """Keys and values of one model: per layer two tensors [slots, kv heads, size]. ``states`` are those of
+    its recurrent layers, by their index, with ``num_state_slots`` each."""
 
-    def __init__(self, specs: Sequence[CacheSpec], num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, specs: Sequence[CacheSpec], num_blocks: int, block_size: int, num_state_slots: int = 0
+    ) -> None:
         self.block_size = block_size
         num_slots = num_blocks * block_size
         # Zeros, not empty: masked slots are multiplied by zero, which does not silence a NaN.
         pages = HugePages()
-        self.keys, self.values = (
-            [pages.zeros(num_slots, *size, dtype=spec.dtype, device=spec.device) for spec, size in sizes]
-            for sizes in ([(spec, spec.key) for spec in specs], [(spec, spec.value) for spec in specs])
-        )
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.states: dict[int, LayerState] = {}
+        for layer, spec in enumerate(specs):
+            key, value, dtype = NOTHING, NOTHING, torch.float32
+            if isinstance(spec, AttentionCache):
+                key, value, dtype = spec.key, spec.value, spec.dtype
+            else:
+                self.states[layer] = LayerState.zeros(spec, num_state_slots, pages)
+            self.keys.append(pages.zeros(num_slots, *key, dtype=dtype, device=spec.device))
+            self.values.append(pages.zeros(num_slots, *value, dtype=dtype, device=spec.device))
         self._touch()
         self._by_head = [
             (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
@@ -59,6 +72,12 @@ class KVCache:
         size = sum(tensor.nbytes for tensor in tensors)
         for tensor in tensors:
             tensor[: -(-len(tensor) * TOUCHED_BYTES // max(size, TOUCHED_BYTES))].zero_()
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies what one state slot holds to another."""
+        for layer in self.states.values():
+            for tensor in layer.tensors:
+                tensor[target].copy_(tensor[source])
 
     def clear(self, block_ids: list[int]) -> None:
         """Write zeros to these blocks. Memory that was never written to is read faster: all one page."""

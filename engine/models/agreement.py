@@ -50,7 +50,7 @@ def _models(
     if library is not None:
         yield "The native kernels", FusedDecoder(facts, weights, NativeKernels(library))
         return
-    shapes = [layer.mixer.shape for layer in weights.layers]
+    shapes = weights.attention
     rotates_all = all(shape.head_size == weights.rotary.size for shape in shapes)
     cuda = find_kernels(shapes, facts.dtype, facts.device) if rotates_all else None
     if cuda is not None:

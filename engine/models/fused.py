@@ -72,7 +72,7 @@ def fuse_module(decoder: DecoderModel, options: LoadOptions) -> FusedDecoder | N
     as they are. None if the logits differ."""
     facts, module = decoder.facts, decoder.module
     weights, expected = describe_module(module, facts), packed_logits(decoder, probe_texts(facts))
-    library = _kernels(facts.dtype, options, {layer.mixer.shape.head_size for layer in weights.layers})
+    library = _kernels(facts.dtype, options, {shape.head_size for shape in weights.attention})
     for kernels in (None,) if library is None else (library, None):
         model = first_that_agrees(facts, weights, kernels, expected)
         if model is not None:

@@ -20,9 +20,9 @@ class ModelRunner:
         self.device = model.device
 
     @classmethod
-    def build(cls, model: Model, num_blocks: int, block_size: int) -> "ModelRunner":
+    def build(cls, model: Model, num_blocks: int, block_size: int, num_state_slots: int = 0) -> "ModelRunner":
         """Over a new cache, with the fast pass that the model has by itself."""
-        cache = KVCache(model.caches, num_blocks, block_size)
+        cache = KVCache(model.caches, num_blocks, block_size, num_state_slots)
         return cls(model, cache, model.fast_pass(cache))
 
     def forward(
@@ -31,12 +31,14 @@ class ModelRunner:
         ids_on_device: torch.Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> ForwardOutput:
-        """The spans' tokens are stored in the cache and counted as computed; room must be reserved.
+        """The spans' tokens are stored in the cache and counted as computed, and states are folded as far as
+        that is certain; room must be reserved.
         ``ids_on_device`` and ``taps`` are as in ``Model.forward``."""
         if not torch.is_inference_mode_enabled():  # entering it again takes 10 microseconds
             with torch.inference_mode():
                 return self.forward(spans, ids_on_device, taps)
-        ends = [span.table.num_computed_tokens + len(span.token_ids) for span in spans]
+        ends = [span.end for span in spans]
+        folded = [span.num_folded_after for span in spans] if self.cache.states else None
         fast = None if self.fast_pass is None else self.fast_pass(spans, ids_on_device, taps)
         if fast is None:
             output = self.model.forward(spans, self.cache, ids_on_device, taps)
@@ -44,4 +46,6 @@ class ModelRunner:
             output = ForwardOutput(*fast)
         for span, end in zip(spans, ends, strict=True):
             span.table.num_computed_tokens = end
+        for span, num_folded in zip(spans, folded or (), strict=folded is not None):
+            span.table.num_folded_tokens = num_folded
         return output

@@ -93,10 +93,11 @@ def packed_logits(model: Model, texts: Sequence[Sequence[ProbeText]]) -> list[to
 def _together(model: Model, texts: Sequence[ProbeText]) -> list[torch.Tensor]:
     """Computes texts in three passes; the blocks of each have an order of their own."""
     num_blocks = -(-max(len(text.token_ids) for text in texts) // BLOCK_SIZE)
-    runner = ModelRunner.build(model, num_blocks * len(texts), BLOCK_SIZE)
+    runner = ModelRunner.build(model, num_blocks * len(texts), BLOCK_SIZE, num_state_slots=len(texts))
     tables = [BlockTable() for _ in texts]
     for number, table in enumerate(tables):
         table.block_ids = [num_blocks * (number + 1) - 1 - i for i in range(num_blocks)]
+        table.state_slot = number
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     for number in range(1 + len(LAST_CHUNKS)):
         spans = [Span(table, *text.chunk(number)) for table, text in zip(tables, texts, strict=True)]
@@ -114,6 +115,6 @@ def _forward(runner: ModelRunner, spans: list[Span], first_positions: list[int])
     batch = ForwardBatch.build(spans, BLOCK_SIZE, runner.device)
     batch.positions += torch.tensor(np.repeat(first_positions, lengths), device=runner.device)
     logits = runner.model.compute(batch, runner.cache).logits
-    for span, length in zip(spans, lengths, strict=True):
-        span.table.num_computed_tokens += length
+    for span in spans:
+        span.table.num_folded_tokens, span.table.num_computed_tokens = span.num_folded_after, span.end
     return logits

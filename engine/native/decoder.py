@@ -78,7 +78,8 @@ class NativeDecoder:
         vocab_size, hidden_size, embedding_type, embeddings = _embeddings(weights.embeddings)
         self.hidden_size = hidden_size
         for layer in weights.layers:
-            check_rotary(layer.mixer.shape, kinds, rotary_size)
+            if isinstance(layer.mixer, Attention):
+                check_rotary(layer.mixer.shape, kinds, rotary_size)
         parts = [_Parts(kernels, layer, cache, hidden_size) for layer in weights.layers]
         layers = (in_c.DecoderLayer * len(parts))(*(each.layer for each in parts))
         # These are kept as long as C has their addresses, which are checked here, once.
@@ -169,9 +170,11 @@ class _Parts:
                     output=_linear("output", mixer.output, attended, hidden_size),
                     heads=addressof(self.heads),
                 )
+            case _:
+                raise PointerError(f"C has no mixers like {mixer}")
 
 
-def _mlp(mlp: Mlp, hidden_size: int) -> Structure:
+def _mlp(mlp: Mlp | None, hidden_size: int) -> Structure:
     match mlp:
         case GatedMlp():
             size = _native(mlp.down).in_features
@@ -180,6 +183,8 @@ def _mlp(mlp: Mlp, hidden_size: int) -> Structure:
                 down=_linear("down", mlp.down, size, hidden_size),
                 activation=ACTIVATIONS.index(mlp.activation),
             )
+        case _:
+            raise PointerError(f"C has no MLPs like {mlp}")
 
 
 def _part(structure: Structure) -> Part:

@@ -9,8 +9,10 @@ import torch
 
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import ACTIVATIONS, Activation, AttentionShape
+from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
@@ -136,6 +138,9 @@ class NativeRun:
             address(out, FLOAT, (tokens, attended)),
         )
         return out
+
+    def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
+        return TorchStates(self.batch.spans, self.cache.states).recur(recurrence, x)
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = gate_up.contiguous()

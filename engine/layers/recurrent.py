@@ -1,0 +1,94 @@
+"""Recurrences, described once for every backend: layers that keep a state of the text in place of its keys.
+
+A linear layer in front of a recurrence computes all that it needs of each token, in the order that its class
+says; another after it takes what it gives (``Recurrent`` in ``decoder``).
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.memory.recurrent_state import StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """Sums each channel over the newest tokens: ``weight`` [channels, width] has the oldest one first. All
+    is float32. ``silu``: it is applied to the sums."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    silu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Multiplies by C what a convolution makes of B x (LFM2): [B | C | x] come in, each as wide as goes
+    out."""
+
+    layer: int
+    convolution: Convolution
+
+    @property
+    def state(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """Is Gated DeltaNet (arXiv 2412.06464): each head's state forgets, and what it would answer to a key
+    moves towards the value.
+
+    [queries | keys | values | z | b | a] come in, [values] go out: ``key_heads`` of queries and of keys,
+    ``heads`` of all else. Queries, keys and values go through the convolution. Head h has the key head
+    h modulo ``key_heads`` if ``tiled``, or else as many heads running share one. ``decay_rate`` and
+    ``dt_bias`` [heads] are float32; ``norm`` is of each head's values, before z gates them.
+    """
+
+    layer: int
+    convolution: Convolution
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+    decay_rate: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: Norm
+    tiled: bool = False
+
+    @property
+    def state(self) -> StateShape:
+        return StateShape(self.heads, self.key_size, self.value_size, self.key_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Is Mamba 2 (arXiv 2405.21060): each head's state forgets, and adds the token's values by its B.
+
+    [z | x | B | C | dt] come in, [x] goes out: ``heads`` of z and x, ``groups`` of B and C of ``state_size``
+    numbers each, one dt for each head. x, B and C go through the convolution. As many heads running share a
+    group. ``decay_rate``, ``skip`` and ``dt_bias`` [heads] are float32; dt is kept within ``dt_limits``.
+    ``norm`` is of what z has gated, in ``norm_groups`` equal parts of its weight.
+    """
+
+    layer: int
+    convolution: Convolution
+    heads: int
+    head_size: int
+    groups: int
+    state_size: int
+    decay_rate: torch.Tensor
+    skip: torch.Tensor
+    dt_bias: torch.Tensor
+    dt_limits: tuple[float, float]
+    norm: Norm | None
+    norm_groups: int = 1
+
+    @property
+    def state(self) -> StateShape:
+        return StateShape(self.heads, self.state_size, self.head_size, self.groups)
+
+
+Recurrence: TypeAlias = ShortConv | DeltaRule | Mamba2
