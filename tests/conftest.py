@@ -2,6 +2,7 @@
 spin, examples that stay; which tests are slow, and which may be skipped where all are required."""
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,9 @@ from truedraft.engine.machine.openmp import spin_settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.update(spin_settings(os.environ))  # before torch is loaded
+
+# A shell has what it starts in the background ignore Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example's time only tells how busy the machine is. Examples follow from the test alone, so that a
 # failure comes again; ``--hypothesis-profile default`` looks for others.
