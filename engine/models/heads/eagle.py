@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, Joint
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, Joint
 from truedraft.engine.layers.linear import Embeddings, Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.weight import Weight
@@ -174,10 +174,10 @@ class _Reader:
         make: Callable[..., Linear] = partial(join, linears=self.linears, weight_of=weights.__getitem__)
         described = decoder_layer(layer, 0, self.facts, make)
         if (getattr(self.layer_config, "layer_types", None) or [""])[0] == "sliding_attention":
-            shape_of_attention = replace(
-                described.mixer.shape, sliding_window=int(self.layer_config.sliding_window)
-            )
-            described = replace(described, mixer=replace(described.mixer, shape=shape_of_attention))
+            assert isinstance(described.mixer, Attention)
+            window = int(self.layer_config.sliding_window)
+            mixer = replace(described.mixer, shape=replace(described.mixer.shape, sliding_window=window))
+            described = replace(described, mixer=mixer)
         rotary = type(module.model.rotary_emb)(config=self.layer_config).to(self.facts.device)
         count = sum(weight.shape[0] * weight.shape[1] for weight in weights.values())
         return described, rotary, count

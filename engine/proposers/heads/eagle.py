@@ -121,7 +121,9 @@ class EagleProposer(Proposer):
                     for each, table in zip(waiting, tables, strict=True)
                 ]
             else:
-                spans = [Span(table, [0], 1, states=states[row]) for row, table in zip(rows, tables, strict=True)]
+                spans = [
+                    Span(table, [0], 1, states=states[row]) for row, table in zip(rows, tables, strict=True)
+                ]
             logits, hidden = self.runner.forward(spans, last_ids, (self.head.output,))
             assert hidden is not None
             end = 0
