@@ -110,7 +110,8 @@ class SpeculationSettings(BaseModel):
     method: DefaultMethod = Field(
         "auto",
         description="Who drafts. eagle: the head that draft names. ngram: the text so far, without a model. "
-        "auto: in each round the draft model or head, or ngram, whichever is expected to give more tokens per second; "
+        "auto: in each round the draft model or head, or ngram, whichever is expected to give more tokens "
+        "per second; "
         "without a draft model, ngram where it pays if num_speculative_tokens is auto, "
         "else none. A request's 'prediction' is drafted from regardless of this setting.",
     )
