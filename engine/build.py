@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from pydantic import ByteSize
 
-from truedraft.engine.config import EngineConfig
+from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
@@ -17,8 +17,10 @@ from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_memory import cache_budget
-from truedraft.engine.messages import DRAFT_MODEL, Method
+from truedraft.engine.messages import DRAFT_MODEL, EAGLE, Method
 from truedraft.engine.models.base import Model
+from truedraft.engine.models.heads.eagle import EagleHead, load_eagle
+from truedraft.engine.models.heads.eagle_config import read_eagle_config
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.models.model_runner import ModelRunner
@@ -27,6 +29,7 @@ from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
+from truedraft.engine.proposers.heads.eagle import LOOKAHEAD, EagleProposer
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
@@ -54,6 +57,7 @@ class Models:
 
     target: Model
     draft: Model | None
+    head: EagleHead | None
     pairing: Pairing | None
     encoder_decoder: EncoderDecoderLimits | None
     max_model_len: int
@@ -65,8 +69,10 @@ class Memory:
 
     target: ModelRunner
     draft: ModelRunner | None
+    head: ModelRunner | None
     target_pool: BlockPool
     draft_pool: BlockPool
+    head_pool: BlockPool
     graphs: RoundGraphs | None
 
     @property
@@ -87,7 +93,7 @@ def build_engine(
     models = load_models(config, begin)
     begin("caches and costs")
     memory = allocate(config, models)
-    all_proposers = [*_draft_model(config, models, memory), *proposers]
+    all_proposers = [*_draft_model(config, models, memory), *_head(models, memory), *proposers]
     for proposer in proposers:
         if not isinstance(proposer, Proposer) or not getattr(proposer, "name", None):
             raise ModelLoadError(f"{proposer!r} is no proposer: it must be a Proposer, and have a name")
@@ -95,6 +101,11 @@ def build_engine(
     _check_proposers(all_proposers, models.target)
     runner = make_runner(config, memory, all_proposers)
     return make_core(config, models, memory, all_proposers, runner)
+
+
+def drafting_method(draft: str) -> Method:
+    """Returns who drafts with what the setting ``draft`` names."""
+    return DRAFT_MODEL if draft in SELF_DRAFTS or read_eagle_config(draft) is None else EAGLE
 
 
 def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
@@ -116,33 +127,42 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
         set_num_threads(num_threads)
     else:
         torch.set_num_threads(num_threads)
-    draft = pairing = None
+    draft = pairing = head = None
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         begin("the draft model")
         source, draft_options = draft_source(config)
-        draft = load_model(source, draft_options)
-        _check_kinds(target, draft)
-        pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
+        if (head_config := read_eagle_config(source)) is not None:
+            head = load_eagle(head_config, target, draft_options)
+        else:
+            draft = load_model(source, draft_options)
+            _check_kinds(target, draft)
+            pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
     if not isinstance(target, EncoderDecoderModel):
-        return Models(target, draft, pairing, None, _max_model_len(config, target))
+        return Models(target, draft, head, pairing, None, _max_model_len(config, target))
     limits = _encoder_decoder_limits(config, target, draft)
     longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
-    return Models(target, draft, pairing, limits, longest)
+    return Models(target, draft, head, pairing, limits, longest)
 
 
 def allocate(config: EngineConfig, models: Models) -> Memory:
     """Allocates the caches, and captures passes where that can be."""
-    planned = plan_graphs(config, models.target, models.draft, models.max_model_len)
-    loaded = [models.target] if models.draft is None else [models.target, models.draft]
+    planned = None
+    if models.head is None:  # captured rounds know no heads
+        planned = plan_graphs(config, models.target, models.draft, models.max_model_len)
+    others = (models.draft, None if models.head is None else models.head.model)
+    loaded = [models.target, *(model for model in others if model is not None)]
     num_blocks = _num_blocks(config, loaded, models.max_model_len, planned)
     # The last block is no pool's: graphs store their padding there.
     cached_blocks = num_blocks + (planned is not None)
     runners = [ModelRunner.build(model, cached_blocks, config.block_size) for model in loaded]
-    target, draft, graphs = runners[0], runners[1] if len(runners) > 1 else None, None
+    target, graphs = runners[0], None
+    draft = None if models.draft is None else runners[1]
+    head = None if models.head is None else runners[1]
     if planned is not None:
         target, draft, graphs = planned.captured(target, draft, num_blocks)
     target_pool, draft_pool = (BlockPool(num_blocks, config.block_size) for _ in range(2))
-    return Memory(target, draft, target_pool, draft_pool, graphs)
+    head_pool = BlockPool(num_blocks, config.block_size, LOOKAHEAD)
+    return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs)
 
 
 def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
@@ -214,6 +234,8 @@ def _costs(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer], 
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
     max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
     drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
+    if memory.head is not None:
+        drafts[EAGLE] = memory.head, memory.head_pool
     return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds)
 
 
@@ -243,6 +265,13 @@ def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[P
             eos_token_id=pairing.eos_token_id,
         )
     ]
+
+
+def _head(models: Models, memory: Memory) -> list[Proposer]:
+    """Returns what drafts with the head, if there is one."""
+    if models.head is None or memory.head is None:
+        return []
+    return [EagleProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)]
 
 
 def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
@@ -283,8 +312,10 @@ def _num_threads(target: Model) -> int:
 def _method(config: EngineConfig, proposers: Sequence[Proposer]) -> Method:
     if config.method == "auto" and not proposers and config.num_speculative_tokens != "auto":
         return "none"  # n-grams alone can cost more than they give; a fixed length could not be helped
-    if config.method == DRAFT_MODEL and DRAFT_MODEL not in {proposer.name for proposer in proposers}:
-        raise ModelLoadError(f"method is {DRAFT_MODEL}, but no draft model is given")
+    names = {proposer.name for proposer in proposers}
+    for name, what in ((DRAFT_MODEL, "no draft model"), (EAGLE, "the draft is no EAGLE-3 head, or none")):
+        if config.method == name and name not in names:
+            raise ModelLoadError(f"method is {name}, but {what} is given")
     return config.method
 
 

@@ -17,12 +17,13 @@ import msgspec
 FinishReason = Literal["stop", "length"]
 Verification = Literal["rejection", "block", "coupled", "exact_match"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
-# The draft model has this name in requests, metrics and settings; no other file spells it out.
+# The draft model and heads have these names in requests, metrics and settings; no other file spells them out.
 DRAFT_MODEL: Final = "draft_model"
-Source = Literal["draft_model", "ngram", "prediction", "grammar", "none"]
+EAGLE: Final = "eagle"
+Source = Literal["draft_model", "eagle", "ngram", "prediction", "grammar", "none"]
 Method = Literal["auto"] | Source
 # The settings name one of these: predictions and grammars come with requests.
-DefaultMethod = Literal["auto", "draft_model", "ngram", "none"]
+DefaultMethod = Literal["auto", "draft_model", "eagle", "ngram", "none"]
 NgramChoice = Literal["most_recent", "most_frequent"]
 
 

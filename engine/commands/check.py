@@ -18,7 +18,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.build import build_engine
+from truedraft.engine.build import build_engine, drafting_method
 from truedraft.engine.commands.check_exactness import (
     EngineFailedError,
     Law,
@@ -46,10 +46,9 @@ from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import SamplingParams, Verification
+from truedraft.engine.messages import DRAFT_MODEL, EAGLE, SamplingParams, Verification
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_options
-from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
 from truedraft.engine.terminal import Stages, stages
@@ -146,7 +145,8 @@ def _fields(settings: CheckSettings, length: int, **others: Any) -> dict[str, An
     fields["num_speculative_tokens"] = length
     if settings.method == "auto" and length:
         # It is the pair that is checked, not n-grams.
-        fields["method"] = (NgramProposer if settings.draft is None else DraftModelProposer).name
+        draft = settings.draft
+        fields["method"] = NgramProposer.name if draft is None else drafting_method(draft)
     return fields | others
 
 
@@ -189,7 +189,7 @@ def _report(
     method, failures = core.admission.method, compared.failures
     return Report(
         target=settings.target,
-        draft=settings.draft if method == DraftModelProposer.name else None,
+        draft=settings.draft if method in (DRAFT_MODEL, EAGLE) else None,
         method=method,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
@@ -215,7 +215,7 @@ def _try_own(
     progress: Stages,
 ) -> list[Speed]:
     progress.begin(f"Loading {draft}")
-    fields = _fields(settings, length, draft=draft, method=DraftModelProposer.name)
+    fields = _fields(settings, length, draft=draft, method=DRAFT_MODEL)
     try:
         core = build_engine(EngineConfig(**fields))
     except ModelLoadError:

@@ -25,12 +25,12 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, Completion
-from truedraft.engine.messages import DRAFT_MODEL, SamplingParams, TokenOutput
+from truedraft.engine.messages import DRAFT_MODEL, EAGLE, SamplingParams, TokenOutput
 from truedraft.engine.terminal import console, loading_bar, printable, stages, table
 from truedraft.engine.text.detokenizer import TextStream
 
 # Each source has its colour; other accepted tokens are green, too.
-COLOURS = {DRAFT_MODEL: "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
+COLOURS = {DRAFT_MODEL: "green", EAGLE: "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
 
 
 class GenerateSettings(EngineConfig, BaseSettings):
@@ -127,7 +127,7 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
     if not settings.compare:
         return
     variants = {"plain": structs.replace(params, num_speculative_tokens=0), "speculative": params}
-    if DRAFT_MODEL in llm.core.admission.methods or llm.core.admission.method == "none":
+    if {DRAFT_MODEL, EAGLE}.intersection(llm.core.admission.methods) or llm.core.admission.method == "none":
         variants["n-grams"] = structs.replace(params, method="ngram")
     runs: dict[str, list[Run]] = {name: [] for name in variants}
     with stages(len(variants) * settings.repeats) as progress:
@@ -169,7 +169,8 @@ def _print_acceptance(completion: Completion, llm: LLM, out: Console) -> None:
         return
     legend = Text()
     if out.color_system is not None:
-        legend = Text.assemble(("draft model", COLOURS[DRAFT_MODEL]), " ", ("n-gram", COLOURS["ngram"]), ": ")
+        drafter = "head" if EAGLE in llm.core.admission.methods else "draft model"
+        legend = Text.assemble((drafter, COLOURS[DRAFT_MODEL]), " ", ("n-gram", COLOURS["ngram"]), ": ")
     out.print(
         legend.append(
             f"{completion.num_accepted_tokens} of {completion.num_draft_tokens} drafted tokens accepted "

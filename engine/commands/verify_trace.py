@@ -12,12 +12,14 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, CliPositionalArg
 from transformers.utils import logging as transformers_logging
 
+from truedraft.engine.build import drafting_method
 from truedraft.engine.commands.options import command_options
 from truedraft.engine.commands.replay import Replayer, RoundReport
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.messages import DRAFT_MODEL, EAGLE
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_options
 from truedraft.engine.sampling.grammar import Grammars
@@ -62,10 +64,23 @@ def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
     options = load_options(settings)
     assert settings.target is not None  # filled in by EngineConfig
     target = FreshModel(settings.target, options)
-    draft = FreshModel(*draft_source(settings)) if settings.draft else None
+    draft = None
+    if settings.draft and drafting_method(settings.draft) == DRAFT_MODEL:
+        draft = FreshModel(*draft_source(settings))
+    _check_heads(answer)
     grammars = Grammars(partial(load_tokenizer, settings.target, target.vocab_size, target.eos_token_ids))
     tolerance = settings.tolerance or TOLERANCES[str(options.dtype)]
     return Replayer(target, draft, answer.params, tolerance, grammars)
+
+
+def _check_heads(answer: TracedAnswer) -> None:
+    """Refuses what a head has drawn: only the engine has the states that it draws from."""
+    drawn = [round_.drafted for one in answer.choices for round_ in one.rounds if round_.source == EAGLE]
+    if any(token.draft_prob != 1 for drafted in drawn for token in drafted):
+        raise TraceFileError(
+            "it has rounds that a head has drawn, which cannot be replayed: ask for the answer again with "
+            'draft_sample_method "greedy", which draws nothing'
+        )
 
 
 def _replay(replayer: Replayer, answer: TracedAnswer) -> int:

@@ -21,11 +21,15 @@ MAX_RUNS = 256
 
 
 class BlockPool:
-    """A fixed number of blocks; each is free, or used by one table, or shared by several."""
+    """A fixed number of blocks; each is free, or used by one table, or shared by several.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    What is stored of a token may depend on up to ``lookahead`` tokens after it, besides those before it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.lookahead = lookahead
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
@@ -78,9 +82,10 @@ class BlockPool:
         return block in self._free and block not in self._hash_of
 
     def find(self, token_ids: Sequence[int], salt: str) -> list[BlockHash]:
-        """Returns hashes of the longest published beginning of ``token_ids``, in whole blocks."""
+        """Returns hashes of the longest published beginning of ``token_ids``, in whole blocks, each with the
+        tokens that it looks ahead to."""
         found = []
-        for block_hash in _hash_chain(token_ids, self.block_size, salt):
+        for block_hash in self._hash_chain(token_ids, salt):
             if block_hash not in self._block_of:
                 break
             found.append(block_hash)
@@ -101,11 +106,12 @@ class BlockPool:
         table.num_computed_tokens = len(hashes) * self.block_size
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], salt: str) -> None:
-        """Publishes the full blocks of ``token_ids``, which must be committed and computed."""
+        """Publishes the full blocks of ``token_ids``, which must be committed and, but for those that the
+        last block looks ahead to, computed."""
         num_published = len(table.hashes)
-        if len(token_ids) // self.block_size <= num_published:
+        if (len(token_ids) - self.lookahead) // self.block_size <= num_published:
             return
-        chain = _hash_chain(token_ids, self.block_size, salt, table.hashes)
+        chain = self._hash_chain(token_ids, salt, table.hashes)
         for block, block_hash in zip(islice(table.block_ids, num_published, None), chain, strict=False):
             table.hashes.append(block_hash)
             # The same text may have been computed twice at once; one copy is enough to find.
@@ -146,17 +152,17 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
 
+    def _hash_chain(
+        self, token_ids: Sequence[int], salt: str, known: Sequence[BlockHash] = ()
+    ) -> Iterator[BlockHash]:
+        """Hashes each full block after the ``known`` ones: its tokens, all before them, those that it looks
+        ahead to, and the salt.
 
-def _hash_chain(
-    token_ids: Sequence[int], block_size: int, salt: str, known: Sequence[BlockHash] = ()
-) -> Iterator[BlockHash]:
-    """Hashes each full block after the ``known`` ones: its tokens, all before them, and the salt.
-
-    128 bits of a cryptographic hash: a collision would show one user another's text.
-    """
-    previous = known[-1] if known else salt.encode()
-    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
-        digest = blake2b(previous, digest_size=16)
-        digest.update(b"".join(i.to_bytes(4, "little") for i in token_ids[start : start + block_size]))
-        previous = digest.digest()
-        yield previous
+        128 bits of a cryptographic hash: a collision would show one user another's text.
+        """
+        previous, size = known[-1] if known else salt.encode(), self.block_size + self.lookahead
+        for start in range(len(known) * self.block_size, len(token_ids) - size + 1, self.block_size):
+            digest = blake2b(previous, digest_size=16)
+            digest.update(b"".join(i.to_bytes(4, "little") for i in token_ids[start : start + size]))
+            previous = digest.digest()
+            yield previous

@@ -112,7 +112,8 @@ class Scheduler:
             return
         for pool, table in self._shares(sequence):
             if table.num_computed_tokens // pool.block_size > len(table.hashes):
-                pool.publish(table, sequence.token_ids[: table.num_computed_tokens], sequence.cache_salt)
+                end = table.num_computed_tokens + pool.lookahead
+                pool.publish(table, sequence.token_ids[:end], sequence.cache_salt)
 
     def settle(self, sequence: Sequence) -> None:
         """After what it emitted: the caches keep all tokens but the pending one, and nothing of one that has
@@ -198,8 +199,8 @@ class Scheduler:
         shares = self._shares(sequence)
         if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
             return [[] for _ in shares]
-        token_ids = sequence.token_ids[:-1]
-        found = [pool.find(token_ids, sequence.cache_salt) for pool, _ in shares]
+        last, salt = len(sequence.token_ids) - 1, sequence.cache_salt
+        found = [pool.find(sequence.token_ids[: last + pool.lookahead], salt) for pool, _ in shares]
         bound = {id(pool) for proposer in self.proposers if not proposer.can_lag for pool in proposer.pools}
         longest = min(
             len(hashes)

@@ -110,14 +110,20 @@ class DecoderLayer:
         if self.mlp is None and (self.is_parallel or self.mlp_norm or self.mlp_post_norm):
             raise ValueError("a layer without an MLP has no norm of it, and nothing that runs in parallel")
 
-    def __call__(self, hidden: torch.Tensor, run: LayerRun) -> torch.Tensor:
-        """Computes ``hidden`` [tokens, hidden size], which may be overwritten."""
+    def __call__(
+        self, hidden: torch.Tensor, run: LayerRun, joined: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Computes ``hidden`` [tokens, hidden size], which may be overwritten. The mixer gets ``joined``
+        [tokens, 2 * hidden size] in its place, if that is given."""
         if self.is_parallel:
             assert self.mixer_norm is not None
             assert self.mlp is not None
             x = run.norm(self.mixer_norm, hidden)
             return self.mlp(x, run, self.mixer(x, run, hidden))
-        hidden = _branch(self.mixer, self.mixer_norm, self.mixer_post_norm, hidden, run)
+        if joined is not None:
+            hidden = self.mixer(joined, run, hidden)
+        else:
+            hidden = _branch(self.mixer, self.mixer_norm, self.mixer_post_norm, hidden, run)
         if self.mlp is None:
             return hidden
         return _branch(self.mlp, self.mlp_norm, self.mlp_post_norm, hidden, run)
@@ -132,9 +138,32 @@ def _branch(
     return run.norm(post_norm, part(x, run, None), hidden)
 
 
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Lets a decoder take a hidden state with each token, as draft heads do.
+
+    The first layer's mixer, which has no norm of its own, gets embeddings and states, each normed, side by
+    side. What it computes is added to the states, or to what their norm makes of them
+    (``adds_to_normed``).
+    """
+
+    embedding_norm: Norm
+    state_norm: Norm
+    adds_to_normed: bool
+
+    def __call__(
+        self, embedded: torch.Tensor, states: torch.Tensor, run: LayerRun
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the first hidden states, and what the first mixer gets."""
+        normed = run.norm(self.state_norm, states)
+        joined = torch.cat((run.norm(self.embedding_norm, embedded), normed), dim=-1)
+        return normed if self.adds_to_normed else states.clone(), joined
+
+
 @dataclass(frozen=True)
 class DecoderWeights:
-    """Describes a whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``."""
+    """Describes a whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``. A decoder with a
+    ``joint`` takes hidden states, too."""
 
     embeddings: Embeddings
     layers: list[DecoderLayer]
@@ -143,6 +172,7 @@ class DecoderWeights:
     rotary: Rotary
     embedding_scale: float
     softcap: float | None
+    joint: Joint | None = None
 
     @property
     def linears(self) -> Iterator[Linear]:

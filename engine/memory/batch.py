@@ -26,12 +26,14 @@ class Span:
     ``num_logits`` of its last tokens need logits: 0 inside a prompt, 1 at its end, k + 1 when scoring.
     ``token_ids`` may be placeholders where a forward pass is given the ids on its device. So many of the
     sequence's tokens as ``num_certain_tokens`` says can never be taken back, or all of them (None).
+    ``states`` [tokens, hidden size] come with the tokens where a model takes such (``Joint``).
     """
 
     table: BlockTable
     token_ids: list[int]
     num_logits: int
     num_certain_tokens: int | None = None
+    states: torch.Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -246,6 +248,14 @@ class ForwardBatch:
     def offsets(self) -> list[int]:
         """Where each span's tokens begin in the packed ones, and where the last ones end."""
         return list(accumulate(self._lengths(), initial=0))
+
+
+def states_of(spans: list[Span]) -> torch.Tensor | None:
+    """Returns the states that come with the tokens of all spans, packed; None if any span has none."""
+    states = [span.states for span in spans if span.states is not None]
+    if len(states) < len(spans) or not states:
+        return None
+    return states[0] if len(states) == 1 else torch.cat(states)
 
 
 def new_slots(span: Span, block_size: int) -> list[int]:

@@ -39,11 +39,11 @@ class Checkpoint:
     def find(cls, path: str, allow_pickle: bool) -> "Checkpoint | None":
         """Opens that of a folder or a hub id; None if it has other files, or not all of them."""
         for whole, index in LAYOUTS if allow_pickle else LAYOUTS[:1]:
-            if (file := _locate(path, whole)) is not None:
+            if (file := locate(path, whole)) is not None:
                 return cls(dict.fromkeys(_names(file), file))
-            if (file := _locate(path, index)) is not None:
+            if (file := locate(path, index)) is not None:
                 shards: dict[str, str] = json.loads(Path(file).read_text())["weight_map"]
-                located = {shard: _locate(path, shard) for shard in set(shards.values())}
+                located = {shard: locate(path, shard) for shard in set(shards.values())}
                 found = {name: place for name, shard in shards.items() if (place := located[shard])}
                 return cls(found) if len(found) == len(shards) else None
         return None
@@ -80,7 +80,7 @@ class Checkpoint:
         return by_file
 
 
-def _locate(path: str, name: str) -> str | None:
+def locate(path: str, name: str) -> str | None:
     found: str | None = cached_file(
         path,
         name,

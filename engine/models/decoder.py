@@ -14,7 +14,7 @@ from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import LayerRun
 from truedraft.engine.layers.torch_run import TorchRun
-from truedraft.engine.memory.batch import ForwardBatch
+from truedraft.engine.memory.batch import ForwardBatch, states_of
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
 from truedraft.engine.native.decoder import NativeDecoder
@@ -50,10 +50,15 @@ class FusedDecoder(Model):
         """Makes no decision in Python, here or below, that depends on the values of the batch's tensors."""
         weights = self.weights
         run = self.begin(batch, cache, self.rotary)
-        hidden = weights.embed(batch.token_ids[0], self.dtype)
+        hidden, joined = weights.embed(batch.token_ids[0], self.dtype), None
+        if weights.joint is not None:
+            states = states_of(batch.spans)
+            # Where costs are measured there are none.
+            states = torch.zeros_like(hidden) if states is None else states
+            hidden, joined = weights.joint(hidden, states, run)
         tapped = {}
         for index, layer in enumerate(weights.layers):
-            hidden = layer(hidden, run)
+            hidden = layer(hidden, run, None if index else joined)
             if index in taps:
                 tapped[index] = hidden.clone()  # layers may add to it in place
         if len(weights.layers) in taps:

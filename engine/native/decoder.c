@@ -118,14 +118,33 @@ static int add_part(const Pass *pass, const Part *part, const float *norm, float
     return 1;
 }
 
-static int run_layer(const Pass *pass, const DecoderLayer *layer) {
+/* Replaces embeddings by the states that come with the tokens. Returns what the first mixer gets. */
+static const float *join(const Pass *pass, const Decoder *decoder, const float *states) {
+    const int64_t size = pass->size;
+    float *joined = arena_alloc(pass->arena, 2 * pass->rows * size, sizeof(float));
+    for (int64_t row = 0; row < pass->rows; row++) {
+        float *hidden = pass->hidden + row * size, *left = joined + 2 * row * size, *right = left + size;
+        norm_row(left, hidden, decoder->embedding_norm, NULL, size, decoder->embedding_norm_eps);
+        if (states) memcpy(hidden, states + row * size, size * sizeof(float));
+        else memset(hidden, 0, size * sizeof(float));
+        norm_row(right, hidden, decoder->state_norm, NULL, size, decoder->state_norm_eps);
+        if (decoder->adds_to_normed) memcpy(hidden, right, size * sizeof(float));
+    }
+    return joined;
+}
+
+/* Runs a layer whose mixer gets ``joined``, or else what its norm makes of the hidden states. */
+static int run_layer(const Pass *pass, const DecoderLayer *layer, const float *joined) {
     if (layer->is_parallel) {
         norm_states(pass, pass->normed, pass->hidden, layer->mixer_norm, pass->rows, layer->mixer_norm_eps);
         return run_part(&layer->mixer, pass->spans, pass->hidden, pass->normed, pass->hidden, pass->arena)
             && run_part(&layer->mlp, pass->spans, pass->hidden, pass->normed, pass->hidden, pass->arena);
     }
-    return add_part(pass, &layer->mixer, layer->mixer_norm, layer->mixer_norm_eps, layer->mixer_post_norm,
-                    layer->mixer_post_norm_eps)
+    const int is_mixed = joined
+        ? run_part(&layer->mixer, pass->spans, pass->hidden, joined, pass->hidden, pass->arena)
+        : add_part(pass, &layer->mixer, layer->mixer_norm, layer->mixer_norm_eps, layer->mixer_post_norm,
+                   layer->mixer_post_norm_eps);
+    return is_mixed
         && add_part(pass, &layer->mlp, layer->mlp_norm, layer->mlp_norm_eps, layer->mlp_post_norm,
                     layer->mlp_post_norm_eps);
 }
@@ -156,7 +175,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
     const int64_t num_logits = sum_of(new->num_logits, new->num_spans);
     const size_t integers = 2 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
-    const size_t vectors = 2 * arena_size(rows * size, sizeof(float)) + largest_part(decoder, rows);
+    const size_t vectors = 4 * arena_size(rows * size, sizeof(float)) + largest_part(decoder, rows);
     if (!has_blocks(decoder, new) || !arena_reserve(&arena, integers + vectors)) return 0;
     int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
@@ -169,8 +188,9 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
     for (int64_t span = 0, row = 0; span < new->num_spans; span++)
         for (int64_t i = 0; i < new->num_tokens[span]; i++, row++)
             embed(hidden + row * size, decoder, new->token_ids[row], new->num_stored[span] + i);
+    const float *joined = decoder->state_norm ? join(&pass, decoder, new->states) : NULL;
     for (int64_t i = 0; i < decoder->num_layers; i++) {
-        if (!run_layer(&pass, &decoder->layers[i])) return 0;
+        if (!run_layer(&pass, &decoder->layers[i], i ? NULL : joined)) return 0;
         give(taps, i, hidden, rows, size);
     }
     if (taps) {

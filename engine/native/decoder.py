@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, GatedMlp, Mixer, Mlp
+from truedraft.engine.layers.decoder import (
+    Attention,
+    DecoderLayer,
+    DecoderWeights,
+    GatedMlp,
+    Joint,
+    Mixer,
+    Mlp,
+)
 from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings, Linear
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.run import ACTIVATIONS
-from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
+from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span, states_of
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.pointers import PointerError, address, new, shape_of
 from truedraft.engine.native import library as in_c
@@ -80,7 +88,11 @@ class NativeDecoder:
         for layer in weights.layers:
             if isinstance(layer.mixer, Attention):
                 check_rotary(layer.mixer.shape, kinds, rotary_size)
-        parts = [_Parts(kernels, layer, cache, hidden_size) for layer in weights.layers]
+        inputs = hidden_size if weights.joint is None else 2 * hidden_size
+        parts = [
+            _Parts(kernels, layer, cache, hidden_size, hidden_size if index else inputs)
+            for index, layer in enumerate(weights.layers)
+        ]
         layers = (in_c.DecoderLayer * len(parts))(*(each.layer for each in parts))
         # These are kept as long as C has their addresses, which are checked here, once.
         self._kept = parts, layers, weights, cache
@@ -103,6 +115,7 @@ class NativeDecoder:
             norm_eps=weights.norm.eps,
             embedding_scale=weights.embedding_scale,
             softcap=weights.softcap or 0.0,
+            **_joint(weights.joint, hidden_size),
         )
 
     def __call__(
@@ -119,10 +132,11 @@ class NativeDecoder:
         if not self.holds(spans):
             return None
         packed = PackedTokens(spans, self.decoder.block_size)
+        num_tokens = sum(len(span.token_ids) for span in spans)
+        if (given := states_of(spans)) is not None:
+            packed.new.states = address(given, FLOAT, (num_tokens, self.hidden_size))
         logits, place = new((packed.num_logits, self.vocab_size), FLOAT)
-        states, tapped = (
-            self._taps(taps, sum(len(span.token_ids) for span in spans)) if taps else (None, None)
-        )
+        states, tapped = self._taps(taps, num_tokens) if taps else (None, None)
         at_taps = None if tapped is None else byref(tapped)
         if not self.library.decode(byref(self.decoder), byref(packed.new), at_taps, place):
             raise MemoryError("no memory for a pass of the model, or no such blocks in its cache")
@@ -146,8 +160,10 @@ class NativeDecoder:
 class _Parts:
     """Keeps what a layer in C points to."""
 
-    def __init__(self, kernels: NativeKernels, layer: DecoderLayer, cache: KVCache, hidden_size: int) -> None:
-        self.mixer = self._mixer(kernels, layer.mixer, cache, hidden_size)
+    def __init__(
+        self, kernels: NativeKernels, layer: DecoderLayer, cache: KVCache, hidden_size: int, inputs: int
+    ) -> None:
+        self.mixer = self._mixer(kernels, layer.mixer, cache, hidden_size, inputs)
         self.mlp = _mlp(layer.mlp, hidden_size)
         self.layer = in_c.DecoderLayer(
             mixer=_part(self.mixer),
@@ -159,14 +175,16 @@ class _Parts:
             is_parallel=layer.is_parallel,
         )
 
-    def _mixer(self, kernels: NativeKernels, mixer: Mixer, cache: KVCache, hidden_size: int) -> Structure:
+    def _mixer(
+        self, kernels: NativeKernels, mixer: Mixer, cache: KVCache, hidden_size: int, inputs: int
+    ) -> Structure:
         match mixer:
             case Attention(shape=shape):
                 attended = shape.num_heads * shape.head_size
                 width = attended + 2 * shape.num_kv_heads * shape.head_size
                 self.heads = kernels.heads(shape, cache)
                 return in_c.Attention(
-                    qkv=_linear("qkv", mixer.qkv, hidden_size, width),
+                    qkv=_linear("qkv", mixer.qkv, inputs, width),
                     output=_linear("output", mixer.output, attended, hidden_size),
                     heads=addressof(self.heads),
                 )
@@ -197,6 +215,16 @@ def _norm(name: str, norm: Norm | None, size: int) -> dict[str, Any]:
     if norm is None:
         return {}
     return {name: address(norm.weight, FLOAT, (size,)), f"{name}_eps": norm.eps}
+
+
+def _joint(joint: Joint | None, size: int) -> dict[str, Any]:
+    """Returns fields of ``Decoder``."""
+    if joint is None:
+        return {}
+    norms = {"embedding_norm": joint.embedding_norm, "state_norm": joint.state_norm}
+    fields = {name: address(norm.weight, FLOAT, (size,)) for name, norm in norms.items()}
+    epsilons = {f"{name}_eps": norm.eps for name, norm in norms.items()}
+    return fields | epsilons | {"adds_to_normed": joint.adds_to_normed}
 
 
 def _embeddings(embeddings: Embeddings) -> tuple[int, int, int, int]:

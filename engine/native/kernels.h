@@ -104,6 +104,10 @@ typedef struct {
     const float *cos, *sin;       /* as in Spans */
     float norm_eps, embedding_scale;
     float softcap;                /* of logits, as in Heads */
+    const float *embedding_norm, *state_norm; /* [hidden_size], if it takes hidden states, too: the first mixer gets
+                                               * embeddings and states, each normed, side by side; or NULL */
+    float embedding_norm_eps, state_norm_eps;
+    int64_t adds_to_normed;       /* states, when the first layer adds to them */
 } Decoder;
 
 /* What a pass is to store, by span: tokens of one sequence that follow those stored before. */
@@ -113,6 +117,7 @@ typedef struct {
     const int64_t *first_block;   /* [num_spans] into blocks */
     const int64_t *token_ids;     /* of all spans, one after the other */
     const int64_t *blocks;        /* block ids of all spans */
+    const float *states;          /* [tokens, hidden_size] that come with them, where a decoder takes such; NULL: zeros */
 } NewTokens;
 
 /* Hidden states that a pass gives in addition to logits. */

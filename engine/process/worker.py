@@ -25,6 +25,8 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.messages import (
+    DRAFT_MODEL,
+    EAGLE,
     Abort,
     EncoderDecoderLengths,
     Failed,
@@ -151,7 +153,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
     assert config.target is not None
     return Ready(
         target=config.target,
-        draft=config.draft if core.draft is not None else None,
+        draft=config.draft if {DRAFT_MODEL, EAGLE}.intersection(core.admission.methods) else None,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
         weights=weight_types(core.target.model),

@@ -43,6 +43,7 @@ from truedraft.server.workers.worker_process import WorkerTimeouts
 DRAFTERS = {
     "auto": "draft model or n-grams, by expected speed",
     "draft_model": "the draft model",
+    "eagle": "the head on the target's states",
     "ngram": "n-grams of the text so far",
 }
 

@@ -45,10 +45,12 @@ def native_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("native_pair"), hidden=64)
 
 
-def make_pair(root: Path, hidden: int) -> Pair:
+def make_pair(root: Path, hidden: int, layers: int = 1) -> Pair:
     """Two unrelated models, so that much is rejected and every residual is used."""
-    target = save_random_llama(root / "target", seed=11, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden)
-    draft = save_random_llama(root / "draft", seed=12, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden)
+    target, draft = (
+        save_random_llama(root / name, seed, vocab_size=VOCAB_SIZE, layers=layers, hidden=hidden)
+        for name, seed in (("target", 11), ("draft", 12))
+    )
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
 
     def logits(ids: list[int]) -> np.ndarray:

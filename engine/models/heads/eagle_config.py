@@ -1,0 +1,126 @@
+"""What a folder says of an EAGLE-3 head: a flat config.json, or one of parts."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.models.checkpoint import locate
+
+# Kinds of layers that heads have.
+LAYER_TYPES = ("llama", "qwen3")
+OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """``layer`` is the config of a model of the head's one layer. ``layer_inputs``: the head reads the states
+    that these layers of the target get; None: the usual ones.
+
+    ``norm_before_residual``: attention adds to the state's norm instead of the state. ``norm_before_fc``
+    norms the target's states together, ``fc_norm`` each layer's by themselves. ``norm_output``: the head's
+    next step gets its last norm's output instead of the norm's input.
+    """
+
+    path: str
+    layer: Any
+    draft_vocab_size: int
+    layer_inputs: tuple[int, ...] | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    def taps(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the target's layers whose outputs the head reads."""
+        inputs = self.layer_inputs or (2, num_layers // 2, num_layers - 3)
+        if not all(1 <= layer <= num_layers for layer in inputs):
+            raise ModelLoadError(
+                f"{self.path} reads the states that layers {list(inputs)} get, as {LAYER_IDS} in its "
+                f"config.json says or by default; the target has layers 1 to {num_layers - 1} after the first"
+            )
+        return tuple(layer - 1 for layer in inputs)
+
+
+def read_eagle_config(path: str) -> EagleConfig | None:
+    """Returns the config of the head at ``path``, a folder or a hub id; None if something else is there.
+
+    ``ModelLoadError`` for heads of other kinds.
+    """
+    file = locate(str(Path(path).expanduser()) if path.startswith("~") else path, "config.json")
+    if file is None:
+        return None
+    try:
+        config = json.loads(Path(file).read_text())
+    except ValueError:
+        return None  # loading says what is wrong with it
+    if not isinstance(config, dict):
+        return None
+    if "speculators_model_type" in config:
+        return _of_parts(path, config)
+    names = [str(name).lower() for name in config.get("architectures") or ()]
+    if not any("eagle" in name for name in names):
+        return None
+    if not any("eagle3" in name for name in names):
+        raise ModelLoadError(
+            f"{path} is a head of EAGLE's first versions, which is not served: take EAGLE-3's"
+        )
+    # Options may stand in a part of their own.
+    merged = config | (config.get("eagle_config") or {})
+    if merged.get("use_aux_hidden_state") is False:
+        raise ModelLoadError(f"{path} cannot be served: its config.json has use_aux_hidden_state false")
+    return _config(path, merged, config, norm_before_residual=False)
+
+
+def _of_parts(path: str, config: dict[str, Any]) -> EagleConfig:
+    kind = config["speculators_model_type"]
+    layer = config.get("transformer_layer_config")
+    if kind != "eagle3" or not isinstance(layer, dict):
+        raise ModelLoadError(f"{path} is a head of the type {kind!r}; heads of the type 'eagle3' are served")
+    return _config(path, config, layer, norm_before_residual=True)
+
+
+def _config(
+    path: str, options: dict[str, Any], layer: dict[str, Any], *, norm_before_residual: bool
+) -> EagleConfig:
+    """``norm_before_residual`` is what counts where the file does not say it."""
+    kind = layer.get("model_type", "llama")
+    if kind not in LAYER_TYPES or layer.get("num_hidden_layers", 1) != 1:
+        raise ModelLoadError(
+            f"{path} cannot be served: a head has one layer of the type {' or '.join(LAYER_TYPES)}, "
+            f"not {layer.get('num_hidden_layers', 1)} of the type {kind!r}"
+        )
+    outside = ("model_type", "architectures", "num_hidden_layers", "eagle_config")
+    settings = {name: value for name, value in layer.items() if name not in outside}
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }  # they are the target's business
+    made = AutoConfig.for_model(kind, **settings | ends, num_hidden_layers=1)
+    flags = {name: bool(options.get(name, False)) for name in OPTIONS}
+    flags["norm_before_residual"] = bool(options.get("norm_before_residual", norm_before_residual))
+    return EagleConfig(
+        path=path,
+        layer=made,
+        draft_vocab_size=int(options.get("draft_vocab_size") or made.vocab_size),
+        layer_inputs=_layer_inputs(options),
+        **flags,
+    )
+
+
+def _layer_inputs(options: dict[str, Any]) -> tuple[int, ...] | None:
+    """Returns the layers whose inputs are meant.
+
+    Some files count outputs instead: as heads that read inputs begin with the third layer, a first id of 1
+    tells which.
+    """
+    ids = options.get(LAYER_IDS) or options.get("aux_hidden_state_layer_ids")
+    if not ids:
+        return None
+    counts_outputs = int(ids[0]) == 1
+    return tuple(int(layer) + counts_outputs for layer in ids)

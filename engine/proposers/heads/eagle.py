@@ -1,0 +1,147 @@
+"""Drafts with an EAGLE-3 head: first from the target's states, then from its own.
+
+The head's cache has a place for each token that the target has stored; place p holds the state of token p and
+the token after it. It is filled by what ``observe`` is told, in the next pass that drafts. What a draft has
+stored from the head's own states is computed again from the target's: it is never taken over.
+"""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+
+from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.proposer import Observation, Proposer, ProposerCache
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, StepPlan
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.messages import EAGLE
+from truedraft.engine.models.heads.eagle import EagleHead
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.proposers.draft_model import in_width
+from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
+from truedraft.engine.sampling.sampler import Drafts, Sampler
+
+# What a place holds depends on the token after it.
+LOOKAHEAD = 1
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Keeps what the head's cache does not have yet: states of tokens, and the tokens after them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+
+    def span(self, table: BlockTable, num_tokens: int, num_logits: int) -> Span:
+        """Takes the first ``num_tokens`` out."""
+        states = self.states[0] if len(self.states) == 1 else torch.cat(self.states)
+        span = Span(table, self.token_ids[:num_tokens], num_logits, states=states[:num_tokens])
+        self.token_ids = self.token_ids[num_tokens:]
+        self.states = [states[num_tokens:]] if self.token_ids else []
+        return span
+
+
+class EagleProposer(Proposer):
+    """``runner`` runs the head's model over its own cache, ``pool`` is as large as the target's, and
+    ``vocab_size`` the target's."""
+
+    name = EAGLE
+    can_lag = False
+    draws = True
+
+    def __init__(self, head: EagleHead, runner: ModelRunner, pool: BlockPool, vocab_size: int) -> None:
+        self.head = head
+        self.runner = runner
+        self.cache = ProposerCache(pool)
+        self.vocab_size = vocab_size
+        self.taps = head.taps
+        self._waiting: WeakKeyDictionary[Sequence, _Waiting] = WeakKeyDictionary()
+
+    @property
+    def pools(self) -> Sequences[BlockPool]:
+        return (self.cache.pool,)
+
+    def tables(self, sequence: Sequence) -> Sequences[tuple[BlockPool, BlockTable]]:
+        return ((self.cache.pool, self.cache.table(sequence)),)
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self._waiting.clear()
+
+    @torch.inference_mode()
+    def observe(self, observations: Sequences[Observation]) -> None:
+        if not observations:
+            return
+        hidden = [seen.hidden for seen in observations if seen.hidden is not None]
+        states = self.head.states(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
+        parts = torch.split(states, [len(seen.token_ids) for seen in observations])
+        spans = []
+        for seen, part in zip(observations, parts, strict=True):
+            waiting = self._waiting_for(seen)
+            waiting.token_ids += [*seen.token_ids[1:], seen.next_token]
+            waiting.states.append(part)
+            # The last one is left for the next draft, whose logits it gives.
+            if len(waiting.token_ids) > MAX_CATCH_UP_TOKENS:
+                table = self.cache.table(seen.sequence)
+                spans.append(waiting.span(table, len(waiting.token_ids) - 1, 0))
+        if spans:
+            self.runner.forward(spans)
+
+    def _waiting_for(self, seen: Observation) -> _Waiting:
+        """Returns what waits of a sequence, up to what has been seen. After a preemption nothing does."""
+        waiting, table = self._waiting.get(seen.sequence), self.cache.table(seen.sequence)
+        if waiting is None or table.num_computed_tokens + len(waiting.token_ids) != seen.first:
+            assert table.num_computed_tokens == seen.first, "the head has not been told of some tokens"
+            waiting = self._waiting[seen.sequence] = _Waiting()
+        return waiting
+
+    def _is_told(self, sequence: Sequence) -> bool:
+        """Tells whether the states of all tokens but the pending one are known: those of a text's first token
+        are not before it has been computed."""
+        waiting, table = self._waiting.get(sequence), self.cache.table(sequence)
+        return waiting is not None and table.num_computed_tokens + len(waiting.token_ids) == len(sequence) - 1
+
+    def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
+        sequences = [part.sequence for part in plan.rows]
+        lengths = [
+            length if self._is_told(sequence) else 0
+            for sequence, length in zip(sequences, lengths_of(plan, self.name), strict=True)
+        ]
+        states: dict[int, torch.Tensor] = {}
+
+        def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
+            tables = [self.cache.table(sequences[row]) for row in rows]
+            if last_ids is None:
+                waiting = [self._waiting[sequences[row]] for row in rows]
+                spans = [
+                    each.span(table, len(each.token_ids), 1)
+                    for each, table in zip(waiting, tables, strict=True)
+                ]
+            else:
+                spans = [
+                    Span(table, [0], 1, states=states[row]) for row, table in zip(rows, tables, strict=True)
+                ]
+            logits, hidden = self.runner.forward(spans, last_ids, (self.head.output,))
+            assert hidden is not None
+            end = 0
+            for row, span in zip(rows, spans, strict=True):
+                end += len(span.token_ids)
+                states[row] = hidden[end - 1]
+            return self._in_width(logits)
+
+        drafts = drawn_drafts(lengths, sampler, next_logits)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            if length:
+                self.cache.table(sequence).num_computed_tokens = len(sequence) - 1
+        return drafts
+
+    def _in_width(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns ``logits`` of the drafted tokens in the target's width: others have probability zero."""
+        token_ids = self.head.token_ids
+        if token_ids is None:
+            return in_width(logits, self.vocab_size)
+        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return wide.index_copy_(1, token_ids, logits)
