@@ -15,8 +15,9 @@ from truedraft.engine.core.planning import AUTO_LIMITS, Lookup
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
+from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.memory.cache_memory import cache_budget
+from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, Method
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.eagle import EagleHead, load_eagle
@@ -151,18 +152,28 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
         planned = plan_graphs(config, models.target, models.draft, models.max_model_len)
     others = (models.draft, None if models.head is None else models.head.model)
     loaded = [models.target, *(model for model in others if model is not None)]
-    num_blocks = _num_blocks(config, loaded, models.max_model_len, planned)
+    num_blocks, num_state_slots = _cache_sizes(config, loaded, models.max_model_len, planned)
     # The last block is no pool's: graphs store their padding there.
     cached_blocks = num_blocks + (planned is not None)
-    runners = [ModelRunner.build(model, cached_blocks, config.block_size) for model in loaded]
+    runners = [
+        ModelRunner.build(model, cached_blocks, config.block_size, num_state_slots) for model in loaded
+    ]
     target, graphs = runners[0], None
     draft = None if models.draft is None else runners[1]
     head = None if models.head is None else runners[1]
     if planned is not None:
         target, draft, graphs = planned.captured(target, draft, num_blocks)
-    target_pool, draft_pool = (BlockPool(num_blocks, config.block_size) for _ in range(2))
-    head_pool = BlockPool(num_blocks, config.block_size, LOOKAHEAD)
+    target_pool = _pool(num_blocks, config.block_size, num_state_slots, target)
+    draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
+    head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
     return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs)
+
+
+def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRunner | None) -> BlockPool:
+    """Returns a pool for the model's cache, with slots if it keeps states."""
+    has_states = model is not None and model.cache.states
+    states = StateSlots(num_state_slots, model.cache.copy_state) if model and has_states else None
+    return BlockPool(num_blocks, block_size, states)
 
 
 def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
@@ -353,21 +364,32 @@ def _encoder_decoder_limits(
     )
 
 
-def _num_blocks(
+def _cache_sizes(
     config: EngineConfig, models: list[Model], max_model_len: int, graphs: GraphPlan | None
-) -> int:
-    """Blocks of each pool: what the memory for caches holds, but not more than could ever be used."""
+) -> CacheSizes:
+    """Returns what the memory for caches holds, but not more than could ever be used."""
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
+    state_bytes = sum(model.state_bytes_per_sequence for model in models)
     devices = {cache.device for model in models for cache in model.caches}
     budget = cache_budget(config, devices, reserved=0 if graphs is None else graphs.memory)
-    affordable = budget // bytes_per_block - (graphs is not None)
+    if graphs is not None:
+        budget -= bytes_per_block
     longest = -(-max_model_len // config.block_size)
-    if affordable < 1:
+    sizes = cache_sizes(
+        budget,
+        bytes_per_block,
+        state_bytes,
+        config.block_size,
+        config.max_num_sequences,
+        longest * config.max_num_sequences,
+    )
+    if sizes.num_blocks < 1:
+        states = f" and the states of one sequence ({state_bytes} bytes)" if state_bytes else ""
         raise ModelLoadError(
             f"{ByteSize(budget).human_readable()} for the caches (cache_memory) do not hold one block of "
-            f"{config.block_size} tokens ({bytes_per_block} bytes)"
+            f"{config.block_size} tokens ({bytes_per_block} bytes){states}"
         )
-    return min(affordable, longest * config.max_num_sequences)
+    return sizes
 
 
 def _check_kinds(target: Model, draft: Model) -> None:

@@ -5,6 +5,9 @@ pool. Full blocks of committed tokens are *published* under a hash that covers e
 that a later sequence with the same beginning takes them over instead of computing them. Published blocks
 that no table uses stay until their place is needed, the least recently used first. ``truncate`` is the only
 way back. The scheduler calls all of it.
+
+Where a model has recurrent layers, a table has a slot for their states, too, and a beginning can be taken
+over only as far as there is a snapshot of them (``state_slots``).
 """
 
 from collections import OrderedDict
@@ -12,23 +15,30 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 
+from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.memory.block_table import BlockHash, BlockTable
 
 # Rows that decode together would take blocks in alternation. A pass reads each row's keys from end to end,
 # which goes faster if they lie in one piece: tables begin this many blocks apart, as long as there is room.
 RUN = 32
 MAX_RUNS = 256
+# The fewest tokens between two snapshots inside a text; its prompt's end has one anyway.
+SNAPSHOT_DISTANCE = 1024
 
 
 class BlockPool:
     """A fixed number of blocks; each is free, or used by one table, or shared by several.
 
-    What is stored of a token may depend on up to ``lookahead`` tokens after it, besides those before it.
+    ``states`` are the slots of a model with recurrent layers. What is stored of a token may depend on up to
+    ``lookahead`` tokens after it, besides those before it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, states: StateSlots | None = None, lookahead: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.states = states
         self.lookahead = lookahead
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
@@ -37,6 +47,11 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(range(num_blocks))
         # A beginning of a run may be unused: else there is nothing to search for.
         self._has_beginnings = True
+
+    def fresh(self) -> "BlockPool":
+        """Returns one like this that knows of no table."""
+        states = self.states and StateSlots(self.states.num_slots, self.states.copy)
+        return BlockPool(self.num_blocks, self.block_size, states, self.lookahead)
 
     @property
     def num_free(self) -> int:
@@ -51,10 +66,17 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def can_reserve(self, table: BlockTable, num_tokens: int) -> bool:
-        return self.blocks_for(num_tokens) - len(table.block_ids) <= self.num_free
+        has_slot = table.state_slot is not None or self.has_slots(1)
+        return has_slot and self.blocks_for(num_tokens) - len(table.block_ids) <= self.num_free
+
+    def has_slots(self, num_tables: int) -> bool:
+        """Tells whether so many tables more can have slots for states, where they need them."""
+        return self.states is None or self.states.num_free >= num_tables
 
     def reserve(self, table: BlockTable, num_tokens: int) -> None:
         """Gives ``table`` room for its first ``num_tokens`` tokens; ``can_reserve`` must hold."""
+        if self.states is not None and table.state_slot is None:
+            self.states.take(table)
         for _ in range(self.blocks_for(num_tokens) - len(table.block_ids)):
             block = self._best_after(table.block_ids)
             del self._free[block]
@@ -91,19 +113,29 @@ class BlockPool:
             found.append(block_hash)
         return found
 
-    def num_free_after_taking(self, hashes: list[BlockHash]) -> int:
-        """Counts the free blocks that are left if a table takes these over."""
-        return self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
+    def usable(self, hashes: list[BlockHash]) -> list[BlockHash]:
+        """Returns as many of the first of ``hashes``, which come from ``find``, as a table can begin with."""
+        if self.states is None:
+            return hashes
+        length = next((n for n in range(len(hashes), 0, -1) if self.states.has(hashes[n - 1])), 0)
+        return hashes[:length]
+
+    def can_begin(self, hashes: list[BlockHash], num_tokens: int) -> bool:
+        """Tells whether a table can take these over and reserve room for ``num_tokens``."""
+        num_left = self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
+        return self.has_slots(1) and self.blocks_for(num_tokens) - len(hashes) <= num_left
 
     def take_over(self, table: BlockTable, hashes: list[BlockHash]) -> None:
-        """Starts the empty ``table`` with published blocks, as computed; ``hashes`` come from ``find``."""
+        """Starts the empty ``table`` with published blocks, as computed; ``hashes`` come from ``usable``."""
         for block_hash in hashes:
             block = self._block_of[block_hash]
             self._free.pop(block, None)
             self._num_users[block] += 1
             table.block_ids.append(block)
         table.hashes = list(hashes)
-        table.num_computed_tokens = len(hashes) * self.block_size
+        table.num_computed_tokens = table.num_kept_tokens = len(hashes) * self.block_size
+        if self.states is not None and hashes:
+            self.states.take_over(table, hashes[-1])
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], salt: str) -> None:
         """Publishes the full blocks of ``token_ids``, which must be committed and, but for those that the
@@ -119,13 +151,28 @@ class BlockPool:
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
 
+    def keep_state(self, table: BlockTable, num_prompt_tokens: int) -> None:
+        """Makes a snapshot of the states for those who take over what ``table`` has published: at the end of
+        the prompt, and where enough tokens have been computed since the last one."""
+        num_published = len(table.hashes) * self.block_size
+        if self.states is None or not table.num_folded_tokens <= num_published > table.num_kept_tokens:
+            return
+        # All of the prompt but a token can be taken over, in whole blocks.
+        prompt_end = (num_prompt_tokens - 1) // self.block_size * self.block_size
+        if table.num_kept_tokens < prompt_end <= num_published or (
+            num_published - table.num_kept_tokens >= SNAPSHOT_DISTANCE
+        ):
+            self.states.keep(table, table.hashes[-1])
+            table.num_kept_tokens = num_published
+
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Keeps room for the first ``num_tokens`` tokens, and those of them that are computed.
 
         The room of tokens that are not is kept too: a draft's table that lags would give it back after every
         step and take it again in the next. Published blocks hold committed tokens only, so a kept block that
-        will be written to again is never one of them.
+        will be written to again is never one of them. States cannot go back to before they were folded.
         """
+        assert num_tokens == 0 or num_tokens >= table.num_folded_tokens, "states are folded over these tokens"
         table.num_computed_tokens = min(table.num_computed_tokens, num_tokens)
         num_kept = self.blocks_for(num_tokens)
         if num_kept >= len(table.block_ids):
@@ -136,6 +183,11 @@ class BlockPool:
         del table.hashes[num_kept:]
 
     def release(self, table: BlockTable) -> None:
+        """Takes back all that ``table`` has. Its states stay as a snapshot if others can begin with them."""
+        if self.states is not None and table.state_slot is not None:
+            is_good = 0 < len(table.hashes) * self.block_size >= table.num_folded_tokens
+            self.states.give_back(table, table.hashes[-1] if is_good else None)
+        table.num_kept_tokens = 0
         self.truncate(table, 0)
 
     def _drop(self, block: int) -> None:

@@ -117,5 +117,5 @@ class ProposerCache:
         return max(0, len(sequence.token_ids) - 1 - self.table(sequence).num_computed_tokens)
 
     def reset(self) -> None:
-        self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size, self.pool.lookahead)
+        self.pool = self.pool.fresh()
         self._tables.clear()

@@ -97,7 +97,7 @@ class Scheduler:
             self.planner.forget(sequence)
         self.running.clear()
         self.waiting.clear()
-        self.target_pool = BlockPool(self.target_pool.num_blocks, self.target_pool.block_size)
+        self.target_pool = self.target_pool.fresh()
         for proposer in self.proposers:
             proposer.reset()
 
@@ -114,6 +114,7 @@ class Scheduler:
             if table.num_computed_tokens // pool.block_size > len(table.hashes):
                 end = table.num_computed_tokens + pool.lookahead
                 pool.publish(table, sequence.token_ids[:end], sequence.cache_salt)
+                pool.keep_state(table, sequence.num_prompt_tokens)
 
     def settle(self, sequence: Sequence) -> None:
         """After what it emitted: the caches keep all tokens but the pending one, and nothing of one that has
@@ -175,7 +176,7 @@ class Scheduler:
         # The whole prompt is reserved at once: half-admitted prompts could block each other.
         num_tokens = sequence.length_after(sequence.num_speculative_tokens)
         for (pool, _), hashes in zip(self._shares(sequence), found, strict=True):
-            if pool.blocks_for(num_tokens) - len(hashes) > pool.num_free_after_taking(hashes):
+            if not pool.can_begin(hashes, num_tokens):
                 return None
         for (pool, table), hashes in zip(self._shares(sequence), found, strict=True):
             pool.take_over(table, hashes)
@@ -200,14 +201,14 @@ class Scheduler:
         if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
             return [[] for _ in shares]
         last, salt = len(sequence.token_ids) - 1, sequence.cache_salt
-        found = [pool.find(sequence.token_ids[: last + pool.lookahead], salt) for pool, _ in shares]
+        found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]
         bound = {id(pool) for proposer in self.proposers if not proposer.can_lag for pool in proposer.pools}
-        longest = min(
-            len(hashes)
-            for (pool, _), hashes in zip(shares, found, strict=True)
-            if pool is self.target_pool or id(pool) in bound
-        )
-        return [hashes[:longest] for hashes in found]
+        alike = [(pool, hashes) for pool, hashes in found if pool is self.target_pool or id(pool) in bound]
+        longest = last
+        # States are kept at some places only, which need not be the same in all pools.
+        while (common := min(len(pool.usable(hashes[:longest])) for pool, hashes in alike)) < longest:
+            longest = common
+        return [pool.usable(hashes[:longest]) for pool, hashes in found]
 
     def _count_prefix(self, sequence: Sequence) -> None:
         if self._uses_prefix_cache(sequence) and sequence.num_cached_tokens is None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-MAX_TABLE_POSITIONS = 1 << 17
+# A table of angles has at most so many positions, or else so many numbers.
+MAX_TABLE_POSITIONS, MAX_TABLE_NUMBERS = 1 << 17, 1 << 24
 
 
 def rotary_kinds(config: Any) -> list[str | None]:
@@ -30,7 +31,7 @@ class Rotary:
         self.size = self.compute(torch.zeros(1, dtype=torch.int64, device=like.device))[0].shape[-1]
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
         num_positions = int(config.max_position_embeddings)
-        if num_positions <= MAX_TABLE_POSITIONS:
+        if num_positions <= MAX_TABLE_POSITIONS or num_positions * self.size <= MAX_TABLE_NUMBERS:
             self.table = self.compute(torch.arange(num_positions, device=like.device))
         # Dynamic frequencies are looked after by the host, which must not take part in a captured graph.
         types = module.rope_type.values() if isinstance(module.rope_type, dict) else [module.rope_type]

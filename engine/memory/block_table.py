@@ -9,7 +9,8 @@ class BlockTable:
     ``hashes`` are those of its first blocks, as far as they are published or taken over. The first
     ``num_encoder_tokens`` of the ids are an encoder's: what is stored for them is what the decoder's
     cross-attention looks at. ``state_slot`` is where recurrent layers keep the sequence's states, which are
-    folded over its first ``num_folded_tokens``; later ones of the computed tokens may be taken back.
+    folded over its first ``num_folded_tokens``; later ones of the computed tokens may be taken back. The
+    newest snapshot of the states is good for the first ``num_kept_tokens``.
     """
 
     def __init__(self, num_encoder_tokens: int = 0) -> None:
@@ -19,3 +20,4 @@ class BlockTable:
         self.hashes: list[BlockHash] = []
         self.state_slot: int | None = None
         self.num_folded_tokens = 0
+        self.num_kept_tokens = 0

@@ -5,6 +5,8 @@ it is of the machine's or the container's memory, less what this process has tak
 at that minute does not change it.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from truedraft.engine.config import EngineConfig
@@ -16,6 +18,35 @@ GPU_SHARE, CPU_SHARE = 0.9, 0.25
 FLOOR = 256 << 20
 # The process's own memory is rounded up to so many bytes, so that the caches are as large after each start.
 STEP = 64 << 20
+# Tokens in the cache for each snapshot of states, and the most snapshots for each sequence in the batch
+# in addition to one for each so many: the ends of a prompt and of an answer.
+TOKENS_PER_SNAPSHOT, ENDS = 1024, 2
+
+
+class CacheSizes(NamedTuple):
+    """Says how many blocks each pool has, and how many slots for states where a model has some."""
+
+    num_blocks: int
+    num_state_slots: int
+
+
+def cache_sizes(
+    budget: int, block_bytes: int, state_bytes: int, block_size: int, num_sequences: int, max_blocks: int
+) -> CacheSizes:
+    """Divides ``budget`` bytes: at most half of it goes to the states of up to ``num_sequences`` that run
+    together, and the rest to blocks, ``max_blocks`` at most, and to snapshots for their texts."""
+    if not state_bytes:
+        return CacheSizes(min(budget // block_bytes, max_blocks), 0)
+    running = min(num_sequences, max(1, budget // 2 // state_bytes))
+    rest = max(0, budget - running * state_bytes)
+    # A model of recurrent layers alone keeps nothing of a token.
+    tokens_bytes = TOKENS_PER_SNAPSHOT * block_bytes // block_size
+    snapshots = rest // (state_bytes + tokens_bytes)
+    num_blocks = (
+        min((rest - snapshots * state_bytes) // block_bytes, max_blocks) if block_bytes else max_blocks
+    )
+    most = ENDS * num_sequences + num_blocks * block_size // TOKENS_PER_SNAPSHOT
+    return CacheSizes(num_blocks, running + min(snapshots, most))
 
 
 def cache_budget(config: EngineConfig, devices: set[torch.device], reserved: int = 0) -> int:

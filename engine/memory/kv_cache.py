@@ -82,7 +82,8 @@ class KVCache:
     def clear(self, block_ids: list[int]) -> None:
         """Write zeros to these blocks. Memory that was never written to is read faster: all one page."""
         for tensor in (*self.keys, *self.values):
-            tensor.view(-1, self.block_size, *tensor.shape[1:])[block_ids] = 0
+            blocks = len(tensor) // self.block_size, self.block_size
+            tensor.view(*blocks, *tensor.shape[1:])[block_ids] = 0
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""

@@ -11,6 +11,7 @@ import torch
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import ForwardBatch, Span
 from truedraft.engine.memory.kv_cache import CacheSpec, KVCache
+from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,11 @@ class Model(ABC):
     @property
     def cache_bytes_per_token(self) -> int:
         return sum(cache.bytes_per_token for cache in self.caches)
+
+    @property
+    def state_bytes_per_sequence(self) -> int:
+        """Returns the bytes of the states and records of all recurrent layers; 0 without one."""
+        return sum(cache.bytes_per_sequence for cache in self.caches if isinstance(cache, RecurrentCache))
 
     def forward(
         self,

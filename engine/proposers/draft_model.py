@@ -57,8 +57,9 @@ class DraftModelProposer(Proposer):
         def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
             if last_ids is None:
                 return first_logits
-            tables = [self.cache.table(plan.rows[row].sequence) for row in rows]
-            return self._forward([Span(table, [0], 1) for table in tables], last_ids)
+            sequences = [plan.rows[row].sequence for row in rows]
+            spans = [Span(self.cache.table(each), [0], 1, len(each)) for each in sequences]
+            return self._forward(spans, last_ids)
 
         return drawn_drafts(lengths_of(plan, self.name), sampler, next_logits)
 

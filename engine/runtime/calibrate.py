@@ -17,6 +17,7 @@ import torch
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.recurrent_state import num_folded
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.speculation.costs import Costs, PassCosts
 
@@ -111,6 +112,8 @@ def _touch(model: ModelRunner, pool: BlockPool, row_lengths: list[int]) -> None:
     """Writes zeros to the scratch blocks of such rows, as many as there is room for: the first write to
     memory may take longer than the passes that are measured there."""
     num_rows = pool.num_free // pool.blocks_for(max(row_lengths))
+    if pool.states is not None:
+        num_rows = min(num_rows, pool.states.num_free)
     with _scratch(pool, row_lengths[:num_rows]) as tables:
         model.cache.clear([block for table in tables for block in table.block_ids])
 
@@ -138,7 +141,7 @@ def _pass_seconds(
     num_encoder_tokens = ENCODER_TOKENS if model.model.has_encoder else 0
     num_stored += num_encoder_tokens
     room = [num_stored + length for length in row_lengths]
-    if sum(map(pool.blocks_for, room)) > pool.num_free:
+    if sum(map(pool.blocks_for, room)) > pool.num_free or not pool.has_slots(len(room)):
         return None
     with _scratch(pool, room, num_encoder_tokens) as tables:
         token_ids = iter(distinct_ids(sum(row_lengths), model.vocab_size))
@@ -149,7 +152,7 @@ def _pass_seconds(
         fastest, total = inf, 0.0
         for _ in range(RUNS):
             for table in tables:
-                table.num_computed_tokens = num_stored
+                table.num_computed_tokens, table.num_folded_tokens = num_stored, num_folded(num_stored)
             _synchronize(model.device)
             started = time.perf_counter()
             model.forward(spans)

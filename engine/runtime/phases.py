@@ -107,9 +107,8 @@ class PhaseRunner:
                 num_logits = len(draft) + 1
             num_row_logits.append(num_logits)
             # Log-probabilities of a prompt need the logits of all its tokens.
-            spans.append(
-                Span(table, token_ids, len(token_ids) if sequence.wants_prompt_logprobs else num_logits)
-            )
+            wanted = len(token_ids) if sequence.wants_prompt_logprobs else num_logits
+            spans.append(Span(table, token_ids, wanted, start + part.num_tokens))
         logits, hidden = self.target.forward(spans, taps=self._taps)
         if len(logits) != sum(num_row_logits):
             logits = _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)

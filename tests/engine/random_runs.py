@@ -5,6 +5,7 @@ come at any time with any priority and parameters, and some are aborted. ``tests
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.models import make_engine, save_perturbed, save_random_llama
 from truedraft.engine import build
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 from truedraft.engine.runtime.calibrate import calibrate
 
@@ -87,9 +89,10 @@ Answers = dict[tuple[str, int], Answer]
 class Pair:
     """A target that ends its texts, a draft that often agrees, and the target alone as the reference."""
 
-    target: str
-    draft: str
+    target: Any
+    draft: Any
     plain: EngineCore
+    make_engine: Callable[..., EngineCore] = make_engine
 
     @classmethod
     def make(cls, folder: Path) -> "Pair":
@@ -103,13 +106,20 @@ class Pair:
     def engine(self, run: RandomRun) -> EngineCore:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "calibrate", partial(calibrate, seconds=0.01))
-            core = make_engine(self.target, self.draft if run.has_draft else None, **run.config)
+            core = self.make_engine(self.target, self.draft if run.has_draft else None, **run.config)
         scheduler = core.scheduler
-        num_blocks = min(run.num_blocks, scheduler.target_pool.num_blocks)
-        scheduler.target_pool = BlockPool(num_blocks, scheduler.target_pool.block_size)
+        scheduler.target_pool = _smaller(scheduler.target_pool, run.num_blocks)
         if scheduler.proposers:
-            draft_cache(core).pool = BlockPool(num_blocks, scheduler.target_pool.block_size)
+            draft_cache(core).pool = _smaller(draft_cache(core).pool, run.num_blocks)
         return know_grammars(core)
+
+
+def _smaller(pool: BlockPool, num_blocks: int) -> BlockPool:
+    """Makes one of so many blocks, and with few slots if its model keeps states."""
+    states = pool.states
+    if states is not None:
+        states = StateSlots(min(1 + num_blocks % 5, states.num_slots), states.copy)
+    return BlockPool(min(num_blocks, pool.num_blocks), pool.block_size, states)
 
 
 def random_run(seed: int, num_requests: int = 12) -> RandomRun:
@@ -190,6 +200,7 @@ def check(pair: Pair, run: RandomRun) -> int:
     found = answers(core, run.arrivals)
     for pool in (core.scheduler.target_pool, *core.scheduler.draft_pools):
         assert pool.num_free == pool.num_blocks
+        assert pool.states is None or pool.states.num_free == pool.states.num_slots
     for one in run.arrivals:
         expected = answers(pair.plain, [Arrival(_undrafted(one.request), 0, None)])
         for key, reference in expected.items():

@@ -14,17 +14,17 @@ from truedraft.engine.memory.recurrent_state import RecurrentCache
 CPU = torch.device("cpu")
 
 
-def short_conv(width: int) -> ShortConv:
-    return ShortConv(0, Convolution(torch.randn(12, width)))
+def short_conv(width: int, layer: int = 0) -> ShortConv:
+    return ShortConv(layer, Convolution(torch.randn(12, width)))
 
 
-def delta_rule(shared: int, width: int, *, tiled: bool = False) -> DeltaRule:
+def delta_rule(shared: int, width: int, *, tiled: bool = False, layer: int = 0) -> DeltaRule:
     """Makes one with ``shared`` heads for each key head."""
     key_heads, key_size, value_size = 4, 8, 16
     heads = shared * key_heads
     channels = 2 * key_heads * key_size + heads * value_size
     return DeltaRule(
-        layer=0,
+        layer=layer,
         convolution=Convolution(torch.randn(channels, width), silu=True),
         key_heads=key_heads,
         heads=heads,
@@ -37,12 +37,12 @@ def delta_rule(shared: int, width: int, *, tiled: bool = False) -> DeltaRule:
     )
 
 
-def mamba2(groups: int, norm_groups: int | None, width: int = 4) -> Mamba2:
+def mamba2(groups: int, norm_groups: int | None, width: int = 4, layer: int = 0) -> Mamba2:
     heads, head_size, state_size = 8, 8, 16
     inner = heads * head_size
     channels = inner + 2 * groups * state_size
     return Mamba2(
-        layer=0,
+        layer=layer,
         convolution=Convolution(torch.randn(channels, width), torch.randn(channels), silu=True),
         heads=heads,
         head_size=head_size,

@@ -10,6 +10,7 @@ from tests.engine.planners import CachedProposer, FixedPlanner
 from truedraft.engine.core.block_pool import RUN, BlockPool
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 
@@ -213,7 +214,7 @@ def test_sharing_never_mixes_texts(history: list[tuple[list[int], int, bool]]) -
         if leave and live:
             pool.release(live.pop(number % len(live))[0])
         hashes = pool.find(text[:-1], "")
-        if pool.blocks_for(len(text)) - len(hashes) > pool.num_free_after_taking(hashes):
+        if not pool.can_begin(hashes, len(text)):
             continue
         table = BlockTable()
         pool.take_over(table, hashes)
@@ -255,3 +256,82 @@ def test_choices_of_a_request_share_the_prompt() -> None:
     second, third, fourth = scheduler.schedule().scheduled
     assert (third.num_tokens, fourth.num_tokens) == (1, 1)
     assert choices[1].target_blocks.block_ids[:10] == choices[0].target_blocks.block_ids[:10]
+
+
+def pool_with_states(num_slots: int) -> tuple[BlockPool, list[tuple[int, int]]]:
+    """Returns a pool, and which slots have been copied to which."""
+    copies: list[tuple[int, int]] = []
+    slots = StateSlots(num_slots, lambda source, target: copies.append((source, target)))
+    return BlockPool(400, 16, slots), copies
+
+
+def computed(pool: BlockPool, text: range, num_folded: int) -> BlockTable:
+    """Returns the table of a text, all of which is computed and published."""
+    table = BlockTable()
+    pool.reserve(table, len(text))
+    table.num_computed_tokens, table.num_folded_tokens = len(text), num_folded
+    pool.publish(table, text, "")
+    return table
+
+
+def test_a_state_is_kept_where_a_prompt_ends_and_in_long_texts() -> None:
+    pool, copies = pool_with_states(9)
+    table = computed(pool, range(1000), num_folded=976)
+    for length, num_copies in ((1000, 0), (2000, 1), (2500, 1), (2900, 2), (4100, 3)):
+        pool.reserve(table, length)
+        table.num_computed_tokens, table.num_folded_tokens = length, length // 16 * 16 - 16
+        pool.publish(table, range(length), "")
+        pool.keep_state(table, num_prompt_tokens=2900)
+        assert len(copies) == num_copies
+    found = pool.find(range(4000), "")
+    assert len(found) == 250
+    assert len(pool.usable(found)) == 2900 // 16  # at the end of the prompt
+    assert len(pool.usable(found[:180])) == 2000 // 16
+
+
+def test_states_that_are_too_new_are_not_kept() -> None:
+    """They are folded over more than what is published, which is whole blocks."""
+    pool, copies = pool_with_states(2)
+    table = computed(pool, range(70), num_folded=80)
+    pool.keep_state(table, num_prompt_tokens=70)
+    table.num_computed_tokens = 90
+    pool.release(table)
+    assert copies == []
+    assert pool.usable(pool.find(range(70), "")) == []
+
+
+def test_an_ended_text_leaves_its_slot_as_a_snapshot() -> None:
+    pool, copies = pool_with_states(2)
+    table = computed(pool, range(70), num_folded=48)
+    pool.release(table)
+    hashes = pool.usable(pool.find(range(99), ""))
+    assert (len(hashes), copies) == (4, [])
+    other = BlockTable()
+    pool.take_over(other, hashes)
+    assert copies == [(0, 1)]
+    assert (other.state_slot, other.num_computed_tokens, other.num_folded_tokens) == (1, 64, 48)
+    # The snapshot is the only slot left: it is used up by the next text that begins with it.
+    third = BlockTable()
+    pool.take_over(third, hashes)
+    assert (third.state_slot, third.num_folded_tokens, copies) == (0, 48, [(0, 1)])
+    assert pool.usable(hashes) == []
+    assert not pool.can_reserve(BlockTable(), 1)
+
+
+def test_the_least_recently_used_snapshot_goes_first() -> None:
+    pool, _ = pool_with_states(3)
+    texts = [range(start, start + 40) for start in (0, 1000, 2000)]
+    for table in [computed(pool, text, num_folded=32) for text in texts]:
+        pool.release(table)
+    first = pool.usable(pool.find(texts[0], ""))
+    pool.take_over(BlockTable(), first)  # the second one's slot is needed for it
+    kept = [len(pool.usable(pool.find(text, ""))) for text in texts]
+    assert kept == [2, 0, 2]
+
+
+def test_states_do_not_go_back_to_before_they_were_folded() -> None:
+    pool, _ = pool_with_states(1)
+    table = computed(pool, range(70), num_folded=64)
+    pool.truncate(table, 64)
+    with pytest.raises(AssertionError):
+        pool.truncate(table, 63)

@@ -150,7 +150,7 @@ def test_text_is_the_same_with_and_without(trained: Trained, rule: str) -> None:
     """Few blocks and short chunks, so that sequences are preempted and beginnings taken over."""
     core, plain = engine(trained), make_engine(trained.target, None)
     for pool in (core.scheduler.target_pool, *core.scheduler.draft_pools):
-        pool.__init__(22, 4, pool.lookahead)  # type: ignore[misc]
+        pool.__init__(22, 4, lookahead=pool.lookahead)  # type: ignore[misc]
     params = [
         GREEDY
         if rule == "greedy"

@@ -81,8 +81,8 @@ class FreshModel:
 
 def _from_empty_cache(model: Model, token_ids: list[int]) -> torch.Tensor:
     table = BlockTable()
-    table.block_ids = [0]
-    runner = ModelRunner.build(model, num_blocks=1, block_size=len(token_ids))
+    table.block_ids, table.state_slot = [0], 0
+    runner = ModelRunner.build(model, num_blocks=1, block_size=len(token_ids), num_state_slots=1)
     return runner.forward([Span(table, token_ids, len(token_ids))]).logits
 
 

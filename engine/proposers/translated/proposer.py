@@ -18,6 +18,7 @@ from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, ScheduledSequence, StepPlan
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.recurrent_state import ROLLBACK
 from truedraft.engine.messages import DRAFT_MODEL
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.known import known_drafts
@@ -30,6 +31,8 @@ from truedraft.engine.sampling.sampler import Drafts, Sampler
 MAX_TOKENS_PER_TOKEN = 6
 # Draft tokens decoded together with the new ones.
 CONTEXT = 8
+# Draft tokens at a text's end that more text may change; if it changes more, states are computed anew.
+UNCERTAIN = 8
 
 
 @dataclass(slots=True)
@@ -45,6 +48,12 @@ class _State:
     @property
     def num_missing(self) -> int:
         return len(self.draft_text.ids) - len(self.stored)
+
+    def span(self, token_ids: list[int], num_logits: int) -> Span:
+        """Returns the next tokens to compute, which are stored with that."""
+        num_certain = max(0, len(self.draft_text.ids) - UNCERTAIN)
+        self.stored += token_ids
+        return Span(self.table, token_ids, num_logits, min(num_certain, len(self.stored)))
 
     @property
     def draft_tokens_per_token(self) -> float:
@@ -137,6 +146,8 @@ class TranslatedDraftProposer(Proposer):
                 # One target token more than wanted: the last one is dropped.
                 num_steps = math.ceil((wanted + 1) * state.draft_tokens_per_token)
                 num_steps = max(0, min(num_steps, self.max_num_ids - num_ids))
+                if self.pool.states is not None:
+                    num_steps = min(num_steps, ROLLBACK - UNCERTAIN)
             end = len(state.stored) + num_tokens
             if num_tokens == 0 or num_ids > self.max_num_ids:
                 continue
@@ -144,8 +155,7 @@ class TranslatedDraftProposer(Proposer):
                 continue
             budget -= num_tokens
             token_ids = state.draft_text.ids[len(state.stored) : end]
-            spans.append(Span(state.table, token_ids, min(1, num_steps)))
-            state.stored += token_ids
+            spans.append(state.span(token_ids, min(1, num_steps)))
             if num_steps:
                 rows.append(_Row(state, indices[id(part)], wanted, num_steps))
         self._append_argmax(rows, spans)
@@ -154,11 +164,7 @@ class TranslatedDraftProposer(Proposer):
     def _draft(self, rows: list[_Row]) -> None:
         """The other tokens of each row, one pass for all rows at a time, until it has enough."""
         while active := [row for row in rows if not row.ended and len(row.drafted) < row.num_steps]:
-            spans = []
-            for row in active:
-                newest = row.drafted[-1:]
-                spans.append(Span(row.state.table, newest, 1))
-                row.state.stored += newest
+            spans = [row.state.span(row.drafted[-1:], 1) for row in active]
             self._append_argmax(active, spans)
 
     def _append_argmax(self, rows: list[_Row], spans: list[Span]) -> None:
@@ -222,6 +228,8 @@ class TranslatedDraftProposer(Proposer):
         return state
 
     def _truncate(self, state: _State, num_tokens: int) -> None:
+        if num_tokens < state.table.num_folded_tokens:
+            num_tokens = 0
         self.pool.truncate(state.table, num_tokens)
         del state.stored[num_tokens:]
 
@@ -232,6 +240,7 @@ class TranslatedDraftProposer(Proposer):
                 break
             if id(other) not in in_step:
                 self._truncate(other, 0)
+                self.pool.release(other.table)
         if not self.pool.can_reserve(state.table, num_tokens):
             return False
         self.pool.reserve(state.table, num_tokens)

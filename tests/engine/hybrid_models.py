@@ -1,0 +1,135 @@
+"""Tiny random decoders of every mixer there is, made without a checkpoint, and engines of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.engine import recurrences
+from tests.models import make_engine
+from truedraft.engine import build
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, GatedMlp, Recurrent
+from truedraft.engine.layers.linear import DenseEmbeddings, Linear, TorchLinear
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.recurrent import DeltaRule, Mamba2, Recurrence, ShortConv
+from truedraft.engine.layers.rotary import Rotary
+from truedraft.engine.layers.run import AttentionShape
+from truedraft.engine.memory.kv_cache import AttentionCache
+from truedraft.engine.memory.recurrent_state import RecurrentCache
+from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.proposers.translated import pairing
+
+VOCAB_SIZE, HIDDEN, CONTEXT = 24, 48, 256
+HEADS, HEAD_SIZE = 2, 16
+CPU = torch.device("cpu")
+KINDS = ("delta rule", "attention", "Mamba 2", "short convolution")
+
+
+def hybrid(
+    seed: int = 1,
+    noise: float = 0.0,
+    kinds: tuple[str, ...] = KINDS,
+    vocab_size: int = VOCAB_SIZE,
+    eos_token_id: int | None = None,
+) -> FusedDecoder:
+    """Makes a decoder with a layer of each of ``kinds``; with ``noise`` on its weights it is a draft that
+    agrees with the one without it often, not always."""
+    make = _Weights(seed, noise)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=HIDDEN,
+        num_attention_heads=HIDDEN // HEAD_SIZE,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+    )
+    layers = [_layer(make, kind, number) for number, kind in enumerate(kinds)]
+    facts = ModelFacts(config, None, 1, torch.float32, CPU)
+    weights = DecoderWeights(
+        DenseEmbeddings(make(vocab_size, HIDDEN)),
+        layers,
+        make.norm(HIDDEN),
+        make.linear(HIDDEN, vocab_size),
+        Rotary(LlamaRotaryEmbedding(config), config, torch.empty(0)),
+        1.0,
+        None,
+    )
+    return FusedDecoder(facts, weights)
+
+
+class _Weights:
+    """Draws weights, and noise apart from them."""
+
+    def __init__(self, seed: int, noise: float) -> None:
+        self.drawn = torch.Generator().manual_seed(seed)
+        self.noise = noise
+        self.noises = torch.Generator().manual_seed(1000 + seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        weights = torch.randn(shape, generator=self.drawn)
+        return weights + self.noise * torch.randn(shape, generator=self.noises)
+
+    def linear(self, in_features: int, out_features: int) -> Linear:
+        return TorchLinear(self(out_features, in_features) * in_features**-0.5, None)
+
+    def norm(self, size: int) -> Norm:
+        return Norm(1 + 0.2 * self(size), 1e-5)
+
+
+def _layer(make: _Weights, kind: str, number: int) -> DecoderLayer:
+    mixer = _attention(make, number) if kind == "attention" else _recurrent(make, kind, number)
+    # Some families have layers without an MLP.
+    mlp = None if kind == "Mamba 2" else GatedMlp("silu", make.linear(HIDDEN, 128), make.linear(64, HIDDEN))
+    return DecoderLayer(mixer, mlp, make.norm(HIDDEN), None if mlp is None else make.norm(HIDDEN))
+
+
+def _attention(make: _Weights, number: int) -> Attention:
+    shape = AttentionShape(
+        number, HEADS, 1, HEAD_SIZE, HEAD_SIZE**-0.5, None, make.norm(HEAD_SIZE), gated=True
+    )
+    heads = 1, HEAD_SIZE
+    return Attention(
+        shape,
+        make.linear(HIDDEN, (2 * HEADS + 2) * HEAD_SIZE),
+        make.linear(HEADS * HEAD_SIZE, HIDDEN),
+        AttentionCache(heads, heads, torch.float32, CPU),
+    )
+
+
+def _recurrent(make: _Weights, kind: str, number: int) -> Recurrent:
+    rule = _recurrence(kind, number, int(torch.randint(1 << 30, (), generator=make.drawn)))
+    channels, width = rule.convolution.weight.shape
+    out = {ShortConv: channels, DeltaRule: 0, Mamba2: 0}[type(rule)]
+    if not isinstance(rule, ShortConv):
+        out = rule.state.heads * rule.state.columns
+    return Recurrent(
+        rule,
+        make.linear(HIDDEN, recurrences.input_size(rule)),
+        make.linear(out, HIDDEN),
+        RecurrentCache(channels, width, rule.state, CPU),
+    )
+
+
+def _recurrence(kind: str, number: int, seed: int) -> Recurrence:
+    """Draws it the same for a target and its draft."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        match kind:
+            case "delta rule":
+                return recurrences.delta_rule(2, 4, layer=number)
+            case "Mamba 2":
+                return recurrences.mamba2(2, 2, layer=number)
+        return recurrences.short_conv(3, layer=number)
+
+
+def hybrid_engine(target: FusedDecoder, draft: FusedDecoder | None = None, **config: Any) -> EngineCore:
+    """Is ``make_engine`` for models that are in memory."""
+    models = {"target": target, "draft": draft}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_model", lambda path, _: models[path])
+        patch.setattr(build, "pair_models", lambda *_: pairing.Pairing(None, None, None))
+        return make_engine("target", None if draft is None else "draft", **config)
