@@ -37,9 +37,9 @@ REPACKED_ROWS = 1 << 13
 # Rows of the products that are checked: of every size of program, and of more than one.
 CHECKED_ROWS = (1, 17, 33, COLUMNS + 1)
 
-# Codes become weights in one of these ways; kernels know their numbers. SCALE: float16 of a block. SCALE_MIN: and
-# float16 to add. SUPER: scale and minimum in 8 bits each, times float16 of 256 inputs. SUPER_HALF: scales in
-# 8 bits of 16 inputs, times float16 of 256.
+# Codes become weights in one of these ways; kernels know their numbers. SCALE: float16 of a block. SCALE_MIN:
+# and float16 to add. SUPER: scale and minimum in 8 bits each, times float16 of 256 inputs. SUPER_HALF: scales
+# in 8 bits of 16 inputs, times float16 of 256.
 SCALE, SCALE_MIN, SUPER, SUPER_HALF = range(4)
 
 logger = logging.getLogger(__name__)

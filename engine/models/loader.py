@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOT_QUANTISED = (
-    "{} cannot be quantised: that needs a Llama-shaped model, and on a CPU float32 and a C compiler, on a "
-    "GPU compute capability 8.0 and Triton"
+    "{} cannot be quantised: that needs a Llama-shaped model, in float32 and with a C compiler on a CPU, or "
+    "on a GPU of compute capability 8.0 with Triton"
 )
 
 
