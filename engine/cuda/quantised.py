@@ -350,7 +350,9 @@ def is_right(kernels: BlockKernels, type_: int, dtype: torch.dtype, device: torc
     """Tells whether weights of a type are gguf's to the bit, and products those of float64, for each size of
     program: they are compiled by that, too."""
     try:
-        blocks = _random_blocks(type_)
+        # An odd number of blocks where there may be one, and a last tile that is not full.
+        in_features = 512 if KINDS[type_].super_fields else 9 * BLOCK
+        blocks = random_blocks(type_, COLUMNS + 7, in_features)
         weights = torch.from_numpy(gguf.dequantize(blocks.data, GGMLQuantizationType(type_))).to(device)
         packed = pack(blocks, device)
         ids = torch.arange(len(weights) - 1, -1, -3, device=device)
@@ -370,16 +372,14 @@ def is_right(kernels: BlockKernels, type_: int, dtype: torch.dtype, device: torc
         return False
 
 
-def _random_blocks(type_: int) -> QuantisedBlocks:
-    """Draws every bit, but scales of one size: an odd number of blocks where there may be one, and a last
-    tile that is not full."""
+def random_blocks(type_: int, rows: int, in_features: int) -> QuantisedBlocks:
+    """Draws every bit, but scales of one size."""
     kind = KINDS[type_]
     block, size = (int(number) for number in gguf.GGML_QUANT_SIZES[GGMLQuantizationType(type_)])
-    rows, blocks = COLUMNS + 7, 2 if kind.super_fields else BLOCKS_OF_SUPER + 1
     generator = np.random.default_rng(type_)
-    data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    data = generator.integers(0, 256, (rows, in_features // block, size), dtype=np.uint8)
     halves = kind.super_fields or kind.fields
     at = size - 2 if kind.scaling == SUPER_HALF else 0
-    drawn = generator.uniform(-0.02, 0.02, (rows, blocks, halves)).astype(np.float16)
+    drawn = generator.uniform(-0.02, 0.02, (*data.shape[:2], halves)).astype(np.float16)
     data[..., at : at + 2 * halves] = drawn.view(np.uint8)
-    return QuantisedBlocks(type_, data.reshape(rows, -1), blocks * block)
+    return QuantisedBlocks(type_, data.reshape(rows, -1), in_features)
