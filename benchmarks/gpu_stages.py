@@ -348,7 +348,7 @@ class Bench:
         return PackedBlocks(type_, outputs, inputs, *parts)
 
     def attention(self, _: str) -> None:
-        """One layer of 8B, one new token a row."""
+        """Times one layer of 8B, with one new token a row."""
         cases = {
             "32 rows of 300": [300] * 32,
             "32 rows of 4,096": [4096] * 32,
