@@ -6,9 +6,9 @@ from truedraft.engine.cuda.quantised import UNPACKED
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 
-# Numbers of a token that are alive together: hidden states, normed ones, queries, keys and values and what was
-# attended, each up to as many as a hidden state has, and twice; gate, up, their copy where parts are joined,
-# and what was gated.
+# Numbers of a token that are alive together: hidden states, normed ones, queries, keys and values and what
+# was attended, each up to as many as a hidden state has, and twice; gate, up, their copy where parts are
+# joined, and what was gated.
 HIDDEN_STATES, MLP_STATES = 8, 5
 
 

@@ -1,5 +1,5 @@
-"""Weights, graphs, prompts and caches fit together on cards of 12, 16 and 24 GB, by arithmetic, and texts have
-room."""
+"""Weights, graphs, prompts and caches fit together on cards of 12, 16 and 24 GB, by arithmetic, with room for
+texts."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
