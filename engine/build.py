@@ -25,6 +25,7 @@ from truedraft.engine.models.heads.eagle_config import read_eagle_config
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
@@ -371,7 +372,8 @@ def _cache_sizes(
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
     state_bytes = sum(model.state_bytes_per_sequence for model in models)
     devices = {cache.device for model in models for cache in model.caches}
-    budget = cache_budget(config, devices, reserved=0 if graphs is None else graphs.memory)
+    reserved = prompt_bytes(models, config.max_num_batched_tokens) + (0 if graphs is None else graphs.memory)
+    budget = cache_budget(config, devices, reserved)
     if graphs is not None:
         budget -= bytes_per_block
     longest = -(-max_model_len // config.block_size)

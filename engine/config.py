@@ -77,9 +77,9 @@ class ModelSettings(BaseModel):
     )
     quantize: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="On a CPU, quantise the weights of Llama-shaped models, target and draft, at "
-        "load: to 8 or 4 bits in groups of 32 (embeddings and output layer to 8), with "
-        "the inputs of layers in 8 bits. The target then differs from the checkpoint. "
+        description="Quantise the weights of Llama-shaped models, target and draft, at load: to 8 or 4 "
+        "bits in groups of 32 (embeddings and output layer to 8), on a CPU with the inputs "
+        "of layers in 8 bits. The target then differs from the checkpoint. "
         "Quantised weights of GGUF files that have no more bits stay as they are.",
     )
     cuda_graphs: bool = Field(

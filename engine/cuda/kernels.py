@@ -434,11 +434,11 @@ def key_tile_size(padded_size: int, dtype: torch.dtype) -> int:
 
 def splits(num_programs: int, num_keys: int, device: torch.device) -> int:
     """Shares of each row's ``num_keys``: as many as fill the device, if each brings ``num_programs``."""
-    wanted = PROGRAMS_OF_MULTIPROCESSOR * _num_multiprocessors(device) // num_programs
+    wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // num_programs
     return max(1, min(wanted, num_keys // MIN_KEYS_OF_SPLIT, MAX_SPLITS))
 
 
 @lru_cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     """Returns the device's number; a CPU, where only Triton's interpreter runs, counts as a large GPU."""
     return 100 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

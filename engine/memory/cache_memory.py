@@ -52,7 +52,8 @@ def cache_sizes(
 def cache_budget(config: EngineConfig, devices: set[torch.device], reserved: int = 0) -> int:
     """Bytes for all caches together. With several ``devices``, as many on each as the fullest has free.
 
-    ``reserved`` bytes are left free for CUDA graphs, unless the configuration names the caches' size.
+    ``reserved`` bytes of a GPU are left free for CUDA graphs and prompts, unless the configuration names the
+    caches' size.
     """
     if config.cache_memory is not None:
         return config.cache_memory

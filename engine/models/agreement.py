@@ -60,7 +60,7 @@ def _models(
 
 def _comparison(model: FusedDecoder) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     """Returns how its logits are compared."""
-    if model.is_quantised or any(isinstance(linear, ModuleLinear) for linear in model.weights.linears):
+    if model.rounds_inputs or any(isinstance(linear, ModuleLinear) for linear in model.weights.linears):
         return roughly_same_logits
     return partial(same_logits, tolerance=TOLERANCES[model.arithmetic])
 

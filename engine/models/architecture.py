@@ -176,7 +176,7 @@ def check_memory(path: str, module: Any, options: LoadOptions) -> None:
     if options.device_map is not None:
         return
     size = SMALLEST.get(options.quantize, 2.0 if options.compact_weights else float(options.dtype.itemsize))
-    if options.device.type != "cpu":
+    if options.device.type != "cpu" and options.quantize == "none":
         size = float(options.dtype.itemsize)
     if getattr(module.config, "quantization_config", None):
         size = min(size, 0.5)

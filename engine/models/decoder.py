@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import LayerRun
@@ -40,7 +41,10 @@ class FusedDecoder(Model):
         self.rotary = weights.rotary
         self.begin = begin
         self.is_native = isinstance(begin, NativeKernels)
-        self.is_quantised = any(isinstance(linear, QuantisedLinear) for linear in weights.linears)
+        linears = list(weights.linears)
+        # Kernels in C round what quantised layers get to 8 bits; those on a GPU do not.
+        self.rounds_inputs = any(isinstance(linear, QuantisedLinear) for linear in linears)
+        self.is_quantised = self.rounds_inputs or any(isinstance(linear, PackedLinear) for linear in linears)
         backend = "C" if self.is_native else "torch" if begin is TorchRun else "Triton"
         self.way = f"fused layers in {backend}"
         # Attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from truedraft.engine.cuda.quantised import find_linears
 from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.layers.linear import DenseEmbeddings, Linears, TorchLinears
 from truedraft.engine.models.agreement import first_that_agrees
@@ -104,7 +105,7 @@ def multiplies_bfloat16(options: LoadOptions) -> bool:
 
 
 def _backends(options: LoadOptions, head_sizes: set[int]) -> Iterator[Backend]:
-    """Yields what can be tried, the fastest first. Only kernels in C multiply by quantised weights."""
+    """Yields what can be tried, the fastest first: torch does not multiply by quantised weights."""
     compact = options.compact_weights
     if multiplies_bfloat16(options):
         library = _kernels(torch.float32, options, head_sizes)
@@ -113,6 +114,8 @@ def _backends(options: LoadOptions, head_sizes: set[int]) -> Iterator[Backend]:
             yield Backend(torch.float32, linears, library, bf16_linears=True)
     elif (library := _kernels(options.dtype, options, head_sizes)) is not None:
         yield Backend(options.dtype, NativeLinears(library, compact), library)
+    elif compact and (packed := find_linears(options.dtype, options.device)) is not None:
+        yield Backend(options.dtype, packed)
     if options.quantize != "none":
         return
     if options.dtype == torch.bfloat16 and options.device.type == "cpu":

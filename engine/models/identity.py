@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.cuda.quantised import PackedBlocks, PackedEmbeddings, PackedLinear
 from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.layers.linear import DenseEmbeddings, OneDnnLinear, TorchLinear
 from truedraft.engine.layers.quantised_blocks import TYPES
@@ -115,6 +116,12 @@ def _types(part: Any) -> Iterator[tuple[str, int]]:
             yield FLOAT_NAMES[part.struct.type], part.struct.in_features * part.struct.out_features
         case QuantisedEmbeddings():
             yield TYPE_NAMES[part.blocks.type], len(part.blocks.data) * part.blocks.in_features
+        case PackedLinear():
+            yield from (found for blocks in part.parts for found in _types(blocks))
+        case PackedEmbeddings():
+            yield from _types(part.packed)
+        case PackedBlocks():
+            yield TYPE_NAMES[part.type], part.rows * part.in_features
         case OneDnnLinear():
             yield "float32", part.packed_weight.numel()
         case ModuleLinear():

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
+from truedraft.engine.cuda.triton_run import serves
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
 from truedraft.engine.layers.attention import ATTENTION_NAME
@@ -45,7 +46,12 @@ from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.packed import PackedCheckpoint
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
-from truedraft.engine.models.quantization import check_method, dequantise_for_cpu, open_quantised
+from truedraft.engine.models.quantization import (
+    check_method,
+    dequantise_for_cpu,
+    open_for_gpu,
+    open_quantised,
+)
 from truedraft.engine.native.linear import linear_library
 from truedraft.engine.native.linears import NativeLinears
 
@@ -53,7 +59,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOT_QUANTISED = (
-    "{} cannot be quantised: that needs a Llama-shaped model on a CPU, in float32, and a C compiler"
+    "{} cannot be quantised: that needs a Llama-shaped model, in float32 and with a C compiler on a CPU, or "
+    "on a GPU of compute capability 8.0 with Triton"
 )
 
 
@@ -83,8 +90,9 @@ def load_options(config: EngineConfig) -> LoadOptions:
         trust_remote_code=config.trust_remote_code,
         allow_pickle=config.allow_pickle,
         native_kernels=config.native_kernels,
-        # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
-        compact_weights=config.dtype == "auto",
+        # float32 by name is for comparisons: else 16 bits are kept where they lose nothing. On a GPU a type
+        # of 16 bits says what is computed in, whatever the weights are kept in.
+        compact_weights=config.dtype == "auto" or (device.type == "cuda" and config.dtype != "float32"),
         self_check=config.self_check,
         quantize=config.quantize,
         max_model_len=config.max_model_len,
@@ -104,8 +112,9 @@ def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:
 
 def load_model(path: str, options: LoadOptions) -> Model:
     """Loads the model at ``path`` by the fastest way that computes what transformers' own module does."""
+    has_kernels = options.native_kernels or options.device.type == "cuda"
     if options.quantize != "none" and not (
-        options.compact_weights and options.native_kernels and options.device_map is None
+        options.compact_weights and has_kernels and options.device_map is None
     ):
         raise ModelLoadError(
             f"{path} cannot be quantised: that needs dtype auto, native_kernels and no device_map"
@@ -165,7 +174,8 @@ def _check_without_weights(found: Architecture, options: LoadOptions) -> Any:
 
 def load_if_rounded(path: str, options: LoadOptions) -> FusedDecoder | None:
     """Returns the model at ``path`` if our kernels round what its layers get: quantised, or in bfloat16."""
-    if options.device_map is not None or not options.native_kernels:
+    has_kernels = options.native_kernels or options.device.type == "cuda"
+    if options.device_map is not None or not has_kernels:
         return None
     if options.quantize == "none" and not multiplies_bfloat16(options):
         found = None if is_gguf(path) else _find_quantised(_find(path, options), options)
@@ -285,7 +295,8 @@ def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
 
 def _find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoint, Any] | None:
     """The checkpoint and its config, if it is quantised in a way that we read ourselves."""
-    if not _is_on_cpu(options) or found.has_own_code:
+    is_on_cpu = _is_on_cpu(options)
+    if found.has_own_code or not (is_on_cpu or _keeps_blocks(options)):
         return None
     config = found.fused_config
     quantization = getattr(found.config, "quantization_config", None)
@@ -297,7 +308,13 @@ def _find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoi
         except SafetensorError:
             check_method(quantization)  # what the config tells is said first
             raise
-        opened = None if source is None else open_quantised(source, quantization, options.compact_weights)
+        if source is None:
+            return None
+        opened: Checkpoint | None
+        if is_on_cpu:
+            opened = open_quantised(source, quantization, options.compact_weights)
+        else:
+            opened = open_for_gpu(source, quantization)
     return None if opened is None else (opened, config)
 
 
@@ -356,6 +373,13 @@ def _load_module(found: Architecture, options: LoadOptions, attention: str) -> A
 
 def _is_on_cpu(options: LoadOptions) -> bool:
     return options.device.type == "cpu" and options.device_map is None
+
+
+def _keeps_blocks(options: LoadOptions) -> bool:
+    """Tells whether a GPU multiplies by quantised weights as they are."""
+    return (
+        options.compact_weights and options.device_map is None and serves([], options.dtype, options.device)
+    )
 
 
 def _refuse_offload(path: str, placement: dict[str, Any]) -> None:

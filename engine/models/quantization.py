@@ -1,8 +1,9 @@
-"""This module decides who reads a quantised checkpoint on a CPU: our readers, transformers, or nobody.
+"""This module decides who reads a quantised checkpoint: our readers, transformers, or nobody.
 
 It goes by the ``quantization_config``, before a weight is read.
 """
 
+import logging
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +13,8 @@ from truedraft.engine.errors import QuantizationError
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.eight_bit import check_whole_blocks, open_eight_bit
 from truedraft.engine.models.packed import open_packed
+
+logger = logging.getLogger(__name__)
 
 # transformers computes with these on a GPU, and dequantises them for other devices.
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
@@ -31,6 +34,17 @@ def open_quantised(source: Checkpoint, quantization: Any, compact_weights: bool)
         return open_packed(source, quantization) or open_eight_bit(source, quantization, compact_weights)
     except (AttributeError, KeyError, TypeError) as error:
         raise QuantizationError("its quantization_config has another form than any that is known") from error
+
+
+def open_for_gpu(source: Checkpoint, quantization: Any) -> Checkpoint | None:
+    """Returns a checkpoint whose weights stay in blocks on a GPU, or None: transformers has modules for
+    others there, of layouts that our readers refuse, too."""
+    try:
+        _refuse_more_than_weights(quantization)
+        return open_packed(source, quantization)
+    except (AttributeError, KeyError, TypeError, QuantizationError) as error:
+        logger.warning("It is left to transformers' layers, which are slower: %s", error)
+        return None
 
 
 def check_method(quantization: Any) -> None:

@@ -27,7 +27,7 @@ from truedraft.engine.core.proposer import Observation
 from truedraft.engine.core.step import StepPlan
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import Generate, RoundTrace, SamplingParams
-from truedraft.engine.models.heads.eagle_config import EagleConfig
+from truedraft.engine.models.heads.eagle_config import EagleConfig, read_eagle_config
 from truedraft.engine.proposers.heads.eagle import EagleProposer
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
@@ -346,3 +346,11 @@ REFUSED: dict[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]] = {
 def test_what_is_no_head_for_the_target_is_refused(trained: Trained, tmp_path: Path, words: str) -> None:
     with pytest.raises(ModelLoadError, match=words):
         engine(trained, changed(trained, tmp_path / "head", REFUSED[words]))
+
+
+def test_drafts_that_are_no_head_are_left_to_loading(tmp_path: Path) -> None:
+    """A GGUF file has no config.json, and a path to nothing gets loading's words."""
+    file = tmp_path / "draft.gguf"
+    file.write_bytes(b"GGUF")
+    for path in (str(file), str(tmp_path), str(tmp_path / "nothing"), "~/nothing/of/that/name"):
+        assert read_eagle_config(path) is None

@@ -45,15 +45,19 @@ SMALL_BUGS = {
 
 def planted(bug: str, folder: Path) -> ModuleType:
     """The kernels with ``bug``, as another module."""
-    correct, wrong = (BUGS | SMALL_BUGS)[bug]
-    assert kernels.__file__ is not None
-    text = Path(kernels.__file__).read_text()
+    return planted_in(kernels, *(BUGS | SMALL_BUGS)[bug], folder)
+
+
+def planted_in(module: ModuleType, correct: str, wrong: str, folder: Path) -> ModuleType:
+    """Another module, whose text has ``wrong`` in place of what is ``correct``."""
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text()
     assert text.count(correct) == 1
     file = folder / "planted_kernels.py"
     file.write_text(text.replace(correct, wrong))
     spec = importlib.util.spec_from_file_location("planted_kernels", file)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    planted_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted_module)
+    return planted_module

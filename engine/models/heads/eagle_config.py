@@ -51,7 +51,10 @@ def read_eagle_config(path: str) -> EagleConfig | None:
 
     ``ModelLoadError`` for heads of other kinds.
     """
-    file = locate(str(Path(path).expanduser()) if path.startswith("~") else path, "config.json")
+    try:
+        file = locate(str(Path(path).expanduser()) if path.startswith("~") else path, "config.json")
+    except OSError:  # a file, or no name of a repository: loading says what is wrong, if anything is
+        return None
     if file is None:
         return None
     try:

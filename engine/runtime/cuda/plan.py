@@ -112,6 +112,8 @@ def _own_bytes(model: Model, item: Captured) -> int:
     if isinstance(item, Stage):
         return int(item.shape.num_tokens * DRAWS_BYTES[item.draws] * model.vocab_size)
     logits = 2 * item.num_tokens * model.vocab_size * model.dtype.itemsize
+    if isinstance(model, FusedDecoder) and model.is_quantised:
+        logits += 4 * item.num_tokens * model.vocab_size  # products before they are joined
     activations = 4 * item.num_tokens * model.config.intermediate_size * model.dtype.itemsize
     return int(logits + activations)
 

@@ -1,4 +1,4 @@
-"""``benchmarks.bring_up`` on a CPU: its stages, limits and dry run."""
+"""``benchmarks.gpu_minutes`` on a CPU: its stages, limits and dry run."""
 
 import io
 import subprocess
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bring_up
-from benchmarks.bring_up import STAGES, Bench, run_apart, run_here
+from benchmarks import gpu_minutes
+from benchmarks.gpu_minutes import STAGES, run_apart, run_here
+from benchmarks.gpu_stages import Bench
 
 
 @pytest.fixture
@@ -19,17 +20,19 @@ def bench() -> Bench:
 
 def test_correctness_comes_first() -> None:
     names = [stage.partition(":")[0] for stage in STAGES]
-    assert names[:4] == ["facts", "kernels", "identity", "tests"]
-    assert all(hasattr(Bench, "engine_stage" if name == "engine" else name) for name in names)
+    assert names[:3] == ["facts", "kernels", "mix"]
+    assert sum(list(STAGES.values())[:3]) <= 500
+    assert all(hasattr(Bench, name) for name in names)
 
 
 @pytest.mark.parametrize(
     ("stage", "shown"),
     [
-        ("facts", "dependent node of a graph, us"),
-        ("gemm", "gate, up"),
-        ("identity:tiny", "rejection          5   5"),
-        ("engine:tiny", "weights to copy"),
+        ("facts", "VERDICT a dependent node of a graph, us"),
+        ("kernels", "rejection          5   5"),
+        ("mix:tiny", "VERDICT one with a seed, 2 drafts: a round, to greedy's"),
+        ("products", "gate, up"),
+        ("engine:tiny", "VERDICT greedy, 1 rows, 0 drafts: weights to copy"),
         ("profile:tiny", "aten::"),
     ],
 )
@@ -47,9 +50,26 @@ def test_a_stage_that_fails_shows_why(
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(Bench, "gemm", fail)
-    assert run_here("gemm", bench) == 1
+    monkeypatch.setattr(Bench, "products", fail)
+    assert run_here("products", bench) == 1
     assert "ValueError: the cause" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("measured", "bound", "verdict"),
+    [
+        (1.0, {"at_most": 2}, "at most 2: as predicted"),
+        (3.0, {"at_most": 2}, "at most 2: NOT AS PREDICTED"),
+        (0, {"at_most": 0}, "at most 0: as predicted"),
+        (3.0, {"at_least": 2}, "at least 2: as predicted"),
+        (1.0, {"at_least": 2}, "at least 2: NOT AS PREDICTED"),
+    ],
+)
+def test_verdicts(
+    measured: float, bound: dict[str, float], verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Bench("cpu", torch.float32, is_dry=False).judge("this", measured, **bound)
+    assert capsys.readouterr().out == f"VERDICT this: {measured:.3g}, predicted {verdict}\n"
 
 
 def test_failed_tests_fail_their_stage(
@@ -64,19 +84,21 @@ def test_failed_tests_fail_their_stage(
 
 
 def test_a_stage_ends_with_its_time() -> None:
-    assert run_apart("facts", 0.05, ["--device", "cpu", "--dry-run"], io.StringIO()) == "stopped after 0 s"
+    assert run_apart("facts", 0.05, ["--device", "cpu", "--dry-run"], io.StringIO())[0] == "stopped after 0 s"
 
 
 def test_what_needs_a_gpu_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    monkeypatch.setattr(sys, "argv", ["bring_up", "kernels", "tests", "--device", "cpu", "--log", str(log)])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_minutes", "attention", "tests", "--device", "cpu", "--log", str(log)]
+    )
     with pytest.raises(SystemExit) as ended:
-        bring_up.main()
+        gpu_minutes.main()
     assert not ended.value.code
     assert capsys.readouterr().out.count("needs a GPU") == 2
     assert log.read_text().count("needs a GPU") == 2
-    monkeypatch.setattr(sys, "argv", ["bring_up", "enigne:8b"])
+    monkeypatch.setattr(sys, "argv", ["gpu_minutes", "enigne:8b"])
     with pytest.raises(SystemExit):
-        bring_up.main()
+        gpu_minutes.main()

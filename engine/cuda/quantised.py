@@ -1,0 +1,385 @@
+"""Linear layers and embeddings keep their weights in 4 to 8 bits on a GPU, as files or ``quantize`` have it.
+
+Blocks are repacked once, at load, so that a program of the kernels reads whole lines of memory from end to
+end (``PackedBlocks``); not a bit of a weight changes. A few rows are multiplied where the weights are
+unpacked, many rows by torch, after a part of the weights has been unpacked into memory. Inputs are not
+rounded to fewer bits.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+import gguf
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gguf import GGMLQuantizationType
+
+from truedraft.engine.cuda.triton_run import TOLERANCES, serves
+from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings, Linear, TorchLinear
+from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
+from truedraft.engine.layers.weight import Weight
+
+# Weights of a block, which have a scale in common, and blocks that share more in some types.
+BLOCK, BLOCKS_OF_SUPER = 32, 8
+# Outputs that one program computes; a tile of codes has so many times 32.
+COLUMNS = 64
+# Up to so many rows are multiplied where the weights are unpacked: 64 rows at a time, each time reading them
+# anew. Unpacked they are read and written in 16 bits, which takes as much as seven times 4.5 bits.
+MAX_ROWS = 320
+# Weights that are unpacked at a time for more rows than that.
+UNPACKED = 1 << 26
+# Rows that are repacked at a time, where each code takes a byte.
+REPACKED_ROWS = 1 << 13
+# Rows of the products that are checked: of every size of program, and of more than one.
+CHECKED_ROWS = (1, 17, 33, COLUMNS + 1)
+
+# Codes become weights in one of these ways; kernels know their numbers. SCALE: float16 of a block. SCALE_MIN:
+# and float16 to add. SUPER: scale and minimum in 8 bits each, times float16 of 256 inputs. SUPER_HALF: scales
+# in 8 bits of 16 inputs, times float16 of 256.
+SCALE, SCALE_MIN, SUPER, SUPER_HALF = range(4)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """``bits`` of a code, which is the weight divided by its scale, plus ``offset``."""
+
+    bits: int
+    scaling: int
+    offset: int = 0
+
+    @property
+    def fields(self) -> int:
+        """Returns how many numbers a block has in addition to its codes."""
+        return 1 if self.scaling == SCALE else 2
+
+    @property
+    def super_fields(self) -> int:
+        """Returns how many numbers eight blocks have in common."""
+        return {SUPER: 2, SUPER_HALF: 1}.get(self.scaling, 0)
+
+
+KINDS = {
+    TYPES["Q4_0"]: Kind(4, SCALE, 8),
+    TYPES["Q4_1"]: Kind(4, SCALE_MIN),
+    TYPES["Q5_0"]: Kind(5, SCALE, 16),
+    TYPES["Q5_1"]: Kind(5, SCALE_MIN),
+    TYPES["Q8_0"]: Kind(8, SCALE, 128),
+    TYPES["Q4_K"]: Kind(4, SUPER),
+    TYPES["Q5_K"]: Kind(5, SUPER),
+    TYPES["Q6_K"]: Kind(6, SUPER_HALF, 32),
+}
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """A matrix on the device, in tiles of ``COLUMNS`` rows, whose numbers of a block lie together.
+
+    ``low`` uint8 [tiles, n, columns, 32]: the codes' low four bits of two blocks in a byte, or 8 of one.
+    ``high``, likewise, the fifth bits of eight blocks, or the fifth and sixth of four. ``scales`` [tiles,
+    blocks, fields, columns], float16 or uint8. ``supers`` float16 [tiles, blocks / 8, fields, columns].
+    """
+
+    type: int
+    rows: int
+    in_features: int
+    low: torch.Tensor
+    high: torch.Tensor
+    scales: torch.Tensor
+    supers: torch.Tensor
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.type]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.in_features // BLOCK
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.low, self.high, self.scales, self.supers))
+
+
+def pack(blocks: QuantisedBlocks, device: torch.device) -> PackedBlocks:
+    """Repacks a matrix of one of ``KINDS`` on ``device``."""
+    parts, rows = [], blocks.rows
+    for first in range(0, len(rows), REPACKED_ROWS):
+        wanted = rows[first : first + REPACKED_ROWS]
+        # Rows that lie side by side are not copied before they are sent.
+        data = blocks.data[first : first + len(wanted)] if blocks.order is None else blocks.data[wanted]
+        stored = torch.from_numpy(np.array(data)).to(device)
+        codes, scales, supers = _fields(blocks.type, stored, blocks.in_features // BLOCK)
+        low, high = _planes(_tiled(codes), KINDS[blocks.type].bits)
+        parts.append((low, high, _tiled_fields(scales), _tiled_fields(supers)))
+    joined = [torch.cat(each) for each in zip(*parts, strict=True)]
+    return PackedBlocks(blocks.type, len(rows), blocks.in_features, *joined)
+
+
+def _fields(type_: int, stored: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns codes uint8 [rows, blocks, 32], scales [rows, blocks, fields], and what eight blocks share
+    [rows, blocks / 8, fields], of ``stored`` uint8 [rows, bytes]."""
+    rows, kind = len(stored), KINDS[type_]
+    name = GGMLQuantizationType(type_).name
+    if kind.super_fields:
+        data = stored.view(rows, blocks // BLOCKS_OF_SUPER, -1)
+        return (_super_half if kind.scaling == SUPER_HALF else _super)(data, kind.bits)
+    data = stored.view(rows, blocks, -1)
+    at = 2 * kind.fields
+    scales, none = _halves(data[..., :at]), stored.new_empty(rows, 0, 0, dtype=torch.float16)
+    if kind.bits == 8:
+        return data[..., at:] ^ 128, scales, none
+    if name.startswith("Q5"):
+        high, at = data[..., at : at + 4], at + 4
+        places = torch.arange(BLOCK, device=stored.device)
+        fifth = high[..., places // 8] >> (places % 8).to(torch.uint8) & 1
+        return _nibbles(data[..., at:]) | fifth << 4, scales, none
+    return _nibbles(data[..., at:]), scales, none
+
+
+def _super(data: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reads Q4_K and Q5_K, [rows, supers, bytes]."""
+    rows, supers = data.shape[:2]
+    packed, at = data[..., 4:16], 16 if bits == 4 else 48
+    low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scale = torch.cat((low & 63, high & 15 | low >> 2 & 48), -1)
+    minimum = torch.cat((middle & 63, high >> 4 | middle >> 2 & 48), -1)
+    codes = _nibbles(data[..., at:].reshape(rows, supers, 4, BLOCK)).view(rows, supers, -1, BLOCK)
+    if bits == 5:
+        shifts = torch.arange(BLOCKS_OF_SUPER, dtype=torch.uint8, device=data.device)
+        codes = codes | (data[..., None, 16:48] >> shifts[:, None] & 1) << 4
+    scales = torch.stack((scale, minimum), -1).view(rows, -1, 2)
+    return codes.view(rows, -1, BLOCK), scales, _halves(data[..., :4])
+
+
+def _super_half(data: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reads Q6_K, [rows, supers, bytes]. In each half of 128 inputs, the low bits of two blocks lie before
+    those of the next two."""
+    rows, supers = data.shape[:2]
+    low = data[..., :128].reshape(rows, supers, 2, 1, 2, BLOCK)
+    low = torch.cat((low & 15, low >> 4), 3)
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=data.device).view(2, 2, 1)
+    high = data[..., 128:192].reshape(rows, supers, 2, 1, 1, BLOCK) >> shifts & 3
+    return (
+        (low | high << 4).view(rows, -1, BLOCK),
+        data[..., 192:208].reshape(rows, -1, 2),
+        _halves(data[..., 208:]),
+    )
+
+
+def _nibbles(data: torch.Tensor) -> torch.Tensor:
+    """Returns the low bits of the last dimension, followed by the high ones."""
+    return torch.cat((data & 15, data >> 4), -1)
+
+
+def _halves(data: torch.Tensor) -> torch.Tensor:
+    return data.contiguous().view(torch.float16)
+
+
+def _tiled(numbers: torch.Tensor) -> torch.Tensor:
+    """[rows, blocks, n] to [tiles, blocks, columns, n]; zeros fill the last tile."""
+    padded = F.pad(numbers, (0, 0, 0, 0, 0, -len(numbers) % COLUMNS))
+    return padded.view(-1, COLUMNS, *numbers.shape[1:]).transpose(1, 2).contiguous()
+
+
+def _tiled_fields(numbers: torch.Tensor) -> torch.Tensor:
+    if not numbers.numel():
+        return numbers.flatten()
+    return _tiled(numbers).transpose(2, 3).contiguous()
+
+
+def _planes(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divides codes [tiles, blocks, columns, 32] into ``low`` and ``high``."""
+    if bits == 8:
+        return codes, codes.new_empty(0)
+    low = _overlaid(codes & 15, 4)
+    return low, codes.new_empty(0) if bits == 4 else _overlaid(codes >> 4, bits - 4)
+
+
+def _overlaid(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Lays consecutive blocks of few bits over each other in bytes, the first one in the lowest bits."""
+    together = 8 // bits
+    tiles, blocks, *rest = codes.shape
+    padded = F.pad(codes, (0, 0, 0, 0, 0, -blocks % together)).view(tiles, -1, together, *rest)
+    bytes_ = padded[:, :, 0].clone()
+    for place in range(1, together):
+        bytes_ |= padded[:, :, place] << bits * place
+    return bytes_
+
+
+class BlockKernels(Protocol):
+    """The module ``quantised_kernels``, or what stands in for it in tests."""
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        parts: Sequence[PackedBlocks],
+        bias: torch.Tensor | None,
+        multiplier: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns (``x`` times the weights of ``parts``, one after the other, plus ``bias``) *
+        ``multiplier`` + ``residual``, summed in float32 and rounded once. The bits of a row do not depend
+        on the others."""
+        ...
+
+    def unpack(self, packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor) -> torch.Tensor:
+        """Returns rows by their numbers, [rows, in features]: to the bit what the package gguf gives, rounded
+        to ``dtype``."""
+        ...
+
+
+class PackedLinear:
+    """Multiplies by blocks. ``parts`` of the same number of inputs may be of several types."""
+
+    def __init__(
+        self,
+        kernels: BlockKernels,
+        parts: Sequence[PackedBlocks],
+        bias: torch.Tensor | None,
+        multiplier: float = 1.0,
+    ) -> None:
+        self.kernels = kernels
+        self.parts = parts
+        self.bias = bias
+        self.multiplier = multiplier
+        self.out_features = sum(part.rows for part in parts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._compute(x, None)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._compute(x, residual)
+
+    def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if len(x) <= MAX_ROWS:
+            return self.kernels.multiply(x, self.parts, self.bias, self.multiplier, residual)
+        products = []
+        for part in self.parts:
+            step = max(COLUMNS, UNPACKED // part.in_features // COLUMNS * COLUMNS)
+            for first in range(0, part.rows, step):
+                numbers = range(first, min(first + step, part.rows))
+                products.append(F.linear(x, self.kernels.unpack(part, x.dtype, numbers)))
+        y = products[0] if len(products) == 1 else torch.cat(products, 1)
+        if self.bias is not None:
+            y += self.bias
+        if residual is None:
+            return y if self.multiplier == 1 else y * self.multiplier
+        return torch.add(residual, y, alpha=self.multiplier)
+
+
+class PackedEmbeddings:
+    """Vectors of tokens are unpacked as they are looked up."""
+
+    def __init__(self, kernels: BlockKernels, packed: PackedBlocks, dtype: torch.dtype) -> None:
+        self.kernels = kernels
+        self.packed = packed
+        self.dtype = dtype
+
+    def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.kernels.unpack(self.packed, self.dtype, token_ids.to(self.packed.low.device))
+
+
+class BlockLinears:
+    """Is a ``Linears`` backend that keeps blocks as they are, and everything else in ``dtype``."""
+
+    takes_halves, takes_blocks = False, True
+
+    def __init__(self, kernels: BlockKernels, dtype: torch.dtype, device: torch.device) -> None:
+        self.kernels = kernels
+        self.dtype = dtype
+        self.device = device
+        # Types that were met, and whether the kernels compute their weights rightly here.
+        self.checked: dict[int, bool] = {}
+        # An output layer may have the weights of the embeddings, which are there once.
+        self.embedded: list[tuple[Weight, PackedBlocks]] = []
+
+    def make(self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0) -> Linear:
+        packed = [self._packed(weight) for weight in weights]
+        parts = [part for part in packed if part is not None]
+        if len(parts) == len(weights):
+            return PackedLinear(self.kernels, parts, bias, multiplier)
+        dense = [weight.dense() for weight in weights]
+        return TorchLinear(dense[0].contiguous() if len(dense) == 1 else torch.cat(dense), bias, multiplier)
+
+    def embeddings(self, weight: Weight) -> Embeddings:
+        packed = self._packed(weight)
+        if packed is None:
+            return DenseEmbeddings(weight.dense())
+        self.embedded.append((weight, packed))
+        return PackedEmbeddings(self.kernels, packed, self.dtype)
+
+    def _packed(self, weight: Weight) -> PackedBlocks | None:
+        blocks = weight.blocks
+        if blocks is None or not self._is_served(blocks.type):
+            return None
+        kept = (packed for embedded, packed in self.embedded if embedded is weight)
+        return next(kept, None) or pack(blocks, self.device)
+
+    def _is_served(self, type_: int) -> bool:
+        if type_ not in KINDS:
+            return False
+        if type_ not in self.checked:
+            self.checked[type_] = is_right(self.kernels, type_, self.dtype, self.device)
+            if not self.checked[type_]:
+                name = GGMLQuantizationType(type_).name
+                logger.warning("The kernel for %s differs from its numbers; they become %s", name, self.dtype)
+        return self.checked[type_]
+
+
+def find_linears(dtype: torch.dtype, device: torch.device) -> BlockLinears | None:
+    """Returns the backend, if there are kernels for ``device``; whether they are right is seen as each type
+    of blocks is met."""
+    if not serves([], dtype, device):
+        return None
+    try:
+        kernels: BlockKernels = import_module("truedraft.engine.cuda.quantised_kernels")  # imports triton
+    except Exception as error:  # compilers and drivers fail in many ways; dense weights need none of this
+        logger.warning("The kernels for quantised weights cannot be used: %s", error, exc_info=True)
+        return None
+    return BlockLinears(kernels, dtype, device)
+
+
+@torch.inference_mode()
+def is_right(kernels: BlockKernels, type_: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tells whether weights of a type are gguf's to the bit, and products those of float64, for each size of
+    program: they are compiled by that, too."""
+    try:
+        # An odd number of blocks where there may be one, and a last tile that is not full.
+        in_features = 512 if KINDS[type_].super_fields else 9 * BLOCK
+        blocks = random_blocks(type_, COLUMNS + 7, in_features)
+        weights = torch.from_numpy(gguf.dequantize(blocks.data, GGMLQuantizationType(type_))).to(device)
+        packed = pack(blocks, device)
+        ids = torch.arange(len(weights) - 1, -1, -3, device=device)
+        for rows, wanted in ((range(len(weights)), weights), (ids, weights[ids])):
+            if not torch.equal(kernels.unpack(packed, torch.float32, rows), wanted):
+                return False
+            kernels.unpack(packed, dtype, rows)  # compiles
+        generator = torch.Generator().manual_seed(type_)
+        x = torch.randn(COLUMNS + 1, blocks.in_features, generator=generator).to(device, dtype)
+        expected = x.double() @ weights.to(dtype).double().t()
+        tolerance = TOLERANCES[dtype] * expected.abs().max()
+        products = (kernels.multiply(x[:rows], [packed], None, 1.0, None) for rows in CHECKED_ROWS)
+        return all(bool(((y - expected[: len(y)]).abs().max() <= tolerance).item()) for y in products)
+    except Exception as error:
+        name = GGMLQuantizationType(type_).name
+        logger.warning("The kernel for %s cannot be used: %s", name, error, exc_info=True)
+        return False
+
+
+def random_blocks(type_: int, rows: int, in_features: int) -> QuantisedBlocks:
+    """Draws every bit, but scales of one size."""
+    kind = KINDS[type_]
+    block, size = (int(number) for number in gguf.GGML_QUANT_SIZES[GGMLQuantizationType(type_)])
+    generator = np.random.default_rng(type_)
+    data = generator.integers(0, 256, (rows, in_features // block, size), dtype=np.uint8)
+    halves = kind.super_fields or kind.fields
+    at = size - 2 if kind.scaling == SUPER_HALF else 0
+    drawn = generator.uniform(-0.02, 0.02, (*data.shape[:2], halves)).astype(np.float16)
+    data[..., at : at + 2 * halves] = drawn.view(np.uint8)
+    return QuantisedBlocks(type_, data.reshape(rows, -1), in_features)

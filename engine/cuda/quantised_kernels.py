@@ -1,0 +1,332 @@
+"""Products with quantised weights, in Triton, and the weights themselves by their rows.
+
+A program multiplies 64 outputs' weights of a share of the inputs by up to 64 rows. Weights are unpacked in
+registers, rounded to the type of the inputs, and are the left factor of ``tl.dot``: so the instructions that
+compute a number do not depend on how many rows there are. Nor do the shares, which a second kernel sums in
+their order: a row's bits are the same in every batch.
+
+Importing this module imports triton: ``quantised`` does where it has a use.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from truedraft.engine.cuda.kernels import num_multiprocessors
+from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, PackedBlocks
+
+# Sizes of a program's tile of rows; more rows take several of the largest. Products of float32 numbers have
+# no matrix units, and need registers for all of them.
+MIN_ROWS, MOST_ROWS = 16, 64
+# Blocks of each output that a program multiplies at a time, while it loads the next ones: codes and inputs of
+# 64 rows take 22 KiB of the 99 that a multiprocessor of a consumer's card has.
+BLOCKS_AT_A_TIME, NUM_STAGES = 4, 3
+# Programs that a multiprocessor is given, as far as there are inputs for so many shares.
+PROGRAMS_OF_MULTIPROCESSOR, MAX_SHARES = 4, 16
+# Numbers that one program sums over the shares.
+JOINED = 1024
+# What differs from layer to layer must not be compiled in: all is compiled at load, by one small layer.
+_VARIES = ("num_blocks", "num_rows", "first_output", "num_outputs", "out_features")
+
+
+@triton.jit
+def block_weights(
+    low,  # the parts of PackedBlocks
+    high,
+    scales,
+    supers,
+    tile,  # int64, of each row, or one for all
+    column,  # in the tile, of each row
+    block,
+    num_blocks,
+    BITS: tl.constexpr,
+    SCALING: tl.constexpr,  # SCALE and others of quantised.py
+    OFFSET: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS_OF_SUPER: tl.constexpr,
+):
+    """Returns float32 [rows, 32]; zeros where there is no such block."""
+    number = tl.arange(0, BLOCK)
+    is_block = 0 * column + block < num_blocks  # the interpreter takes no single number for a mask
+    # The blocks that lie over each other in a byte of ``low`` and ``high``.
+    LOW: tl.constexpr = 1 if BITS == 8 else 2
+    num_low = tl.cdiv(num_blocks, LOW)
+    at = ((tile * num_low + block // LOW) * COLUMNS + column)[:, None] * BLOCK + number[None, :]
+    codes = tl.load(low + at, mask=is_block[:, None], other=0).to(tl.int32)
+    if BITS < 8:
+        codes = (codes >> (block % LOW * 4)) & 15
+    if BITS == 5 or BITS == 6:
+        HIGH: tl.constexpr = 8 // (BITS - 4)
+        MASK: tl.constexpr = 1 if BITS == 5 else 3
+        num_high = tl.cdiv(num_blocks, HIGH)
+        at = ((tile * num_high + block // HIGH) * COLUMNS + column)[:, None] * BLOCK + number[None, :]
+        top = tl.load(high + at, mask=is_block[:, None], other=0).to(tl.int32)
+        codes |= ((top >> (block % HIGH * (BITS - 4))) & MASK) << 4
+    values = (codes - OFFSET).to(tl.float32)
+    FIELDS: tl.constexpr = 1 if SCALING == 0 else 2
+    at = (tile * num_blocks + block) * FIELDS * COLUMNS + column
+    first = tl.load(scales + at, mask=is_block, other=0)
+    if SCALING >= 2:
+        SUPERS: tl.constexpr = 2 if SCALING == 2 else 1
+        num_supers = tl.cdiv(num_blocks, BLOCKS_OF_SUPER)
+        of_supers = (tile * num_supers + block // BLOCKS_OF_SUPER) * SUPERS * COLUMNS + column
+        scale = tl.load(supers + of_supers, mask=is_block, other=0).to(tl.float32)
+    # Nothing but the last operation of a weight is rounded, so it does not matter whether two are fused.
+    if SCALING == 0:
+        weights = values * first.to(tl.float32)[:, None]
+    elif SCALING == 1:
+        added = tl.load(scales + at + COLUMNS, mask=is_block, other=0).to(tl.float32)
+        weights = values * first.to(tl.float32)[:, None] + added[:, None]
+    elif SCALING == 2:
+        minimum = tl.load(supers + of_supers + COLUMNS, mask=is_block, other=0).to(tl.float32)
+        minimum *= tl.load(scales + at + COLUMNS, mask=is_block, other=0).to(tl.float32)
+        weights = values * (scale * first.to(tl.float32))[:, None] - minimum[:, None]
+    else:
+        one = scale * first.to(tl.int8, bitcast=True).to(tl.float32)
+        second = tl.load(scales + at + COLUMNS, mask=is_block, other=0)
+        other = scale * second.to(tl.int8, bitcast=True).to(tl.float32)
+        weights = values * tl.where(number[None, :] < BLOCK // 2, one[:, None], other[:, None])
+    return weights
+
+
+@triton.jit(do_not_specialize=_VARIES)
+def multiply_share(
+    shares,  # float32 [shares, rows, out features]
+    x,  # [rows, in features]
+    low,
+    high,
+    scales,
+    supers,
+    num_blocks,
+    num_rows,
+    first_output,  # where this part of the layer begins
+    num_outputs,
+    out_features,
+    BITS: tl.constexpr,
+    SCALING: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS_AT_A_TIME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS_OF_SUPER: tl.constexpr,
+):
+    tile, share, num_shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    column = tl.arange(0, COLUMNS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    number = tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    num_units = tl.cdiv(num_blocks, BLOCKS_AT_A_TIME)
+    units = tl.cdiv(num_units, num_shares)
+    start = x + row.to(tl.int64)[None, :] * (num_blocks * BLOCK) + number[:, None]
+    product = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for unit in range(share * units, tl.minimum((share + 1) * units, num_units)):
+        for i in tl.static_range(BLOCKS_AT_A_TIME):
+            block = unit * BLOCKS_AT_A_TIME + i
+            weights = block_weights(
+                low,
+                high,
+                scales,
+                supers,
+                tile.to(tl.int64),
+                column,
+                block,
+                num_blocks,
+                BITS,
+                SCALING,
+                OFFSET,
+                COLUMNS,
+                BLOCK,
+                BLOCKS_OF_SUPER,
+            )
+            is_input = is_row[None, :] & (number + block * BLOCK < num_blocks * BLOCK)[:, None]
+            inputs = tl.load(start + block * BLOCK, mask=is_input, other=0.0)
+            product = tl.dot(weights.to(x.dtype.element_ty), inputs, product, input_precision="ieee")
+    output = tile * COLUMNS + column
+    at = (share * num_rows + row).to(tl.int64)[None, :] * out_features + (first_output + output)[:, None]
+    tl.store(shares + at, product, mask=(output < num_outputs)[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=("num_rows", "num_shares", "out_features"))
+def join_products(
+    output,  # [rows, out features]
+    shares,  # float32 [shares, rows, out features]
+    bias,  # [out features], if HAS_BIAS
+    residual,  # like output, if HAS_RESIDUAL
+    multiplier,
+    num_rows,
+    num_shares,
+    out_features,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_number = number < out_features
+    at = row * out_features + number
+    total = tl.zeros([TILE], tl.float32)
+    place = shares + at
+    for _ in range(num_shares):
+        total += tl.load(place, mask=is_number, other=0.0)
+        place += num_rows.to(tl.int64) * out_features
+    if HAS_BIAS:
+        total += tl.load(bias + number, mask=is_number, other=0.0).to(tl.float32)
+    total *= multiplier
+    if HAS_RESIDUAL:
+        total += tl.load(residual + at, mask=is_number, other=0.0).to(tl.float32)
+    tl.store(output + at, total.to(output.dtype.element_ty), mask=is_number)
+
+
+@triton.jit(do_not_specialize=("num_blocks", "first", "num_rows"))
+def unpack_block(
+    output,  # [rows, in features]
+    ids,  # int64 [rows], if HAS_IDS; else rows follow each other from ``first``
+    low,
+    high,
+    scales,
+    supers,
+    num_blocks,
+    first,
+    num_rows,
+    HAS_IDS: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALING: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS_OF_SUPER: tl.constexpr,
+):
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = place < num_rows
+    if HAS_IDS:
+        row = tl.load(ids + place, mask=is_row, other=0)
+    else:
+        row = tl.where(is_row, first + place, 0).to(tl.int64)
+    number = tl.arange(0, BLOCK)
+    for i in tl.static_range(BLOCKS_OF_SUPER):
+        block = tl.program_id(1) * BLOCKS_OF_SUPER + i
+        weights = block_weights(
+            low,
+            high,
+            scales,
+            supers,
+            row // COLUMNS,
+            row % COLUMNS,
+            block,
+            num_blocks,
+            BITS,
+            SCALING,
+            OFFSET,
+            COLUMNS,
+            BLOCK,
+            BLOCKS_OF_SUPER,
+        )
+        at = (place.to(tl.int64) * num_blocks + block)[:, None] * BLOCK + number[None, :]
+        is_number = is_row[:, None] & (number + block * BLOCK < num_blocks * BLOCK)[None, :]
+        tl.store(output + at, weights.to(output.dtype.element_ty), mask=is_number)
+
+
+def multiply(
+    x: torch.Tensor,
+    parts: Sequence[PackedBlocks],
+    bias: torch.Tensor | None,
+    multiplier: float,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """Computes as ``BlockKernels`` says. ``bias`` and ``residual`` are contiguous."""
+    x = x.contiguous()
+    num_rows, out_features = len(x), sum(part.rows for part in parts)
+    output = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
+    if not num_rows:
+        return output
+    num_shares = shares_of(out_features, x.shape[1], x.device)
+    shares = torch.empty(num_shares, num_rows, out_features, dtype=torch.float32, device=x.device)
+    rows = row_tile(num_rows, x.dtype)
+    first_output = 0
+    # Triton launches on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        for part in parts:
+            grid = triton.cdiv(part.rows, COLUMNS), num_shares, triton.cdiv(num_rows, rows)
+            multiply_share[grid](
+                shares,
+                x,
+                part.low,
+                part.high,
+                part.scales,
+                part.supers,
+                part.num_blocks,
+                num_rows,
+                first_output,
+                part.rows,
+                out_features,
+                ROWS=rows,
+                BLOCKS_AT_A_TIME=BLOCKS_AT_A_TIME,
+                num_stages=NUM_STAGES,
+                **_constants(part),
+            )
+            first_output += part.rows
+        join_products[num_rows, triton.cdiv(out_features, JOINED)](
+            output,
+            shares,
+            x if bias is None else bias,
+            x if residual is None else residual,
+            multiplier,
+            num_rows,
+            num_shares,
+            out_features,
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            TILE=JOINED,
+            num_warps=4,
+        )
+    return output
+
+
+def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor) -> torch.Tensor:
+    """Computes as ``BlockKernels`` says."""
+    device = packed.low.device
+    output = torch.empty(len(rows), packed.in_features, dtype=dtype, device=device)
+    if not len(rows):
+        return output
+    has_ids = isinstance(rows, torch.Tensor)
+    tile = MIN_ROWS if has_ids else COLUMNS
+    grid = triton.cdiv(len(rows), tile), triton.cdiv(packed.num_blocks, BLOCKS_OF_SUPER)
+    with torch.cuda.device_of(output):  # type: ignore[no-untyped-call]
+        unpack_block[grid](
+            output,
+            rows if has_ids else output,
+            packed.low,
+            packed.high,
+            packed.scales,
+            packed.supers,
+            packed.num_blocks,
+            0 if isinstance(rows, torch.Tensor) else rows.start,
+            len(rows),
+            HAS_IDS=has_ids,
+            ROWS=tile,
+            **_constants(packed),
+        )
+    return output
+
+
+def _constants(packed: PackedBlocks) -> dict[str, int]:
+    """Returns what is compiled in for a kind of blocks."""
+    kind = packed.kind
+    sizes = {"COLUMNS": COLUMNS, "BLOCK": BLOCK, "BLOCKS_OF_SUPER": BLOCKS_OF_SUPER, "num_warps": 4}
+    return {"BITS": kind.bits, "SCALING": kind.scaling, "OFFSET": kind.offset, **sizes}
+
+
+def row_tile(num_rows: int, dtype: torch.dtype) -> int:
+    """Returns how many of ``num_rows`` one program multiplies."""
+    largest = MIN_ROWS if dtype == torch.float32 else MOST_ROWS
+    return min(largest, max(MIN_ROWS, int(triton.next_power_of_2(num_rows))))
+
+
+def shares_of(out_features: int, in_features: int, device: torch.device) -> int:
+    """Returns in how many shares the inputs of a layer are divided, by the layer and the device alone."""
+    wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // -(-out_features // COLUMNS)
+    return max(1, min(wanted, -(-in_features // (BLOCK * BLOCKS_AT_A_TIME)), MAX_SHARES))

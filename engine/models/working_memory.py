@@ -1,0 +1,28 @@
+"""Says what a step of prompts needs on a GPU, next to weights, caches and graphs: bounds, by shapes."""
+
+from collections.abc import Iterable
+
+from truedraft.engine.cuda.quantised import UNPACKED
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.decoder import FusedDecoder
+
+# Numbers of a token that are alive together: hidden states, normed ones, queries, keys and values and what
+# was attended, each up to as many as a hidden state has, and twice; gate, up, their copy where parts are
+# joined, and what was gated.
+HIDDEN_STATES, MLP_STATES = 8, 5
+
+
+def prompt_bytes(models: Iterable[Model], num_tokens: int) -> int:
+    """Returns bytes for the ``num_tokens`` of a step, which the models compute one after the other."""
+    return max(_bytes(model, num_tokens) for model in models)
+
+
+def _bytes(model: Model, num_tokens: int) -> int:
+    config = model.config.get_text_config()
+    hidden = int(getattr(config, "hidden_size", 0))
+    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
+    widest = max(mlp) if isinstance(mlp, list | tuple) else int(mlp)
+    numbers = num_tokens * (HIDDEN_STATES * hidden + MLP_STATES * widest)
+    if isinstance(model, FusedDecoder) and model.is_quantised:
+        numbers += UNPACKED
+    return numbers * model.dtype.itemsize

@@ -1,0 +1,58 @@
+"""``engine.cuda.quantised_kernels`` by torch's operations: what they must compute, and, on a CPU, in their
+place. A tape holds them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from truedraft.engine.cuda.quantised import SCALE, SCALE_MIN, SUPER, PackedBlocks
+
+
+def multiply(
+    x: torch.Tensor,
+    parts: Sequence[PackedBlocks],
+    bias: torch.Tensor | None,
+    multiplier: float,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    weights = torch.cat([unpack(part, x.dtype, range(part.rows)) for part in parts])
+    # In float64, so that no row depends on the others but in bits that are rounded off.
+    total = x.double() @ weights.double().t()
+    if bias is not None:
+        total = total + bias
+    total = total * multiplier
+    return (total if residual is None else total + residual).to(x.dtype)
+
+
+def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor) -> torch.Tensor:
+    weights = _weights(packed).flatten(0, 1).flatten(1)[: packed.rows]
+    if isinstance(rows, range):
+        return weights[rows.start : rows.stop].to(dtype)
+    return weights.index_select(0, rows).to(dtype)
+
+
+def _weights(packed: PackedBlocks) -> torch.Tensor:
+    """Returns float32 [tiles, columns, blocks, 32]."""
+    kind, blocks = packed.kind, packed.num_blocks
+    codes = _codes(packed.low, 8 if kind.bits == 8 else 4, blocks)
+    if kind.bits in (5, 6):
+        codes = codes | _codes(packed.high, kind.bits - 4, blocks) << 4
+    values = (codes.int() - kind.offset).float()
+    scales = packed.scales.view(torch.int8) if kind.super_fields == 1 else packed.scales
+    first, *second = scales.float().permute(2, 0, 3, 1)[..., None]
+    if kind.scaling == SCALE:
+        return values * first
+    if kind.scaling == SCALE_MIN:
+        return values * first + second[0]
+    supers = packed.supers.float().permute(2, 0, 3, 1)[..., None].repeat_interleave(8, -2)
+    if kind.scaling == SUPER:
+        return values * (supers[0] * first) - supers[1] * second[0]
+    both = torch.cat((first.expand(*first.shape[:-1], 16), second[0].expand(*first.shape[:-1], 16)), -1)
+    return values * (supers[0] * both)
+
+
+def _codes(plane: torch.Tensor, bits: int, blocks: int) -> torch.Tensor:
+    """Returns uint8 [tiles, columns, blocks, 32] of bytes in which blocks of few ``bits`` lie together."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1, 1)
+    apart = plane[:, :, None] >> shifts & (1 << bits) - 1
+    return apart.flatten(1, 2)[:, :blocks].transpose(1, 2)

@@ -1,0 +1,63 @@
+"""Compiles the products with quantised weights for GPUs that are not here, and looks at what they would need.
+
+Run by ``test_blocks_on_a_device``, in a process of its own: ``python -m tests.engine.triton_block_compile``.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.engine.triton_compile import NAMES, check
+from truedraft.engine.cuda import quantised_kernels as kernels
+from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, KINDS, SCALE, SCALE_MIN, Kind
+from truedraft.engine.layers.quantised_blocks import TYPES
+
+
+def compiled(
+    kernel: Any, capability: int, kind: Kind, dtype: torch.dtype, output: torch.dtype, **constants: Any
+) -> Any:
+    names = kernel.arg_names
+    constants |= {"COLUMNS": COLUMNS, "BLOCK": BLOCK, "BLOCKS_OF_SUPER": BLOCKS_OF_SUPER}
+    constants |= {"BITS": kind.bits, "SCALING": kind.scaling, "OFFSET": kind.offset}
+    scales = "*fp16" if kind.scaling in (SCALE, SCALE_MIN) else "*u8"
+    types = {"x": f"*{NAMES[dtype]}", "output": f"*{NAMES[output]}", "shares": "*fp32", "ids": "*i64"}
+    types |= {"low": "*u8", "high": "*u8", "scales": scales, "supers": "*fp16"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        aligned,
+    )
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 4, "num_stages": kernels.NUM_STAGES},
+    )
+
+
+def compile_one(name: str, capability: int, dtype: torch.dtype, rows: int) -> Any:
+    kind = KINDS[TYPES[name]]
+    sizes = {"ROWS": rows, "BLOCKS_AT_A_TIME": kernels.BLOCKS_AT_A_TIME}
+    made = compiled(kernels.multiply_share, capability, kind, dtype, dtype, **sizes)
+    check(made, name, capability, dtype, rows)
+    return made
+
+
+def compile_rows(name: str, capability: int, output: torch.dtype, has_ids: bool) -> Any:
+    kind, rows = KINDS[TYPES[name]], kernels.MIN_ROWS if has_ids else COLUMNS
+    made = compiled(kernels.unpack_block, capability, kind, output, output, ROWS=rows, HAS_IDS=has_ids)
+    check(made, name, capability, output, has_ids)
+    return made
+
+
+if __name__ == "__main__":
+    compile_one("Q4_K", 90, torch.bfloat16, 64)
+    compile_one("Q6_K", 89, torch.bfloat16, 16)
+    compile_one("Q5_0", 80, torch.float16, 32)
+    compile_one("Q8_0", 120, torch.float32, 16)
+    compile_rows("Q6_K", 90, torch.bfloat16, has_ids=True)
+    compile_rows("Q5_1", 80, torch.float32, has_ids=False)
