@@ -149,12 +149,11 @@ def test_vocabularies_with_byte_fallback(prefix: bool, tmp_path: Path) -> None:
 
 
 def test_whole_texts_are_merged_in_vocabularies_of_gemma4(tmp_path: Path) -> None:
-    """Every character is in it or spelt in bytes, and the file's merges cross all but what they do not know."""
+    """Every character is a token or spelt in bytes, and merges know no border but control tokens."""
     original = train_sentencepiece()
     original.normalizer = normalizers.Replace(" ", "▁")
-    path = write(
-        tmp_path / "m.gguf", original, "gemma4", None, bos_token_id=1, eos_token_id=2, unk_token_id=0
-    )
+    fields = {"bos_token_id": 1, "unk_token_id": 0}
+    path = write(tmp_path / "m.gguf", original, "gemma4", None, **fields)
     ours = load_tokenizer(path)
     for text in [*TEXTS, "the</s>the</s> cat<s>\nmat"]:
         ids = original.encode(text).ids
