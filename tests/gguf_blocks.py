@@ -14,21 +14,30 @@ HALVES = {
     "Q5_0": (0,),
     "Q5_1": (0, 2),
     "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
 }
-HALVES["Q6_K"] = (208,)
 
 
-def random_blocks(name: str, rows: int, in_features: int, seed: int) -> QuantisedBlocks:
-    """Every bit is drawn, but scales are of one size."""
+def random_blocks(
+    name: str, rows: int, in_features: int, seed: int, *, any_scale: bool = False
+) -> QuantisedBlocks:
+    """Draws every bit, but scales are of one size without ``any_scale``."""
     kind = GGMLQuantizationType[name]
     block, size = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(seed)
     data = generator.integers(0, 256, (rows, in_features // block, size), dtype=np.uint8)
-    for at in HALVES[name]:
+    for at in () if any_scale else HALVES[name]:
         scales = generator.uniform(-0.02, 0.02, (rows, in_features // block, 1)).astype(np.float16)
         data[:, :, at : at + 2] = scales.view(np.uint8).reshape(rows, -1, 2)
+    if name == "MXFP4" and not any_scale:
+        data[:, :, 0] = generator.integers(116, 122, data.shape[:2])
     return QuantisedBlocks(int(kind), data.reshape(rows, -1), in_features)
 
 

@@ -22,6 +22,8 @@ STRING, ARRAY = 8, 9
 # More is no model: it is what a damaged file says.
 MAX_DIMENSIONS = 4
 
+# This key counts the parts of a file from 0.
+PART_NUMBER = "split.no"
 # A part's name ends with its number and the number of parts.
 PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
@@ -82,8 +84,10 @@ def read_gguf(path: str) -> GgufFile:
     """
     first, *others = _part_names(path)
     file = _Reader(first).read()
-    for name in others:
+    _check_part(file, file, 0)
+    for number, name in enumerate(others, 1):
         part = _Reader(name).read()
+        _check_part(file, part, number)
         if twice := file.tensors.keys() & part.tensors.keys():
             raise GgufError(f"{path} is damaged: two of its parts have a tensor {min(twice)}")
         file.parts.extend(part.parts)
@@ -93,6 +97,16 @@ def read_gguf(path: str) -> GgufFile:
         if said not in (found, 0):
             raise GgufError(f"{path} is not whole: its {key} is {said}, but {found} are found")
     return file
+
+
+def _check_part(first: GgufFile, part: GgufFile, number: int) -> None:
+    """Raises ``GgufError`` for a part whose name does not say what it is."""
+    said = part.metadata.get(PART_NUMBER, number)
+    if said != number:
+        raise GgufError(f"{part.path} is not part {number + 1} of its model: its {PART_NUMBER} is {said}")
+    for key in sorted(first.metadata.keys() & part.metadata.keys() - {PART_NUMBER}):
+        if first.metadata[key] != part.metadata[key]:
+            raise GgufError(f"{first.path} and {part.path} are not parts of one model: their {key} differs")
 
 
 def _part_names(path: str) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
+from truedraft.engine.formats.gguf_splits import BEGINS, WHOLE_WORDS, pre_tokenizer
 
 KEY = "tokenizer.ggml"
 # Values must be of these types; lists must hold such values.
@@ -59,24 +60,10 @@ OLD_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 OTHER_NAMES = ("bos", "unknown", "padding", "seperator", "mask")  # spelt as in the files
 # A file that names none has these. In a byte-level vocabulary the default is Falcon's, and only ends.
-DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"eos": 11}}
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"eos": 11}, "gemma4": {}}
+# Texts begin with the first token in vocabularies of these kinds.
+BEGINNING_KINDS = ("llama", "gemma4")
 
-# Under these rules a piece of text that is a token is that token, whatever its merges say, and every text
-# begins with the first token.
-WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"} | {
-    *("jina-v5-nano", "tekken"),
-}
-# Text is cut before tokens are looked for, by rules that a file only names. transformers knows most of the
-# names; these split digits one by one, and then as GPT-2 does.
-DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# A file without a name is cut by these expressions, one after the other.
-DEFAULT_NAMES = (None, "", "default")
-DEFAULT_SPLITS = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
 # A file of such a name has special tokens that swallow the blanks after them, but not the second tuple's.
 SWALLOWING, NOT_SWALLOWING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
@@ -105,7 +92,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary | None:
         return None
     kind, rules = metadata.get(f"{KEY}.model"), metadata.get(f"{KEY}.pre")
     if kind not in DEFAULT_IDS:
-        raise GgufError(f"{path} has a tokenizer of the kind {kind}; gpt2 and llama are supported")
+        raise GgufError(f"{path} has a tokenizer of the kind {kind}; {', '.join(DEFAULT_IDS)} are supported")
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     by_text = {token: index for index, token in enumerate(tokens)}
     if len(by_text) < len(tokens):
@@ -116,7 +103,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary | None:
         raise GgufError(f"{path} is damaged: {len(types)} token types are too few for {len(tokens)} tokens")
     ids = _named_ids(file, kind, by_text)
     ends = _correct_types(types, tokens, by_text, ids)
-    add_bos = bool(metadata.get(f"{KEY}.add_bos_token", kind == "llama" or rules in WHOLE_WORDS))
+    add_bos = bool(metadata.get(f"{KEY}.add_bos_token", kind in BEGINNING_KINDS or rules in BEGINS))
     add_eos = bool(metadata.get(f"{KEY}.add_eos_token", False))
     for name, is_added in (("bos", add_bos), ("eos", add_eos)):
         if is_added and name not in ids:
@@ -181,8 +168,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     if vocabulary is None:
         raise GgufError(f"{file.path} has no tokenizer ({KEY}.tokens)")
     try:
-        build = _sentencepiece if vocabulary.kind == "llama" else _byte_level
-        fast = build(file, vocabulary)
+        fast = BUILDERS[vocabulary.kind](file, vocabulary)
         _add_tokens(fast, vocabulary)
         if any(name in str(file.metadata.get("general.name", "")).lower() for name in SWALLOWING):
             fast = _swallowing(fast)
@@ -198,8 +184,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     special = {
         f"{ours}_token": vocabulary.tokens[vocabulary.ids[name]]
         for name, ours in named.items()
-        if name in vocabulary.ids
-        and (vocabulary.kind == "llama" or f"{KEY}.{name}_token_id" in file.metadata)
+        if name in vocabulary.ids and (vocabulary.kind != "gpt2" or f"{KEY}.{name}_token_id" in file.metadata)
     }
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
@@ -211,7 +196,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
 
 
 def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Any:
-    from tokenizers import decoders, pre_tokenizers
+    from tokenizers import decoders, normalizers
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
     metadata = file.metadata
@@ -219,14 +204,33 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Any:
     fields = {
         ours: metadata[f"tokenizer.{key}"] for key, ours in named.items() if f"tokenizer.{key}" in metadata
     }
-    build = mapping.select_tokenizer_builder(file.architecture, "llama")
-    fast = build(fields | {"tokens": vocabulary.tokens}).backend_tokenizer
-    if metadata.get(f"{KEY}.add_space_prefix") is False:
-        fast.normalizer = None
-        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        fast.decoder = decoders.Sequence(parts)
+    fast = mapping.sentencepiece_tokenizer(fields | {"tokens": vocabulary.tokens}).backend_tokenizer
+    begins = metadata.get(f"{KEY}.add_space_prefix", True)
+    # A blank goes before a text, and before what follows a control token, whatever that begins with.
+    prefix = [normalizers.Prepend("▁")] if begins else []
+    fast.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    fast.pre_tokenizer = None
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if begins else [])])
     return fast
+
+
+def _marked_blanks(file: GgufFile, vocabulary: Vocabulary) -> Any:
+    """Builds Gemma 4's: merges of the file over whole texts, and bytes for what no token has."""
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
+    unknown = vocabulary.tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
+    fast = Tokenizer(BPE(vocab, _merges(file), fuse_unk=True, byte_fallback=True, unk_token=unknown))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return fast
+
+
+def _merges(file: GgufFile) -> list[tuple[str, str]]:
+    cuts = ((merge, merge.find(" ", 1)) for merge in file.metadata.get(f"{KEY}.merges", []))
+    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
 
 
 def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Any:
@@ -244,33 +248,15 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Any:
 
     numbered = zip(vocabulary.tokens, vocabulary.types, strict=False)
     vocab = {spelt(token, kind): index for index, (token, kind) in enumerate(numbered)}
-    merges = []
-    for merge in file.metadata.get(f"{KEY}.merges", []):
-        cut = merge.find(" ", 1)
-        merges.append((merge[:cut], merge[cut + 1 :]))
-    fast = Tokenizer(BPE(vocab, merges, fuse_unk=False, ignore_merges=vocabulary.rules in WHOLE_WORDS))
-    fast.pre_tokenizer = _splits(file, vocabulary.rules)
+    fast = Tokenizer(BPE(vocab, _merges(file), fuse_unk=False, ignore_merges=vocabulary.rules in WHOLE_WORDS))
+    try:
+        fast.pre_tokenizer = pre_tokenizer(vocabulary.rules)
+    except KeyError as error:
+        raise GgufError(
+            f"{file.path} cuts text by the rules {vocabulary.rules}, which are not supported"
+        ) from error
     fast.decoder = decoders.ByteLevel()
     return fast
-
-
-def _splits(file: GgufFile, rules: str | None) -> Any:
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
-
-    whole = ByteLevel(add_prefix_space=False, use_regex=True)
-    if rules == "gpt-2":
-        return whole
-    if rules in DIGIT_SPLITS:
-        return Sequence([Digits(individual_digits=True), whole])
-    expressions: tuple[str, ...] = DEFAULT_SPLITS
-    if rules not in DEFAULT_NAMES:
-        if rules not in mapping.GGUF_PRE_TOKENIZER_SPLITS:
-            raise GgufError(f"{file.path} cuts text by the rules {rules}, which are not supported")
-        expressions = (mapping.GGUF_PRE_TOKENIZER_SPLITS[rules],)
-    splits = [Split(Regex(expression), behavior="isolated") for expression in expressions]
-    return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _byte_letters() -> list[str]:
@@ -298,3 +284,6 @@ def _swallowing(fast: Any) -> Any:
     for token in described["added_tokens"]:
         token["rstrip"] = token["content"] not in NOT_SWALLOWING
     return Tokenizer.from_str(json.dumps(described))
+
+
+BUILDERS = {"llama": _sentencepiece, "gpt2": _byte_level, "gemma4": _marked_blanks}

@@ -6,9 +6,23 @@ import numpy as np
 import numpy.typing as npt
 
 # ggml's numbers of the types that there are kernels for, as in quantised_blocks.h.
-TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+TYPES = {
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
+    "MXFP4": 39,
+}
 # A block has 256 inputs in the types that have super-blocks, else 32.
-BLOCK_INPUTS = {number: 256 if name.endswith("_K") else 32 for name, number in TYPES.items()}
+BLOCK_INPUTS = {number: 256 if name.endswith(("_K", "_XS")) else 32 for name, number in TYPES.items()}
 
 Bytes = npt.NDArray[np.uint8]
 

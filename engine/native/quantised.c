@@ -1,7 +1,7 @@
 /* Linear layers with quantised weights, for a few rows on a CPU.
  *
  * A row's inputs are rounded to 8 bits, 32 by 32, each with the scale that makes the largest 127, as ggml does
- * (whose scales are float16; these are float32). Sums of 32 (16 for Q6_K) products are integers, and so exact;
+ * (whose scales are float16; these are float32). Sums of 32 (16 for Q2_K, Q3_K and Q6_K) products are integers, and so exact;
  * they are scaled and summed up in float32, in the order of the inputs, whatever the number of rows.
  *
  * "quantised.py" calls this; all arrays are row-major, and "quantised_blocks.h" says what a panel is.
@@ -131,43 +131,62 @@ SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
 #define BYTES_ARE_SIGNED 0
 #endif
 
-/* Bits ``count`` at ``from`` of each byte, as bits 4 and 5. */
-static inline ALWAYS bytes high_bits(const bytes high, const int from, const int count) {
-    const words shifted = from < 4 ? (words)high << (4 - from) : (words)high >> (from - 4);
-    return (bytes)shifted & (uint8_t)(((1 << count) - 1) << 4);
+/* The codes that stored ones stand for. */
+SIMD bytes look_up(const bytes stored, const uint8_t *book) {
+#if LANES == 16 && defined(__AVX512BW__)
+    return (bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)book)), (__m512i)stored);
+#elif LANES == 8 && defined(__AVX2__)
+    return (bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)book)), (__m256i)stored);
+#elif LANES == 4 && defined(__SSSE3__)
+    return (bytes)_mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)book), (__m128i)stored);
+#elif defined(__aarch64__)
+    return (bytes)vqtbl1q_u8(vld1q_u8(book), (uint8x16_t)stored);
+#else
+    bytes out;
+    for (int i = 0; i < 4 * LANES; i++) out[i] = book[stored[i]];
+    return out;
+#endif
+}
+
+/* Bits ``from`` to from + count - 1 of each byte, as those from ``to`` on. */
+static inline ALWAYS bytes move_bits(const bytes x, const int from, const int count, const int to) {
+    const words shifted = from < to ? (words)x << (to - from) : (words)x >> (from - to);
+    return (bytes)shifted & (uint8_t)(((1 << count) - 1) << to);
 }
 
 /* Codes of groups ``group`` (even) and ``group + 1`` of a block, of LANES columns. */
-static inline ALWAYS void load(bytes codes[2], const uint8_t *block, const int group, const int bits) {
-    if (bits == 8) {
-        codes[0] = *(const bytes *)(block + group * GROUP_BYTES);
-        codes[1] = *(const bytes *)(block + (group + 1) * GROUP_BYTES);
-        return;
+static inline ALWAYS void load(bytes codes[2], const uint8_t *block, const int group, const int64_t type) {
+    const int bits = code_bits(type), low = low_bits(bits), high = bits - low;
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        const int at = (group + i) * low;
+        const bytes stored = *(const bytes *)(block + at / 8 * GROUP_BYTES);
+        codes[i] = low == 8 ? stored : move_bits(stored, at % 8, low, 0);
+        if (high) {
+            const int above = (group + i) * high;
+            const bytes rest = *(const bytes *)(block + (low + above / 8) * GROUP_BYTES);
+            codes[i] |= move_bits(rest, above % 8, high, low);
+        }
+        if (code_book(type)) codes[i] = look_up(codes[i], code_book(type));
     }
-    const bytes both = *(const bytes *)(block + group / 2 * GROUP_BYTES);
-    codes[0] = both & 15;
-    codes[1] = (bytes)((words)both >> 4) & 15;
-    if (bits == 4) return;
-    const int size = bits - 4, from = group * size % 8;
-    const bytes high = *(const bytes *)(block + (4 + group * size / 8) * GROUP_BYTES);
-    codes[0] |= high_bits(high, from, size);
-    codes[1] |= high_bits(high, from + size, size);
 }
 
-/* Eight bits of each column as float32. gcc converts number by number where it is not given the instruction. */
-static inline ALWAYS vec widen_bytes(const uint8_t *x) {
+/* Eight bits of each column as int32, as float32. gcc converts number by number where it is not given the
+ * instruction. */
+static inline ALWAYS ivec integers(const uint8_t *x) {
 #if LANES == 16
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)));
+    return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
 #elif LANES == 8 && defined(__AVX2__)
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+    return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x));
 #elif defined(__aarch64__)
     uint32_t four;
     memcpy(&four, x, sizeof four);
-    return (vec)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+    return (ivec)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 #else
-    return __builtin_convertvector(*(const narrow *)x, vec);
+    return __builtin_convertvector(*(const narrow *)x, ivec);
 #endif
 }
+static inline ALWAYS vec widen_bytes(const uint8_t *x) { return __builtin_convertvector(integers(x), vec); }
 static inline ALWAYS vec widen_signed(const uint8_t *x) {
 #if LANES == 16
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
@@ -182,6 +201,11 @@ static inline ALWAYS vec widen_signed(const uint8_t *x) {
 #endif
 }
 static inline ALWAYS vec widen_half(const uint8_t *x) { return widen((const uint16_t *)x); }
+/* 2 ** (exponent - 128), which is subnormal at 0 and 1. */
+static inline ALWAYS vec widen_powers(const uint8_t *x) {
+    const ivec exponents = integers(x), is_small = exponents < 2;
+    return (vec)(((exponents + 1) * 0x200000 & is_small) | ((exponents - 1) << 23 & ~is_small));
+}
 
 /* Columns of some rows from their sums. One function for any number of rows. */
 static __attribute__((noinline)) void finish(const Linear *linear, float *out, const float *residual, const float *sum,
@@ -201,9 +225,10 @@ static __attribute__((noinline)) void finish(const Linear *linear, float *out, c
 /* sums [num_rows, TILE] of the columns from ``column`` of a panel; x [blocks, num_rows]. */
 static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const int column, const Inputs *x,
                                         int64_t num_blocks, const int64_t type, const int num_rows) {
-    const int bits = code_bits(type), offset = bits == 8 && BYTES_ARE_SIGNED ? 0 : code_offset(type);
+    const int bits = code_bits(type), is_byte = has_byte_codes(type);
+    const int offset = is_byte && BYTES_ARE_SIGNED ? 0 : code_offset(type);
     const Scaling scaling = scaling_of(type);
-    const int num_units = scaling == SUPER_HALF ? 2 : 1; /* scales of a column in a block */
+    const int num_units = num_scales(scaling);
     const int64_t size = code_bytes(bits) + scale_bytes(scaling);
     vec sum[MAX_ROWS][VECTORS];
     UNROLL
@@ -222,7 +247,7 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
             for (int i = 0; i < VECTORS; i++) {
                 const int at = column + i * LANES;
                 super_scale[i] = widen_half(panel + 2 * at);
-                if (scaling == SUPER) super_min[i] = -widen_half(panel + 2 * (COLUMNS + at));
+                if (has_super_min(scaling)) super_min[i] = -widen_half(panel + 2 * (COLUMNS + at));
             }
             panel += shared;
         }
@@ -242,7 +267,7 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
                 bytes codes[VECTORS][2];
                 UNROLL
                 for (int i = 0; i < VECTORS; i++)
-                    load(codes[i], panel + (column + i * LANES) * GROUP, group, bits);
+                    load(codes[i], panel + (column + i * LANES) * GROUP, group, type);
                 UNROLL
                 for (int row = 0; row < num_rows; row++) {
                     UNROLL
@@ -250,7 +275,7 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
                         const ivec inputs = all(((const four *)x[row].codes)[group + j]);
                         UNROLL
                         for (int i = 0; i < VECTORS; i++)
-                            dots[row][i] = dot(dots[row][i], codes[i][j], inputs, bits == 8);
+                            dots[row][i] = dot(dots[row][i], codes[i][j], inputs, is_byte);
                     }
                 }
             }
@@ -258,19 +283,30 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
             for (int i = 0; i < VECTORS; i++) {
                 const int at = column + i * LANES;
                 vec factor, min = {0};
-                if (scaling == SUPER) {
-                    factor = super_scale[i] * widen_bytes(scale + at);
-                    min = super_min[i] * widen_bytes(scale + COLUMNS + at);
-                } else if (scaling == SUPER_HALF) {
-                    factor = super_scale[i] * widen_signed(scale + unit * COLUMNS + at);
-                } else {
-                    factor = widen_half(scale + 2 * at);
-                    if (scaling == SCALE_MIN) min = widen_half(scale + 2 * (COLUMNS + at));
+                switch (scaling) {
+                    case SUPER:
+                        factor = super_scale[i] * widen_bytes(scale + at);
+                        min = super_min[i] * widen_bytes(scale + COLUMNS + at);
+                        break;
+                    case SUPER_HALF_MIN: {
+                        const ivec both = integers(scale + unit * COLUMNS + at);
+                        factor = super_scale[i] * __builtin_convertvector(both & 15, vec);
+                        min = super_min[i] * __builtin_convertvector(both >> 4, vec);
+                        break;
+                    }
+                    case SUPER_SIGNED: case SUPER_HALF:
+                        factor = super_scale[i] * widen_signed(scale + unit * COLUMNS + at);
+                        break;
+                    case POWER: factor = widen_powers(scale + at); break;
+                    default:
+                        factor = widen_half(scale + 2 * at);
+                        if (scaling == SCALE_MIN) min = widen_half(scale + 2 * (COLUMNS + at));
                 }
                 UNROLL
                 for (int row = 0; row < num_rows; row++) {
                     sum[row][i] += __builtin_convertvector(dots[row][i], vec) * (factor * x[row].scale);
-                    if (scaling == SUPER || scaling == SCALE_MIN) sum[row][i] += min * x[row].sum;
+                    if (scaling == SUPER_HALF_MIN) sum[row][i] -= min * (x[row].scale * (float)x[row].minus[unit]);
+                    else if (has_super_min(scaling) || scaling == SCALE_MIN) sum[row][i] += min * x[row].sum;
                 }
             }
         }
@@ -294,7 +330,8 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
         vec *sums, const uint8_t *panel, int column, const Inputs *x, int64_t num_blocks, int64_t num_rows) { \
         switch (num_rows) { CASE(type, 1) CASE(type, 2) CASE(type, 3) CASE(type, 4) FIVE_AND_SIX(type) } \
     }
-DEFINE(Q4_0) DEFINE(Q4_1) DEFINE(Q5_0) DEFINE(Q5_1) DEFINE(Q8_0) DEFINE(Q4_K) DEFINE(Q5_K) DEFINE(Q6_K)
+DEFINE(Q4_0) DEFINE(Q4_1) DEFINE(Q5_0) DEFINE(Q5_1) DEFINE(Q8_0) DEFINE(Q2_K)
+DEFINE(Q3_K) DEFINE(Q4_K) DEFINE(Q5_K) DEFINE(Q6_K) DEFINE(IQ4_NL) DEFINE(IQ4_XS) DEFINE(MXFP4)
 
 /* Row where part ``part`` of num_parts begins. */
 static inline int64_t first_row(int64_t part, int64_t num_parts, int64_t rows) { return part * rows / num_parts; }
@@ -334,7 +371,8 @@ static void multiply_task(const void *arguments, int64_t number) {
                     multiply_##type(sums, panel->data, column, x + first * num_blocks, num_blocks, count); \
                     break;
                 MULTIPLY(Q4_0) MULTIPLY(Q4_1) MULTIPLY(Q5_0) MULTIPLY(Q5_1)
-                MULTIPLY(Q8_0) MULTIPLY(Q4_K) MULTIPLY(Q5_K) MULTIPLY(Q6_K)
+                MULTIPLY(Q8_0) MULTIPLY(Q2_K) MULTIPLY(Q3_K) MULTIPLY(Q4_K) MULTIPLY(Q5_K) MULTIPLY(Q6_K)
+                MULTIPLY(IQ4_NL) MULTIPLY(IQ4_XS) MULTIPLY(MXFP4)
             }
             finish(linear, out + first * width, residual ? residual + first * width : NULL, (const float *)sums,
                    number * COLUMNS + column, count);

@@ -29,6 +29,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.gguf import open_gguf
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -273,12 +274,16 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     assert "scales its positions by su" in refusal(path)
     name = b"blk.0.attn_v.weight"
     at = content.index(name) + len(name) + 4 + 16
-    for number, words in ((8, ""), (10, "has weights of type Q2_K"), (77, "of the unknown type 77")):
+    refused = {number: f"has weights of type {kind}" for number, kind in ((16, "IQ2_XXS"), (21, "IQ3_S"))}
+    refused |= {40: "has weights of type NVFP4", 77: "of the unknown type 77"}
+    for number in [*TYPES.values(), *refused]:  # blocks of 8 bits have enough bytes for any of them
         path.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4 :])
-        if words:
-            assert words in refusal(path)
+        if number in refused:
+            assert refused[number] in refusal(path)
         else:
-            load(path)
+            open_gguf(str(path))
+    path.write_bytes(content)
+    load(path)
     path.write_bytes(content.replace(b"blk.1.attn_k.weight", b"blk.9.attn_k.weight"))
     assert "lacks weights of the model: model.layers.1.self_attn.k_proj.weight" in refusal(path)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
 from truedraft.engine.formats.gguf_file import GgufError, read_gguf
@@ -64,7 +64,7 @@ def train(split: str) -> FastTokenizer:
 def train_sentencepiece() -> FastTokenizer:
     """With byte fallback, as Llama 2 has it."""
     tokenizer = FastTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -133,17 +133,32 @@ def test_byte_level_vocabularies(split: str, tmp_path: Path) -> None:
 def test_vocabularies_with_byte_fallback(prefix: bool, tmp_path: Path) -> None:
     original = train_sentencepiece()
     if not prefix:
-        original.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        original.normalizer = normalizers.Replace(" ", "▁")
         original.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
     fields = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "add_space_prefix": prefix}
     ours = load_tokenizer(write(tmp_path / "m.gguf", original, "llama", "default", **fields))
+    text = "the</s>the</s> cat<s>\nmat"
+    assert ours.encode(text, add_special_tokens=False) == original.encode(text).ids
     for text in TEXTS:
         ids = original.encode(text).ids
         assert ours.encode(text, add_special_tokens=False) == ids
         assert ours.encode(text, add_special_tokens=True) == [1, *ids]
         assert ours.decode(ids, skip_special_tokens=True) == original.decode(ids, skip_special_tokens=False)
+
+
+def test_whole_texts_are_merged_in_vocabularies_of_gemma4(tmp_path: Path) -> None:
+    """Every character is a token or spelt in bytes, and merges know no border but control tokens."""
+    original = train_sentencepiece()
+    original.normalizer = normalizers.Replace(" ", "▁")
+    fields = {"bos_token_id": 1, "unk_token_id": 0}
+    path = write(tmp_path / "m.gguf", original, "gemma4", None, **fields)
+    ours = load_tokenizer(path)
+    for text in [*TEXTS, "the</s>the</s> cat<s>\nmat"]:
+        ids = original.encode(text).ids
+        assert ours.encode(text, add_special_tokens=True) == [1, *ids]
+    assert ours.decode(ids, skip_special_tokens=True) == "thethe cat\nmat"
 
 
 def test_unknown_rules_are_refused_by_name(tmp_path: Path) -> None:
