@@ -16,7 +16,7 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.account import Account
 from truedraft.engine.models.families import FAMILIES
-from truedraft.engine.models.gguf_experts import expert_settings, has_experts
+from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
 
 # Architectures have a name in each of both worlds.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
@@ -136,7 +136,8 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         layers, tensors = found["num_hidden_layers"], len(file.tensors)
         raise GgufError(f"{file.path} is damaged: it has {tensors} tensors for {layers} layers")
     found["vocab_size"] = _vocab_size(file, keys, vocabulary)
-    found["tie_word_embeddings"] = "output.weight" not in file.tensors
+    is_tied = "output.weight" not in file.tensors and architecture not in NEVER_TIED
+    found["tie_word_embeddings"] = is_tied
     for name in ("bos", "eos"):
         found[f"{name}_token_id"] = None if vocabulary is None else vocabulary.ids.get(name)
     found["pad_token_id"] = None  # nothing is padded

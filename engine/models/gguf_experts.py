@@ -11,6 +11,8 @@ from truedraft.engine.formats.gguf_file import GgufError
 
 # Files of these architectures have experts. Files of "llama" may: transformers calls those mixtral.
 WITH_EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
+# Of these, output layers are never the embeddings.
+NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
 SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3
 # Names that the package's table has for whole tensors of other architectures, or not at all.
@@ -83,13 +85,13 @@ def expert_settings(keys: Keys, architecture: str, found: dict[str, Any]) -> dic
     number, chosen = keys.needed("expert_count", int), keys.needed("expert_used_count", int)
     if chosen > number:
         raise GgufError(f"{keys.path} is damaged: tokens cannot take {chosen} of {number} experts")
-    size = keys.number("expert_feed_forward_length", int)
     own = SOFTMAX_OF_CHOSEN if architecture == "gpt-oss" else SOFTMAX
     keys.expect("expert_gating_func", 0, own)
     settings: dict[str, Any] = {"num_experts_per_tok": chosen}
     if architecture in ("llama", "olmoe"):
         keys.expect("expert_feed_forward_length", found["intermediate_size"])
         return settings | {"num_experts" if architecture == "olmoe" else "num_local_experts": number}
+    size = keys.number("expert_feed_forward_length", int)
     if architecture == "gpt-oss":
         if size is None:
             raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
