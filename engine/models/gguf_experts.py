@@ -11,7 +11,7 @@ from truedraft.engine.formats.gguf_file import GgufError
 
 # Files of these architectures have experts. Files of "llama" may: transformers calls those mixtral.
 WITH_EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
-# Of these, output layers are never the embeddings.
+# These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
 SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3

@@ -313,9 +313,15 @@ def changed_keys(content: Content, changes: list[dict[str, Any]]) -> Iterator[Co
             yield changed
 
 
+def is_changed(content: Content, name: str) -> bool:
+    """Tells whether a tensor is: of two layers that of one, and where there are experts only what is their own."""
+    of_experts = "ffn" in name or "sinks" in name or name.startswith("output")
+    return not name.startswith("blk.1") and ("expert_count" not in content.metadata or of_experts)
+
+
 def removed_tensors(content: Content) -> Iterator[Content]:
     for name in content.tensors:
-        if not name.startswith("blk.1"):
+        if is_changed(content, name):
             changed = content.copy()
             del changed.tensors[name]
             yield changed
@@ -323,7 +329,7 @@ def removed_tensors(content: Content) -> Iterator[Content]:
 
 def reshaped_tensors(content: Content) -> Iterator[Content]:
     for name, tensor in content.tensors.items():
-        if name.startswith("blk.1"):
+        if not is_changed(content, name):
             continue
         for other in (tensor[:-4], tensor.T):
             if other.shape != tensor.shape:
@@ -356,7 +362,7 @@ def added_tensors(content: Content) -> Iterator[Content]:
         {"a_tensor_of_tomorrow.weight": drawn(4)},
     ]
     for name in linears:
-        if name.startswith("blk.0"):
+        if name.startswith("blk.0") and is_changed(content, name):
             stem = name.removesuffix(".weight")
             changes += [
                 {f"{stem}.bias": drawn(len(content.tensors[name]))},
@@ -398,11 +404,11 @@ COUNTS = {
     "phi3": [(15, 70), (1, 8), (0, 14), (4, 25)],
     "gemma2": [(26, 61), (0, 13), (0, 19), (0, 31)],
     "gemma3": [(20, 65), (1, 15), (0, 23), (2, 29)],
-    "qwen2moe": [(7, 31), (0, 20), (0, 31), (6, 27)],
-    "qwen3moe": [(6, 32), (1, 14), (0, 23), (4, 23)],
-    "olmoe": [(5, 32), (0, 15), (0, 21), (3, 24)],
-    "gpt-oss": [(10, 29), (0, 22), (0, 33), (11, 22)],
-    "llama with experts": [(6, 31), (1, 12), (0, 21), (4, 23)],
+    "qwen2moe": [(7, 31), (0, 11), (0, 19), (3, 22)],
+    "qwen3moe": [(6, 32), (1, 6), (0, 12), (4, 15)],
+    "olmoe": [(5, 32), (0, 7), (0, 12), (3, 16)],
+    "gpt-oss": [(10, 29), (0, 11), (0, 19), (7, 18)],
+    "llama with experts": [(6, 31), (1, 6), (0, 12), (4, 15)],
 }
 
 
