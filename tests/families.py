@@ -88,6 +88,22 @@ LLAMA_3 = rotary(
 YARN = rotary("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL)
 PARTLY_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
+GRANITE_MOE: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    **IN_C,
+}
+GPT_OSS: dict[str, Any] = {
+    **SLIDING,
+    **YARN,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": INTERLEAVED,
+}
+
 # Family -> (transformers' model type, what its config says beyond the common shape). Kernels in C take
 # heads of 16 numbers and more.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -168,20 +184,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "EXAONE 4": ("exaone4", {**SLIDING, "layer_types": INTERLEAVED}),
     "EXAONE 4 in C": ("exaone4", {**SLIDING, "layer_types": INTERLEAVED, **IN_C}),
     "Seed-OSS": ("seed_oss", {"head_dim": 8}),
-    "Mixtral": ("mixtral", {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "Qwen2-MoE": ("qwen2_moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}),
+    "Mixtral in C": ("mixtral", {**SLIDING, **IN_C, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen2-MoE in C": (
+        "qwen2_moe",
+        {**EXPERTS, **IN_C, "num_experts": 4, "shared_expert_intermediate_size": 24},
+    ),
     "Qwen3-MoE": ("qwen3_moe", {**EXPERTS, "num_experts": 8, "head_dim": 8}),
-    "OLMoE": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "GPT-OSS, attention sinks": (
-        "gpt_oss",
+    "Qwen3-MoE in C, one layer without experts": (
+        "qwen3_moe",
+        {**EXPERTS, "num_experts": 8, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "OLMoE in C": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, **IN_C}),
+    "GLM-4.5 in C": (
+        "glm4_moe",
         {
-            **SLIDING,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "head_dim": 8,
-            "layer_types": INTERLEAVED,
+            **EXPERTS,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "routed_scaling_factor": 1.5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
         },
     ),
+    "Granite MoE with a shared expert in C": (
+        "granitemoeshared",
+        {**GRANITE_MOE, "shared_intermediate_size": 24},
+    ),
+    "Granite MoE in C": ("granitemoe", GRANITE_MOE),
+    "GPT-OSS, attention sinks": ("gpt_oss", {**GPT_OSS, "head_dim": 8}),
+    "GPT-OSS in C": ("gpt_oss", {**GPT_OSS, "head_dim": 16}),
     "DeepSeek-V3": (
         "deepseek_v3",
         {
@@ -214,8 +246,12 @@ def save_random(folder: Path, model_type: str, values: dict[str, Any], seed: int
     config = AutoConfig.for_model(model_type, **values)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms, biases and sinks start as constants; trained ones are not
+        for name, parameter in model.named_parameters():
+            # Norms, biases and sinks start as constants; trained ones are not.
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * STD)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * STD)
     model.save_pretrained(folder)
     return str(folder)

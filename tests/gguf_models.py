@@ -12,6 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.gguf_blocks import HALVES, random_blocks
 
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "gemma3_text": "gemma3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}
 # What the package quantises itself.
 WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 
@@ -22,7 +30,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     ``value_kind`` and ``embedding_kind`` are other types of those matrices; ``rope_freqs`` a tensor."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     value_kind, rope_freqs = more.pop("value_kind", kind), more.pop("rope_freqs", None)
     embedding_kind = more.pop("embedding_kind", "Q8_0")
     writer = GGUFWriter(path, architecture)
@@ -48,8 +56,9 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
             stretch = math.log(config.max_position_embeddings / original) / math.log(original)
             writer.add_rope_scaling_orig_ctx_len(original)
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + stretch))
-    if config.model_type not in ("llama", "qwen2", "qwen3"):
+    if config.model_type not in ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmoe"):
         writer.add_sliding_window(config.sliding_window or 0)
+    _add_experts(writer, config)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -64,9 +73,17 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)  # ones and zeros would hide a mistake
             base, suffix = name.rsplit(".", 1)
+            if base.endswith(".experts"):
+                _write_experts(writer, name, parameter, config, kind, seed=index)
+                continue
             theirs = f"{names.get_name(base)}.{suffix}"
+            if suffix == "sinks":
+                theirs = f"blk.{base.split('.')[2]}.attn_sinks.weight"
             own = embedding_kind if "embed" in name else value_kind if ".v_proj" in name else kind
             values = parameter.numpy()
+            if ".mlp.gate." in name or ".router." in name or "shared_expert_gate" in name:
+                writer.add_tensor(theirs, values[0] if len(values) == 1 else values)
+                continue
             if parameter.dim() == 1:
                 stored = values + 1 if architecture.startswith("gemma") else values
                 writer.add_tensor(theirs, _permuted(stored, name, config, architecture))
@@ -82,6 +99,44 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     return module
 
 
+def _add_experts(writer: GGUFWriter, config: Any) -> None:
+    number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if not number:
+        return
+    writer.add_expert_count(number)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type in ("qwen2_moe", "qwen3_moe"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _write_experts(
+    writer: GGUFWriter, name: str, parameter: torch.Tensor, config: Any, kind: str, seed: int
+) -> None:
+    """Splits transformers' parameter of all experts into gates and what they gate."""
+    is_gpt_oss, is_bias = config.model_type == "gpt_oss", name.endswith("_bias")
+    if is_bias:
+        parameter.add_(torch.randn_like(parameter) * 0.3)
+    rows = parameter.transpose(1, 2) if is_gpt_oss and not is_bias else parameter
+    parts = {"down": rows}
+    if "gate_up" in name:
+        half = rows.shape[1] // 2
+        is_paired = (rows[:, ::2], rows[:, 1::2]), (rows[:, :half], rows[:, half:])
+        parts = dict(zip(("gate", "up"), is_paired[0 if is_gpt_oss else 1], strict=True))
+    for part, values in parts.items():
+        theirs = f"blk.{name.split('.')[2]}.ffn_{part}_exps.{'bias' if is_bias else 'weight'}"
+        array = np.ascontiguousarray(values.numpy())
+        if is_bias:
+            writer.add_tensor(theirs, array)
+            continue
+        data, dense = _quantised(array, kind, seed)
+        values.copy_(torch.from_numpy(dense.reshape(array.shape)))
+        writer.add_tensor(theirs, data, raw_dtype=GGMLQuantizationType[kind])
+
+
 def _quantised(values: Any, kind: str, seed: int) -> tuple[Any, Any]:
     """The blocks, and what they stand for."""
     number = GGMLQuantizationType[kind]
@@ -89,7 +144,8 @@ def _quantised(values: Any, kind: str, seed: int) -> tuple[Any, Any]:
         data = gguf.quantize(np.ascontiguousarray(values), number)
     else:
         assert kind in HALVES
-        data = random_blocks(kind, *values.shape, seed=seed).data
+        rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
+        data = random_blocks(kind, rows, columns, seed=seed).data.reshape(*values.shape[:-1], -1)
     return data, gguf.dequantize(data, number)
 
 

@@ -15,12 +15,18 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 GEMMA = ("gemma2", "gemma3")
-PATTERNS = {"gemma2": 2, "gemma3": 6}
+PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
 # Linear layers whose biases are optional, by architecture.
 OPTIONAL_BIASES = {
     "llama": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "qwen2": ("attn_output",),
 }
+NEEDED_BIASES = {
+    "qwen2": ("attn_q", "attn_k", "attn_v"),
+    "qwen2moe": ("attn_q", "attn_k", "attn_v"),
+    "gpt-oss": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp"),
+}
+WITH_EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
 
 
 class RefusedError(Exception):
@@ -65,7 +71,7 @@ class Graph:
 
     def linear(self, x: Array, layer: int, name: str, size: int) -> Array:
         y: Array = x @ self.tensor(f"blk.{layer}.{name}.weight", size, x.shape[-1]).T
-        needed = self.architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")
+        needed = name in NEEDED_BIASES.get(self.architecture, ())
         bias = f"blk.{layer}.{name}.bias"
         if needed or (bias in self.all and name in OPTIONAL_BIASES.get(self.architecture, ())):
             y = y + self.tensor(bias, size)
@@ -86,6 +92,8 @@ class Graph:
             x = self.layer(x, layer)
         x = self.norm(x, "output_norm")
         has_head = "output.weight" in self.all and self.architecture != "gemma2"
+        if not has_head and self.architecture in ("qwen2moe", "olmoe", "gpt-oss"):
+            raise RefusedError("output.weight")
         head = "output.weight" if has_head else "token_embd.weight"
         logits: Array = x @ self.tensor(head, *self.all["token_embd.weight"].shape).T
         cap = self.says("final_logit_softcapping", {"gemma2": 30.0}.get(self.architecture, 0.0))
@@ -103,7 +111,12 @@ class Graph:
             attended = self.norm(attended, f"{name}.post_attention_norm")
         x = x + attended
         size = int(self.of_layer("feed_forward_length", layer))
-        inputs = self.norm(x, f"{name}.ffn_norm")
+        is_gpt_oss = self.architecture == "gpt-oss"
+        inputs = self.norm(x, f"{name}.post_attention_norm" if is_gpt_oss else f"{name}.ffn_norm")
+        if self.architecture in WITH_EXPERTS or self.says("expert_count", 0):
+            return x + self.experts(inputs, layer, size)
+        if self.says("expert_used_count", 0):
+            raise RefusedError("expert_used_count")
         if self.architecture == "phi3":
             gate, up = np.split(self.linear(inputs, layer, "ffn_up", 2 * size), 2, axis=-1)
         else:
@@ -116,6 +129,53 @@ class Graph:
         out = self.linear(gate * up, layer, "ffn_down", self.hidden_size)
         return x + (self.norm(out, f"{name}.post_ffw_norm") if self.architecture in GEMMA else out)
 
+    def experts(self, x: Array, layer: int, size: int) -> Array:
+        number, chosen = int(self.says("expert_count")), int(self.says("expert_used_count"))
+        if not 0 < chosen <= number or self.says("expert_gating_func", 0) not in (0, self.own_gating()):
+            raise RefusedError("expert_used_count")
+        if self.architecture in ("qwen2moe", "qwen3moe"):
+            size_of_expert = int(self.says("expert_feed_forward_length", 0)) or size // chosen
+        else:
+            size_of_expert = int(self.says("expert_feed_forward_length", size))
+            if self.architecture != "gpt-oss" and size_of_expert != size:
+                raise RefusedError("expert_feed_forward_length")
+        numbers = self.linear(x, layer, "ffn_gate_inp", number)
+        wanted = np.argsort(-numbers, axis=-1, kind="stable")[:, :chosen]
+        weights = np.exp(numbers - numbers.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        weights = np.take_along_axis(weights, wanted, axis=-1)
+        if self.architecture in ("llama", "qwen3moe", "gpt-oss"):
+            weights /= weights.sum(-1, keepdims=True)
+        out = np.zeros_like(x)
+        for token, experts in enumerate(wanted):
+            for expert, weight in zip(experts, weights[token], strict=True):
+                row, sizes = x[token], (number, size_of_expert)
+                gate, up = (self.expert(row, layer, part, expert, *sizes) for part in ("gate", "up"))
+                if self.architecture == "gpt-oss":
+                    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
+                    gate = gate / (1 + np.exp(-1.702 * gate))
+                else:
+                    gate = gate / (1 + np.exp(-gate))
+                down = self.expert(gate * up, layer, "down", expert, number, self.hidden_size)
+                out[token] += weight * down
+        return out + self.shared_expert(x, layer, size) if self.architecture == "qwen2moe" else out
+
+    def own_gating(self) -> int:
+        return 3 if self.architecture == "gpt-oss" else 1
+
+    def expert(self, x: Array, layer: int, part: str, expert: int, number: int, size: int) -> Array:
+        name = f"blk.{layer}.ffn_{part}_exps"
+        y: Array = self.tensor(f"{name}.weight", number, size, len(x))[expert] @ x
+        return y + self.tensor(f"{name}.bias", number, size)[expert] if self.architecture == "gpt-oss" else y
+
+    def shared_expert(self, x: Array, layer: int, size: int) -> Array:
+        size = int(self.says("expert_shared_feed_forward_length", size))
+        gate, up = (self.linear(x, layer, f"ffn_{part}_shexp", size) for part in ("gate", "up"))
+        out = self.linear(gate / (1 + np.exp(-gate)) * up, layer, "ffn_down_shexp", self.hidden_size)
+        share = x @ self.tensor(f"blk.{layer}.ffn_gate_inp_shexp.weight", self.hidden_size)
+        shared: Array = out / (1 + np.exp(-share))[:, None]
+        return shared
+
     def attention(self, x: Array, layer: int) -> Array:
         heads, kv_heads, size, name = self.heads(layer), self.kv_heads(layer), self.head_size, f"blk.{layer}"
         sizes = [heads * size, kv_heads * size, kv_heads * size]
@@ -123,8 +183,12 @@ class Graph:
             parts = np.split(self.linear(x, layer, "attn_qkv", sum(sizes)), np.cumsum(sizes)[:2], axis=-1)
         else:
             parts = [self.linear(x, layer, f"attn_{p}", n) for p, n in zip("qkv", sizes, strict=True)]
+        if self.architecture == "olmoe":
+            parts[:2] = [
+                self.norm(part, f"{name}.attn_{p}_norm") for part, p in zip(parts, "qk", strict=False)
+            ]
         query, key, value = (part.reshape(len(x), -1, size) for part in parts)
-        if self.architecture in ("qwen3", "gemma3"):
+        if self.architecture in ("qwen3", "gemma3", "qwen3moe"):
             query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
         query, key = self.rotate(query, layer), self.rotate(key, layer)
         key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
@@ -137,8 +201,12 @@ class Graph:
         if window := self.window(layer):
             hidden |= places[None] <= places[:, None] - window
         scores = np.where(hidden, -np.inf, scores)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        highest, sinks = scores.max(-1, keepdims=True), 0.0
+        if self.architecture == "gpt-oss":
+            sink = self.tensor(f"{name}.attn_sinks.weight", heads)[:, None, None]
+            sinks = np.exp(sink - highest)
+        weights = np.exp(scores - highest)
+        weights /= weights.sum(-1, keepdims=True) + sinks
         attended = np.einsum("hqk,khd->qhd", weights, value).reshape(len(x), -1)
         return self.linear(attended, layer, "attn_output", self.hidden_size)
 
@@ -149,7 +217,7 @@ class Graph:
 
     def window(self, layer: int) -> int:
         window = int(self.says("attention.sliding_window", 4096 if self.architecture == "gemma2" else 0))
-        if self.architecture in GEMMA:
+        if self.architecture in (*GEMMA, "gpt-oss"):
             return window if self.slides(layer) else 0
         return window if self.architecture in ("llama", "phi3") else 0
 

@@ -17,10 +17,11 @@ from typing import Protocol
 import torch
 
 from truedraft.engine.layers.attention import AttentionCall, PagedAttention, attend_group
+from truedraft.engine.layers.mlp import Activation
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
-from truedraft.engine.layers.run import Activation, AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.layers.torch_run import TorchPointwise
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
@@ -184,6 +185,7 @@ def _is_served(shape: AttentionShape) -> bool:
         and not shape.gated
         and shape.softcap is None
         and shape.whole_norms is None
+        and shape.sinks is None
         and shape.head_size <= MAX_HEAD_SIZE
     )
 

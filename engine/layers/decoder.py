@@ -12,10 +12,11 @@ from typing import Protocol, TypeAlias
 import torch
 
 from truedraft.engine.layers.linear import Embeddings, Linear
+from truedraft.engine.layers.mlp import Experts, GatedMlp
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
-from truedraft.engine.layers.run import Activation, AttentionShape, LayerRun
+from truedraft.engine.layers.run import AttentionShape, LayerRun
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.memory.recurrent_state import RecurrentCache
 
@@ -57,25 +58,8 @@ class Recurrent:
         return run.linear(self.output, run.recur(self.recurrence, run.linear(self.inputs, x)), residual)
 
 
-@dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """Some numbers of each token gate as many others."""
-
-    activation: Activation
-    gate_up: Linear
-    down: Linear
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.gate_up, self.down
-
-    def __call__(self, x: torch.Tensor, run: LayerRun, residual: torch.Tensor | None) -> torch.Tensor:
-        gate_up = run.linear(self.gate_up, x)
-        return run.linear(self.down, run.gate(self.activation, gate_up), residual)
-
-
 Mixer: TypeAlias = Attention | Recurrent
-Mlp: TypeAlias = GatedMlp  # experts will be another
+Mlp: TypeAlias = GatedMlp | Experts
 
 
 class Part(Protocol):

@@ -19,12 +19,15 @@ class Rotary:
 
     Angles are a function of the position alone: ``choose_rotary_factors`` leaves longrope one set of factors,
     and dynamic frequencies change beyond the context only. ``repeats``: the module gives each angle twice
-    running, not all of them twice.
+    running, not all of them twice; ``halves``: it gives each once.
     """
 
-    def __init__(self, module: Any, config: Any, like: torch.Tensor, *, repeats: bool = False) -> None:
+    def __init__(
+        self, module: Any, config: Any, like: torch.Tensor, *, repeats: bool = False, halves: bool = False
+    ) -> None:
         self.module = module
         self.repeats = repeats
+        self.halves = halves
         self.kinds = rotary_kinds(config)
         self.like = like
         # Numbers of a head that are rotated, the first ones.
@@ -49,6 +52,8 @@ class Rotary:
         more = [() if kind is None else (kind,) for kind in self.kinds]
         found = [self.module(self.like, positions[None], *kind) for kind in more]
         cos, sin = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if self.halves:
+            cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos, sin))
         half = sin.shape[-1] // 2
         if self.repeats:
             cos, sin = (torch.cat((angles[..., ::2], angles[..., ::2]), dim=-1) for angles in (cos, sin))

@@ -5,18 +5,14 @@
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 
 from truedraft.engine.layers.attention import AttentionCall
-from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.mlp import MlpRun
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
-
-# Activations of gates have transformers' names and stand in the order of kernels.h.
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +21,8 @@ class AttentionShape:
     heads, size], before they are turned or after that; ``whole_norms`` are of all numbers of a token's
     queries, and of its keys. ``rotary`` is the number of its kind of angles; None turns nothing. They turn
     pairs of numbers: neighbours if ``interleaved``, or else halves of a head. ``gated``: after the values
-    come as many numbers as there are queries, whose sigmoid multiplies what is attended."""
+    come as many numbers as there are queries, whose sigmoid multiplies what is attended. ``sinks`` [heads],
+    float32, are as in ``AttentionCall``."""
 
     layer: int
     num_heads: int
@@ -40,21 +37,18 @@ class AttentionShape:
     norm_after_rotary: bool = False
     interleaved: bool = False
     gated: bool = False
+    sinks: torch.Tensor | None = None
 
     @property
     def call(self) -> AttentionCall:
-        return AttentionCall(self.layer, self.scaling, self.sliding_window, self.softcap)
+        return AttentionCall(self.layer, self.scaling, self.sliding_window, self.softcap, self.sinks)
 
 
-class LayerRun(Protocol):
+class LayerRun(MlpRun, Protocol):
     """Runs one forward's operations; every tensor is [tokens, ...]."""
 
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalises ``x``, and adds ``residual`` if there is one."""
-        ...
-
-    def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the layer's output for ``x``, plus ``residual``, which may be overwritten."""
         ...
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
@@ -64,10 +58,6 @@ class LayerRun(Protocol):
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
         """Runs a recurrence over each sequence's state: ``x`` as its class says."""
-        ...
-
-    def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-        """Gates [tokens, 2 * size] to [tokens, size]; ``gate_up`` may be overwritten."""
         ...
 
     def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:

@@ -5,10 +5,11 @@ import torch.nn.functional as F
 
 from truedraft.engine.layers.attention import PagedAttention
 from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.mlp import SWISH_LIMIT, SWISH_SLOPE, Activation, Experts
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
-from truedraft.engine.layers.run import Activation, AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import KVCache
@@ -38,7 +39,15 @@ class TorchPointwise:
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)
+        if activation == "clamped_swish":
+            gate, up = gate.clamp(max=SWISH_LIMIT), up.clamp(-SWISH_LIMIT, SWISH_LIMIT)
+            return gate * torch.sigmoid(SWISH_SLOPE * gate) * (up + 1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+    def experts(
+        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return experts.by_definition(x, self, residual)
 
     def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
         return torch.tanh(logits / softcap) * softcap

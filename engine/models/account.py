@@ -13,6 +13,7 @@ import torch
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
+from truedraft.engine.models.stacks import stored_tensors
 
 Shape = tuple[int, ...]
 
@@ -93,7 +94,7 @@ def untie(module: Any, checkpoint: Checkpoint) -> None:
 def has_all(module: Any, checkpoint: Checkpoint) -> bool:
     """Tells whether a Llama-shaped ``module`` without weights can be read from the checkpoint by the names of
     its tensors. Raises ``ModelLoadError`` if it can, but they are of other shapes, or some are left over."""
-    needed = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    needed = {name: tuple(parameter.shape) for name, parameter in stored_tensors(module).items()}
     if module.config.tie_word_embeddings:
         needed.pop(HEAD, None)
     if not needed.keys() <= checkpoint.files.keys():

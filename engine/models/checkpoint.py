@@ -31,6 +31,11 @@ class Checkpoint:
         """The tensor as it is quantised; None if it is not."""
         return None
 
+    def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
+        """Returns the matrix ``number`` of a stack as it is quantised, in parts that lie one after the other;
+        an empty list if it is not."""
+        return []
+
     def rotary_factors(self) -> torch.Tensor | None:
         """What the rotary frequencies of the config are divided by, if the checkpoint has that."""
         return None

@@ -12,6 +12,7 @@ import torch
 
 from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.layers.decoder import DecoderWeights
+from truedraft.engine.layers.mlp import Experts
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import LayerRun
 from truedraft.engine.layers.torch_run import TorchRun
@@ -49,9 +50,13 @@ class FusedDecoder(Model):
         self.way = f"fused layers in {backend}"
         # Attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``.
         self.reads_in_place = backend == "Triton"
+        # The host decides in each pass which angles or experts it needs.
+        has_experts = any(isinstance(layer.mlp, Experts) for layer in weights.layers)
+        self.needs_host = self.rotary.needs_host or has_experts
 
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
-        """Makes no decision in Python, here or below, that depends on the values of the batch's tensors."""
+        """Makes no decision in Python, here or below, that depends on the values of the batch's tensors, but
+        for a model that ``needs_host``."""
         weights = self.weights
         run = self.begin(batch, cache, self.rotary)
         hidden, joined = weights.embed(batch.token_ids[0], self.dtype), None

@@ -11,18 +11,20 @@ from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from truedraft.engine.layers.decoder import Attention, DecoderLayer, GatedMlp
+from truedraft.engine.layers.decoder import Attention, DecoderLayer
 from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.mlp import ACTIVATIONS, Activation, GatedMlp
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.rotary import Rotary, rotary_kinds
-from truedraft.engine.layers.run import ACTIVATIONS, Activation, AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.experts import EXPERT_FAMILIES, make_experts
+from truedraft.engine.models.linear import Source
 
 # Joins linear layers of the same input, and multiplies their outputs.
-Make = Callable[[Sequence[nn.Module], float], Linear]
+Make = Callable[[Sequence[Source], float], Linear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class Family:
     norms_centre: bool = False
     is_parallel: bool = False
     repeats_angles: bool = False
+    # Each angle is given once. A number per head takes its share of the attention, and gives nothing.
+    halves_angles: bool = False
+    has_sinks: bool = False
     score_softcap: str | None = None
     logit_softcap: str | None = None
     gguf: str | None = None
@@ -82,6 +87,11 @@ OLMO_2 = Family(
     mlp_norm=None,
     mlp_post_norm="post_feedforward_layernorm",
     head_norm="whole",
+)
+GRANITE = Family(
+    embedding_multiplier="embedding_multiplier",
+    residual_multiplier="residual_multiplier",
+    logit_divisor="logits_scaling",
 )
 GLM = Family(gate_up=("gate_up_proj",), interleaved=True)
 FAMILIES: dict[str, Family] = {
@@ -119,11 +129,15 @@ FAMILIES: dict[str, Family] = {
         is_parallel=True,
         logit_multiplier="logit_scale",
     ),
-    "granite": Family(
-        embedding_multiplier="embedding_multiplier",
-        residual_multiplier="residual_multiplier",
-        logit_divisor="logits_scaling",
-    ),
+    "granite": GRANITE,
+    "mixtral": Family(window=CONFIG_WINDOW),
+    "qwen2_moe": Family(gguf="qwen2moe"),
+    "qwen3_moe": Family(window=WINDOW, head_norm="each", gguf="qwen3moe"),
+    "olmoe": Family(head_norm="whole", gguf="olmoe"),
+    "glm4_moe": Family(head_norm="each"),
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE,
+    "gpt_oss": Family(window=WINDOW, has_sinks=True, halves_angles=True, gguf="gpt-oss"),
 }
 
 
@@ -135,12 +149,17 @@ def has_family(module: Any) -> bool:
         and type(module).__module__.startswith("transformers.models.")
         and _activation(config) in ACTIVATIONS
         and not getattr(config, "use_bidirectional_attention", None)
+        and (not has_experts(config) or EXPERT_FAMILIES[config.model_type].fits(config))
     )
+
+
+def has_experts(config: Any) -> bool:
+    return config.model_type in EXPERT_FAMILIES
 
 
 def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> DecoderLayer:
     """Describes transformers' ``layer``; ``make`` makes its linear layers."""
-    family, attention, mlp = FAMILIES[facts.config.model_type], layer.self_attn, layer.mlp
+    family, attention = FAMILIES[facts.config.model_type], layer.self_attn
     residual = _setting(facts.config, family.residual_multiplier, 1.0)
 
     def norm(name: str | None) -> Norm | None:
@@ -155,16 +174,21 @@ def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> Deco
             output=make([attention.o_proj], residual),
             cache=AttentionCache(heads, heads, facts.dtype, facts.device),
         ),
-        mlp=GatedMlp(
-            activation=_activation(facts.config),
-            gate_up=make([getattr(mlp, name) for name in family.gate_up], 1.0),
-            down=make([mlp.down_proj], residual),
-        ),
+        mlp=make_experts(layer, facts.config, _activation(facts.config), make, residual)
+        or _gated_mlp(family, layer.mlp, facts.config, make, residual),
         mixer_norm=norm(family.mixer_norm),
         mlp_norm=norm(family.mlp_norm),
         mixer_post_norm=norm(family.mixer_post_norm),
         mlp_post_norm=norm(family.mlp_post_norm),
         is_parallel=family.is_parallel,
+    )
+
+
+def _gated_mlp(family: Family, mlp: Any, config: Any, make: Make, residual: float) -> GatedMlp:
+    return GatedMlp(
+        activation=_activation(config),
+        gate_up=make([getattr(mlp, name) for name in family.gate_up], 1.0),
+        down=make([mlp.down_proj], residual),
     )
 
 
@@ -180,7 +204,8 @@ def make_norm(config: Any, module: Any) -> Norm:
 
 def make_rotary(module: Any, config: Any, like: torch.Tensor) -> Rotary:
     """Makes ours of transformers' module of the angles."""
-    return Rotary(module, config, like, repeats=FAMILIES[config.model_type].repeats_angles)
+    family = FAMILIES[config.model_type]
+    return Rotary(module, config, like, repeats=family.repeats_angles, halves=family.halves_angles)
 
 
 def table_scale(module: Any, dtype: torch.dtype) -> float:
@@ -225,12 +250,13 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
         head_size=attention.head_dim,
         scaling=attention.scaling,
         sliding_window=family.window(attention),
-        norm=_head_norm(config, attention) if family.head_norm == "each" else None,
+        norm=_head_norm(config, attention) if _norms_each(family, attention) else None,
         whole_norms=_norms(config, attention) if family.head_norm == "whole" else None,
         rotary=_rotary(family, attention),
         norm_after_rotary=family.norm_after_rotary,
         interleaved=family.interleaved,
         softcap=None if family.score_softcap is None else getattr(config, family.score_softcap),
+        sinks=attention.sinks.detach().float() if family.has_sinks else None,
     )
 
 
@@ -239,6 +265,11 @@ def _rotary(family: Family, attention: Any) -> int | None:
         return None
     kinds = rotary_kinds(attention.config)
     return 0 if kinds == [None] else kinds.index(attention.config.layer_types[attention.layer_idx])
+
+
+def _norms_each(family: Family, attention: Any) -> bool:
+    """Tells whether heads are normed, which GLM's config decides."""
+    return family.head_norm == "each" and hasattr(attention, family.head_norm_names[0])
 
 
 def _norms(config: Any, attention: Any) -> tuple[Norm, Norm]:

@@ -26,6 +26,8 @@ from truedraft.engine.models.gguf_config import (
     gguf_config,
     rotary_factors,
 )
+from truedraft.engine.models.gguf_experts import stack_of, tensor_of
+from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.quantised import dequantise
 
@@ -38,6 +40,8 @@ SAMPLING = {
 }
 # This tensor is no parameter: divisors of the rotary frequencies of Llama.
 ROTARY_FACTORS = "rope_freqs.weight"
+# The gate of Qwen's shared expert is a vector there.
+ONE_ROW = ".shared_expert_gate.weight"
 PLAIN_TYPES = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2")}
 
 
@@ -51,6 +55,7 @@ class GgufCheckpoint(Checkpoint):
         self.file = file
         self.config = config
         self.names = names
+        self.stacks = {name: stack for name in names if (stack := stack_of(name, file.architecture))}
         self.vocabulary = vocabulary
         self.factors: list[float] | None = None
         if file.architecture == "llama" and ROTARY_FACTORS in file.tensors:
@@ -61,10 +66,17 @@ class GgufCheckpoint(Checkpoint):
         return {name: self._read(name) for name in names}
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
-        place = self.file.tensors[self.names[name]]
-        if place.type not in TYPES.values():
-            return None
-        return QuantisedBlocks(place.type, self._data(place), place.shape[-1], self._order(name))
+        return None if name in self.stacks else self._blocks(self.names[name], self._order(name))
+
+    def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
+        found = []
+        for part in self.stacks[name].parts:
+            if (blocks := self._blocks(part)) is None:
+                return []
+            rows = self.file.tensors[part].shape[1]
+            data = blocks.data[number * rows : (number + 1) * rows]
+            found.append(QuantisedBlocks(blocks.type, data, blocks.in_features))
+        return found
 
     def release(self) -> None:
         """Gives back the pages that were read; embeddings are read again as they are looked up."""
@@ -74,12 +86,26 @@ class GgufCheckpoint(Checkpoint):
     def rotary_factors(self) -> torch.Tensor | None:
         return None if self.factors is None else torch.tensor(self.factors)
 
-    def _read(self, name: str) -> torch.Tensor:
-        blocks = self.blocks(name)
+    def _blocks(self, theirs: str, order: npt.NDArray[np.int64] | None = None) -> QuantisedBlocks | None:
+        place = self.file.tensors[theirs]
+        if place.type not in TYPES.values():
+            return None
+        return QuantisedBlocks(place.type, self._data(place), place.shape[-1], order)
+
+    def _stored(self, theirs: str) -> torch.Tensor:
+        """Returns a tensor as it lies in the file."""
+        blocks, place = self._blocks(theirs), self.file.tensors[theirs]
         if blocks is not None and self._library is not None:
-            return dequantise(self._library, blocks)
-        place = self.file.tensors[self.names[name]]
-        tensor = self._plain(place)
+            return dequantise(self._library, blocks).view(place.shape)
+        return self._plain(place)
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name in self.stacks:
+            stack = self.stacks[name]
+            return stack.join([self._stored(part) for part in stack.parts])
+        tensor = self._stored(self.names[name])
+        if name.endswith(ONE_ROW):
+            return tensor.view(1, -1)
         order = self._order(name)
         if FAMILIES[self.config.model_type].norms_add_one and name.endswith("norm.weight"):
             tensor = tensor - 1  # llama.cpp multiplies by what is stored, transformers by one more
@@ -143,10 +169,15 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
     """Every parameter is there and of the shape that it must have, and every tensor is one of them."""
     file, config = checkpoint.file, checkpoint.config
     account = Account(file.path, {name: place.shape for name, place in file.tensors.items()})
-    for name, parameter in module.named_parameters():
+    for name, parameter in stored_tensors(module).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        account.expect_shape(name, tuple(parameter.shape), "its metadata", checkpoint.names.get(name))
+        shape, theirs = tuple(parameter.shape), checkpoint.names.get(name)
+        stack = checkpoint.stacks.get(name)
+        if name.endswith(ONE_ROW) and theirs is not None and len(file.tensors[theirs].shape) == 1:
+            shape = shape[1:]
+        for part in (theirs,) if stack is None else stack.parts:
+            account.expect_shape(name, shape if stack is None else stack.shape(shape), "its metadata", part)
     if checkpoint.factors is not None:
         account.take(ROTARY_FACTORS)
     if config.rope_parameters.get("rope_type") == "longrope":
@@ -184,9 +215,15 @@ def _names(file: GgufFile, config: Any) -> dict[str, str]:
     (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
     table = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     found = {}
-    for name, _ in module.named_parameters():
+    for name in stored_tensors(module):
         base, _, suffix = name.rpartition(".")
-        theirs = table.get_name(base)
-        if theirs is not None and f"{theirs}.{suffix}" in file.tensors:
-            found[name] = f"{theirs}.{suffix}"
+        if stack := stack_of(name, file.architecture):
+            candidates = stack.parts
+        elif (special := tensor_of(name)) is not None:
+            candidates = (special,)
+        else:
+            theirs = table.get_name(base)
+            candidates = () if theirs is None else (f"{theirs}.{suffix}",)
+        if candidates and all(each in file.tensors for each in candidates):
+            found[name] = candidates[0]
     return found

@@ -1,7 +1,8 @@
 """A GGUF file's metadata as transformers' config. Every key of its architecture is used or refused.
 
-What a key means, and what counts where it is missing, is as in llama.cpp. Three exceptions follow the models'
-makers: the windows of Mistral and Phi-3, which llama.cpp leaves out, and Phi-3's long factors.
+What a key means, and what counts where it is missing, is as in llama.cpp. Four exceptions follow the models'
+makers: the windows of Mistral and Phi-3, which llama.cpp leaves out, Phi-3's long factors, and the angles of
+gpt-oss, whose bounds between slow and fast ones llama.cpp rounds.
 """
 
 import math
@@ -15,6 +16,7 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.account import Account
 from truedraft.engine.models.families import FAMILIES
+from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
 
 # Architectures have a name in each of both worlds.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
@@ -23,7 +25,7 @@ GEMMA = ("gemma2", "gemma3")
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 # A file that has none of them has these: the distance between layers without a window, the rotary base of
 # the others, and Gemma 2's window.
-PATTERNS, GEMMA3_LOCAL_BASE, GEMMA2_WINDOW = {"gemma2": 2, "gemma3": 6}, 10000.0, 4096
+PATTERNS, GEMMA3_LOCAL_BASE, GEMMA2_WINDOW = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}, 10000.0, 4096
 ROPE_BASE = 10000.0
 # A file must have these keys; the architecture is left out in front.
 NEEDED = {
@@ -134,16 +136,21 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         layers, tensors = found["num_hidden_layers"], len(file.tensors)
         raise GgufError(f"{file.path} is damaged: it has {tensors} tensors for {layers} layers")
     found["vocab_size"] = _vocab_size(file, keys, vocabulary)
-    found["tie_word_embeddings"] = "output.weight" not in file.tensors
+    is_tied = "output.weight" not in file.tensors and architecture not in NEVER_TIED
+    found["tie_word_embeddings"] = is_tied
     for name in ("bos", "eos"):
         found[f"{name}_token_id"] = None if vocabulary is None else vocabulary.ids.get(name)
     found["pad_token_id"] = None  # nothing is padded
     found["rope_parameters"] = _rope(keys, found)
     found |= _of_family(file, keys, found)
+    model_type = MODEL_TYPES[architecture]
+    if with_experts := has_experts(keys, architecture):
+        found |= expert_settings(keys, architecture, found)
     _close(keys, found)
-    # A llama with windows is transformers' mistral.
-    is_mistral = architecture == "llama" and "sliding_window" in found
-    return AutoConfig.for_model("mistral" if is_mistral else MODEL_TYPES[architecture], **found)
+    # A llama with experts is transformers' mixtral, and one with windows mistral.
+    if architecture == "llama" and (with_experts or "sliding_window" in found):
+        model_type = "mixtral" if with_experts else "mistral"
+    return AutoConfig.for_model(model_type, **found)
 
 
 def _of_family(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +160,8 @@ def _of_family(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, 
         return _phi3(file, keys, found)
     if architecture in GEMMA:
         return _gemma(keys, architecture, found)
+    if architecture == "gpt-oss":
+        return _gpt_oss(keys, found)
     window = keys.says("attention.sliding_window")
     if architecture == "llama":
         mlp_bias = any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down"))
@@ -240,6 +249,15 @@ def _phi3(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
     # Beyond it every position rotates by other angles, those in the cache included.
     more["max_position_embeddings"] = min(original, found["max_position_embeddings"])
     return more
+
+
+def _gpt_oss(keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
+    window = keys.needed("attention.sliding_window", int)
+    rope = dict(found["rope_parameters"])
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # the makers' angles, which llama.cpp rounds
+    types = _layer_types(keys, PATTERNS["gpt-oss"], found["num_hidden_layers"])
+    return {"sliding_window": window, "layer_types": types, "rope_parameters": rope}
 
 
 def _gemma(keys: _Keys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:

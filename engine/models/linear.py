@@ -1,6 +1,7 @@
 """Linear layers of transformers' modules: joined, replaced by faster ones, or used as they are."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -9,6 +10,10 @@ from transformers.pytorch_utils import Conv1D
 from truedraft.engine.layers import linear as torch_linear
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears, is_packed
 from truedraft.engine.layers.weight import Weight
+from truedraft.engine.models.stacks import Matrix
+
+# What has the weights of a linear layer in transformers.
+Source: TypeAlias = nn.Module | Matrix
 
 # Below this many weights a module's own overhead outweighs what packing saves.
 MIN_NATIVE_WEIGHTS = 1 << 12
@@ -54,20 +59,31 @@ def weight_of(module: nn.Module) -> Weight:
     return Weight(type(module).__name__, (weight.shape[0], weight.shape[1]), lambda: weight)
 
 
+def weights_of(source: Source) -> list[Weight]:
+    """Returns the weights of a module or of a matrix elsewhere."""
+    return source.weights() if isinstance(source, Matrix) else [weight_of(source)]
+
+
 def join(
-    modules: Sequence[nn.Module],
+    sources: Sequence[Source],
     multiplier: float,
     linears: Linears,
-    weight_of: Callable[[nn.Module], Weight] = weight_of,
+    weights_of: Callable[[Source], list[Weight]] = weights_of,
 ) -> Linear:
     """Makes one layer in place of several of the same input; their outputs lie one after the other, all times
     ``multiplier``."""
-    if not all(type(module) in (nn.Linear, Conv1D) for module in modules):
-        return ModuleLinear(modules, multiplier)
-    biases = [module.bias.detach() for module in modules if isinstance(module.bias, torch.Tensor)]
-    assert len(biases) in (0, len(modules))
+    if not all(type(source) in (nn.Linear, Conv1D, Matrix) for source in sources):
+        return ModuleLinear([source for source in sources if isinstance(source, nn.Module)], multiplier)
+    biases = [bias for source in sources if (bias := _bias_of(source)) is not None]
+    assert len(biases) in (0, len(sources))
     bias = torch.cat(biases) if biases else None
-    return linears.make([weight_of(module) for module in modules], bias, multiplier)
+    weights = [weight for source in sources for weight in weights_of(source)]
+    return linears.make(weights, bias, multiplier)
+
+
+def _bias_of(source: Source) -> torch.Tensor | None:
+    bias = source.bias
+    return bias.detach() if isinstance(bias, torch.Tensor) else None
 
 
 def replace_linears(model: nn.Module, linears: Linears) -> None:

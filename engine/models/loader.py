@@ -34,7 +34,8 @@ from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.eight_bit import compact_linears
-from truedraft.engine.models.families import FAMILIES, has_family
+from truedraft.engine.models.experts import can_be_quantised, with_stacks
+from truedraft.engine.models.families import FAMILIES, has_experts, has_family
 from truedraft.engine.models.fused import count, fuse_module, load_fused, multiplies_bfloat16
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
 from truedraft.engine.models.hf.decoder_only import DecoderModel
@@ -52,6 +53,7 @@ from truedraft.engine.models.quantization import (
     open_for_gpu,
     open_quantised,
 )
+from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.linear import linear_library
 from truedraft.engine.native.linears import NativeLinears
 
@@ -129,6 +131,12 @@ def load_model(path: str, options: LoadOptions) -> Model:
 
 def _load_found(found: Architecture, options: LoadOptions) -> Model:
     skeleton = _fused_skeleton(found, options.dtype) if options.device_map is None else None
+    if skeleton is not None and options.quantize != "none" and not can_be_quantised(skeleton.config):
+        raise ModelLoadError(
+            f"{found.path} cannot be quantised: its experts have outputs in an order of their own"
+        )
+    if skeleton is not None and has_experts(skeleton.config) and options.device.type != "cpu":
+        skeleton = None  # transformers' products of all experts at once suit a GPU
     if skeleton is not None:
         check_memory(found.path, skeleton, options)
         checkpoint = _named_tensors(found, skeleton, options)
@@ -151,7 +159,8 @@ def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
         return model
     if options.self_check:
         self_check(model)
-    if model.is_quantised and options.device_map is None and has_family(model.module):
+    is_known = has_family(model.module) and not has_experts(model.module.config)
+    if model.is_quantised and options.device_map is None and is_known:
         return fuse_module(model, options) or model
     return model
 
@@ -234,6 +243,7 @@ def _named_tensors(found: Architecture, skeleton: Any, options: LoadOptions) -> 
         if checkpoint is None:
             return None
         untie(skeleton, checkpoint)
+        checkpoint = with_stacks(checkpoint, skeleton)
         return checkpoint if has_all(skeleton, checkpoint) else None
 
 
@@ -327,7 +337,8 @@ def _module_of(
             config, dtype=options.dtype, attn_implementation=attention
         )
     untie(module, checkpoint)
-    for name in [name for name, _ in module.named_parameters() if name in checkpoint.files]:
+    checkpoint = with_stacks(checkpoint, module)
+    for name in [name for name in stored_tensors(module) if name in checkpoint.files]:
         (tensor,) = checkpoint.read([name]).values()
         module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
     module.tie_weights()

@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.stacks import DOWN, GATE_UP
 
 # The setting ``quantize`` decides the type of the layers. Embeddings and output layers have 8 bits.
 LAYER_TYPES = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q4_0}
@@ -16,7 +17,9 @@ OUTER_TYPE = GGMLQuantizationType.Q8_0
 OUTER = ("model.embed_tokens.weight", "lm_head.weight")
 GROUP = 32
 # Tensors of one layer, which are asked for twice.
-KEPT = 8
+KEPT, KEPT_STACKS = 8, 2
+# Matrices of few weights that decide which experts a token takes stay as they are.
+ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
 
 
 class QuantisedCheckpoint(Checkpoint):
@@ -28,9 +31,13 @@ class QuantisedCheckpoint(Checkpoint):
         self.source = source
         self.layer_type = layer_type
         self.made = lru_cache(KEPT)(self._quantise)
+        self.stacks = lru_cache(KEPT_STACKS)(self._quantise_stack)
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
         return self.made(name) or self.source.blocks(name)
+
+    def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
+        return self.stacks(name)[number : number + 1] or self.source.expert_blocks(name, number)
 
     def rotary_factors(self) -> torch.Tensor | None:
         return self.source.rotary_factors()
@@ -39,11 +46,12 @@ class QuantisedCheckpoint(Checkpoint):
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             blocks = self.made(name)
-            if blocks is None:
-                tensors |= self.source.read([name])
+            if blocks is not None:
+                tensors[name] = _dequantised(blocks)
+            elif stack := self.stacks(name):
+                tensors[name] = torch.stack([_dequantised(each) for each in stack])
             else:
-                weights = gguf.dequantize(blocks.data, GGMLQuantizationType(blocks.type))
-                tensors[name] = torch.from_numpy(weights)
+                tensors |= self.source.read([name])
         return tensors
 
     def _quantise(self, name: str) -> QuantisedBlocks | None:
@@ -51,10 +59,27 @@ class QuantisedCheckpoint(Checkpoint):
         stored = self.source.blocks(name)
         if stored is not None and _bits(stored.type) <= _bits(kind):
             return None
-        tensor = self.source.read([name])[name]
-        if tensor.dim() != 2 or tensor.shape[1] % GROUP:
+        if name.endswith((*ROUTERS, GATE_UP, DOWN)):
             return None
+        tensor = self.source.read([name])[name]
+        return self._blocks(tensor, kind) if tensor.dim() == 2 and tensor.shape[1] % GROUP == 0 else None
+
+    def _quantise_stack(self, name: str) -> list[QuantisedBlocks]:
+        """Returns the matrices of a stack of experts; an empty list if it stays as it is."""
+        if not name.endswith((GATE_UP, DOWN)):
+            return []
+        stored = self.source.expert_blocks(name, 0)
+        if stored and max(_bits(part.type) for part in stored) <= _bits(self.layer_type):
+            return []
+        tensor = self.source.read([name])[name]
+        return [] if tensor.shape[2] % GROUP else [self._blocks(each, self.layer_type) for each in tensor]
+
+    def _blocks(self, tensor: torch.Tensor, kind: GGMLQuantizationType) -> QuantisedBlocks:
         return QuantisedBlocks(int(kind), gguf.quantize(tensor.float().numpy(), kind), tensor.shape[1])
+
+
+def _dequantised(blocks: QuantisedBlocks) -> torch.Tensor:
+    return torch.from_numpy(gguf.dequantize(blocks.data, GGMLQuantizationType(blocks.type)))
 
 
 def _bits(kind: int) -> float:

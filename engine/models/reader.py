@@ -6,9 +6,9 @@ another makes our layer of the same tensors, and empties it. So each tensor is r
 layer is in memory twice, and in the end there are our weights and the logits that they must give.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
 from truedraft.engine.layers.linear import Embeddings, Linears
+from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.models.base import ModelFacts
@@ -30,8 +31,9 @@ from truedraft.engine.models.families import (
     make_rotary,
     table_scale,
 )
-from truedraft.engine.models.linear import join
+from truedraft.engine.models.linear import Source, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
+from truedraft.engine.models.stacks import Matrix, stored_tensors
 
 # The output layer is converted this many rows at a time.
 HEAD_ROWS = 1 << 13
@@ -123,13 +125,22 @@ class Reader:
 
     def _follow(self, layer: nn.Module, index: int) -> tuple[Any, Any]:
         """Adds the two hooks of a layer."""
-        weights: dict[nn.Module, Weight] = {}
+        weights: dict[tuple[nn.Module, str], Weight | _Stack] = {}
+
+        def weights_of(source: Source) -> list[Weight]:
+            if isinstance(source, nn.Module):
+                source = Matrix(source)
+            found = weights[source.module, source.name]
+            if isinstance(found, Weight):
+                return [found]
+            assert source.number is not None
+            return source.weights(found.read, found.blocks(source.number))
 
         def before(*_: Any) -> None:
             weights.update(self._fill(layer, f"model.layers.{index}"))
 
         def after(*_: Any) -> None:
-            make = partial(join, linears=self.linears, weight_of=weights.__getitem__)
+            make = partial(join, linears=self.linears, weights_of=weights_of)
             self.layers.append(decoder_layer(layer, index, self.facts, make))
             weights.clear()
             layer.to("meta")
@@ -137,18 +148,29 @@ class Reader:
 
         return layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
 
-    def _fill(self, module: nn.Module, prefix: str) -> dict[nn.Module, Weight]:
-        """Gives a module its tensors, and returns the weights of its linear layers."""
-        weights = {
-            name: self._weight(f"{prefix}.{name}")
-            for name, parameter in module.named_parameters()
-            if parameter.dim() == 2
-        }
-        others = {name for name, _ in module.named_parameters()} - weights.keys()
-        tensors = {name: weight.dense(self.facts.dtype) for name, weight in weights.items()}
-        tensors |= {name: self._tensor(f"{prefix}.{name}").to(self.facts.dtype) for name in others}
+    def _fill(self, module: nn.Module, prefix: str) -> dict[tuple[nn.Module, str], "Weight | _Stack"]:
+        """Gives a module its tensors, and returns the weights of its linear layers and experts."""
+        found: dict[tuple[nn.Module, str], Weight | _Stack] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in stored_tensors(module).items():
+            path, _, own = name.rpartition(".")
+            full = f"{prefix}.{name}"
+            if tensor.dim() == 2:
+                found[module.get_submodule(path), own] = weight = self._weight(full)
+                tensors[name] = weight.dense(self.facts.dtype)
+            elif tensor.dim() == 3:
+                found[module.get_submodule(path), own] = stack = self._stack(full)
+                tensors[name] = stack.read().to(self.facts.dtype)
+            else:
+                tensors[name] = self._tensor(full).to(self.facts.dtype)
         module.load_state_dict(tensors, strict=False, assign=True)
-        return {module.get_submodule(name.rpartition(".")[0]): weight for name, weight in weights.items()}
+        return found
+
+    def _stack(self, name: str) -> "_Stack":
+        def blocks(number: int) -> list[QuantisedBlocks]:
+            return self.checkpoint.expert_blocks(name, number) if self.linears.takes_blocks else []
+
+        return _Stack(cache(partial(self._tensor, name)), blocks)
 
     def _weight(self, name: str) -> Weight:
         """Returns a matrix, which is read when it is first asked for, and kept as long as the weight is."""
@@ -161,6 +183,13 @@ class Reader:
         tensor = self.checkpoint.read([name])[name]
         is_kept = self.linears.takes_halves and tensor.dtype in HALVES
         return tensor.to(self.facts.device, tensor.dtype if is_kept else self.facts.dtype, copy=True)
+
+
+class _Stack(NamedTuple):
+    """Has experts' matrices: ``read`` all together, ``blocks`` of each as it is quantised."""
+
+    read: Callable[[], torch.Tensor]
+    blocks: Callable[[int], list[QuantisedBlocks]]
 
 
 class _EachAlone(nn.Module):

@@ -225,6 +225,13 @@ static inline ALWAYS void add_values(
     }
 }
 
+/* Adds one more score, ``number``, with a value of zeros to what a query has: the highest score may be that one. */
+static void sink(float *out, int64_t size, float number, float best, float *total) {
+    const float highest = number > best ? number : best, shrink = fast_exp(best - highest);
+    for (int64_t i = 0; i < size; i++) out[i] *= shrink;
+    *total = *total * shrink + fast_exp(number - highest);
+}
+
 /* Some queries of a span against its keys and values, for the kv heads from first_head to end_head, with a running
  * softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it; ``turned``, for one kv
  * head, turns its keys over. Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
@@ -299,8 +306,10 @@ static inline ALWAYS void attend_queries(
             }
         }
     }
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = 0; row < rows; row++) {
+        if (layer->sinks) sink(outs[row], size, layer->sinks[first_head * shared + row / num_queries], best[row], &total[row]);
         for (int64_t i = 0; i < size; i++) outs[row][i] /= total[row];
+    }
 }
 
 /* Items: for each of ``split`` parts of the heads, the parts of each span's queries, at most ``queries`` of them. */

@@ -12,30 +12,22 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.layers.decoder import (
-    Attention,
-    DecoderLayer,
-    DecoderWeights,
-    GatedMlp,
-    Joint,
-    Mixer,
-    Mlp,
-)
-from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings, Linear
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, Joint, Mixer
+from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings
 from truedraft.engine.layers.norm import Norm
-from truedraft.engine.layers.run import ACTIVATIONS
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span, states_of
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.pointers import PointerError, address, new, shape_of
 from truedraft.engine.native import library as in_c
 from truedraft.engine.native.library import Decoder, NewTokens, Part, Taps
-from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
+from truedraft.engine.native.linear import WEIGHT_TYPES
+from truedraft.engine.native.mlp import linear_at, mlp_structure, native
 from truedraft.engine.native.native_run import FLOAT, NativeKernels, check_rotary
 from truedraft.engine.native.quantised import QuantisedEmbeddings
 
 INTEGER_BYTES = 8
 # Kinds of parts are numbered as in kernels.h.
-KINDS = {in_c.Attention: 0, in_c.GatedMlp: 1}
+KINDS = {in_c.Attention: 0, in_c.GatedMlp: 1, in_c.Experts: 2}
 
 
 class PackedTokens:
@@ -80,7 +72,7 @@ class NativeDecoder:
     def __init__(self, kernels: NativeKernels, weights: DecoderWeights, cache: KVCache) -> None:
         assert weights.rotary.table is not None
         self.library = kernels.library
-        self.vocab_size = _native(weights.head).out_features
+        self.vocab_size = native(weights.head).out_features
         cos, sin = weights.rotary.table
         angles = kinds, num_angles, rotary_size = shape_of(cos, 3)
         vocab_size, hidden_size, embedding_type, embeddings = _embeddings(weights.embeddings)
@@ -109,7 +101,7 @@ class NativeDecoder:
             embedding_type=embedding_type,
             centres=weights.norm.centres,
             norm=address(weights.norm.weight, FLOAT, (hidden_size,)),
-            head=_linear("head", weights.head, hidden_size, self.vocab_size),
+            head=linear_at("head", weights.head, hidden_size, self.vocab_size),
             cos=address(cos, FLOAT, angles),
             sin=address(sin, FLOAT, angles),
             norm_eps=weights.norm.eps,
@@ -164,7 +156,7 @@ class _Parts:
         self, kernels: NativeKernels, layer: DecoderLayer, cache: KVCache, hidden_size: int, inputs: int
     ) -> None:
         self.mixer = self._mixer(kernels, layer.mixer, cache, hidden_size, inputs)
-        self.mlp = _mlp(layer.mlp, hidden_size)
+        self.mlp, self.of_mlp = mlp_structure(layer.mlp, hidden_size)
         self.layer = in_c.DecoderLayer(
             mixer=_part(self.mixer),
             mlp=_part(self.mlp),
@@ -184,25 +176,12 @@ class _Parts:
                 width = attended + 2 * shape.num_kv_heads * shape.head_size
                 self.heads = kernels.heads(shape, cache)
                 return in_c.Attention(
-                    qkv=_linear("qkv", mixer.qkv, inputs, width),
-                    output=_linear("output", mixer.output, attended, hidden_size),
+                    qkv=linear_at("qkv", mixer.qkv, inputs, width),
+                    output=linear_at("output", mixer.output, attended, hidden_size),
                     heads=addressof(self.heads),
                 )
             case _:
                 raise PointerError(f"C has no mixers like {mixer}")
-
-
-def _mlp(mlp: Mlp | None, hidden_size: int) -> Structure:
-    match mlp:
-        case GatedMlp():
-            size = _native(mlp.down).in_features
-            return in_c.GatedMlp(
-                gate_up=_linear("gate_up", mlp.gate_up, hidden_size, 2 * size),
-                down=_linear("down", mlp.down, size, hidden_size),
-                activation=ACTIVATIONS.index(mlp.activation),
-            )
-        case _:
-            raise PointerError(f"C has no MLPs like {mlp}")
 
 
 def _part(structure: Structure) -> Part:
@@ -237,20 +216,3 @@ def _embeddings(embeddings: Embeddings) -> tuple[int, int, int, int]:
     weight = embeddings.weight
     rows, size = shape_of(weight, 2)
     return rows, size, WEIGHT_TYPES[weight.dtype], address(weight, weight.dtype, (rows, size))
-
-
-def _native(linear: Linear) -> NativeLinear:
-    if not isinstance(linear, NativeLinear):
-        raise PointerError(f"C has no layers like {linear}")
-    return linear
-
-
-def _linear(name: str, linear: Linear, in_features: int, out_features: int) -> int:
-    """Returns the address of a layer, whose numbers of inputs and outputs must be these."""
-    found = _native(linear)
-    if (found.in_features, found.out_features) != (in_features, out_features):
-        raise PointerError(
-            f"{name} is a layer of {found.in_features} inputs and {found.out_features} outputs, "
-            f"not of {in_features} and {out_features}"
-        )
-    return addressof(found.struct)

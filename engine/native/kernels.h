@@ -16,7 +16,10 @@ enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, NOISE_STREAM = 4
 enum { FLOAT32, FLOAT16, BFLOAT16, QUANTISED = 16 };
 
 /* Activations of gates. */
-enum { SILU, GELU_TANH };
+enum { SILU, GELU_TANH, CLAMPED_SWISH };
+
+/* How a router's numbers become scores. */
+enum { SOFTMAX, SIGMOID };
 
 /* Multiplications that take as long as a number to draw from. */
 #define WORK_OF_A_DRAW 32
@@ -45,6 +48,7 @@ typedef struct {
     float softcap;                /* c makes c tanh(s / c) of each score s; 0: none */
     const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
     const float *query_norm, *key_norm; /* of all numbers of a token's queries, and of its keys, or NULL */
+    const float *sinks;           /* [num_heads], a further score each whose value is nothing, or NULL */
     float *keys, *values;         /* [slots, num_kv_heads, head_size] */
 } Heads;
 
@@ -64,7 +68,7 @@ typedef struct {
 } Linear;
 
 /* What layers are made of: a part's kind says which of the structures below its data is. */
-enum { ATTENTION, GATED_MLP };
+enum { ATTENTION, GATED_MLP, EXPERTS };
 
 typedef struct {
     int64_t kind;
@@ -80,6 +84,19 @@ typedef struct {
     const Linear *gate_up, *down;
     int64_t activation;
 } GatedMlp;
+
+/* MLPs of which each token takes the num_chosen with the highest scores. */
+typedef struct {
+    const Linear *router;         /* a number for each expert */
+    const GatedMlp *experts;      /* [num_experts], of the same sizes */
+    const GatedMlp *shared;       /* of all tokens, or NULL */
+    const Linear *shared_gate;    /* of one output, whose sigmoid multiplies the shared one's; or NULL */
+    const float *choice_bias;     /* [num_experts], added to scores where experts are chosen, or NULL */
+    int64_t num_experts, num_chosen, scoring;
+    int64_t renormalises;         /* weights of a token sum up to one before they are multiplied */
+    float multiplier;
+    int64_t *touched;             /* experts that were read, of all passes */
+} Experts;
 
 /* Two parts, each with a norm before it and one of what it adds to the hidden states, or NULL. */
 typedef struct {
@@ -162,6 +179,13 @@ void pack_panels(int64_t type, uint8_t *to, const uint8_t *blocks, const int64_t
 void dequantise_rows(int64_t type, float *to, const uint8_t *blocks, const int64_t *rows, int64_t count,
                      int64_t size);
 void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size);
+
+/* mlp.c */
+int64_t gated_mlp_bytes(const GatedMlp *part, int64_t rows);
+int run_gated_mlp(const GatedMlp *part, float *out, const float *x, const float *residual, int64_t rows, Arena *arena);
+int64_t experts_bytes(const Experts *part, int64_t rows);
+int run_experts(const Experts *part, float *out, const float *x, const float *residual, int64_t rows, Arena *arena);
+int64_t mix_experts(const Experts *part, float *out, const float *x, const float *residual, int64_t rows);
 
 /* parts.c */
 int64_t part_bytes(const Part *part, int64_t rows);

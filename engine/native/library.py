@@ -58,6 +58,10 @@ class GatedMlp(ctypes.Structure):
     _fields_ = fields_of("GatedMlp")
 
 
+class Experts(ctypes.Structure):
+    _fields_ = fields_of("Experts")
+
+
 class DecoderLayer(ctypes.Structure):
     _fields_ = fields_of("DecoderLayer", Part)
 

@@ -8,15 +8,17 @@ import numpy as np
 import torch
 
 from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.mlp import ACTIVATIONS, Activation, Experts
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
-from truedraft.engine.layers.run import ACTIVATIONS, Activation, AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.native.library import Heads, Spans
+from truedraft.engine.native.mlp import NativeExperts
 
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256
@@ -37,6 +39,7 @@ class NativeKernels:
         # Heads keep addresses in this cache, which were checked when they were made.
         self._cache: KVCache | None = None
         self._heads: dict[int, Heads] = {}
+        self._experts: dict[int, NativeExperts] = {}
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> "NativeRun":
         return NativeRun(self, batch, cache, rotary)
@@ -47,6 +50,12 @@ class NativeKernels:
         if shape.layer not in self._heads:
             self._heads[shape.layer] = _heads(shape, cache)
         return self._heads[shape.layer]
+
+    def experts(self, experts: Experts) -> NativeExperts:
+        """Returns them as C has them, which keeps them, so that no others have their id."""
+        if id(experts) not in self._experts:
+            self._experts[id(experts)] = NativeExperts(experts)
+        return self._experts[id(experts)]
 
 
 class NativeRun:
@@ -155,6 +164,25 @@ class NativeRun:
         )
         return out
 
+    def experts(
+        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        added = None if residual is None else residual.contiguous()
+        made = self.kernels.experts(experts)
+        shape = len(x), made.hidden_size
+        out = torch.empty(shape, dtype=FLOAT)
+        is_done = self.kernels.library.mix_experts(
+            byref(made.struct),
+            address(out, FLOAT, shape),
+            address(x, FLOAT, shape),
+            None if added is None else address(added, FLOAT, shape),
+            len(x),
+        )
+        if not is_done:
+            raise MemoryError("no memory for the experts of a pass")
+        return out
+
     def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
         logits = logits.contiguous()
         shape = shape_of(logits, 2)
@@ -191,6 +219,7 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
         norm_weight=None if norm is None else address(norm.weight, FLOAT, (heads + kv_heads, size)),
         query_norm=None if query_norm is None else address(query_norm.weight, FLOAT, (heads * size,)),
         key_norm=None if key_norm is None else address(key_norm.weight, FLOAT, (kv_heads * size,)),
+        sinks=None if shape.sinks is None else address(shape.sinks, FLOAT, (heads,)),
         keys=address(keys, FLOAT, stored),
         values=address(values, FLOAT, stored),
     )

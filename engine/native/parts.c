@@ -22,28 +22,12 @@ static int run_attention(const Attention *part, const Spans *spans, float *out, 
     return 1;
 }
 
-static int64_t gated_mlp_bytes(const GatedMlp *part, int64_t rows) {
-    return arena_size(rows * part->gate_up->out_features, sizeof(float))
-        + arena_size(rows * part->down->in_features, sizeof(float));
-}
-
-static int run_gated_mlp(const GatedMlp *part, float *out, const float *x, const float *residual, int64_t rows,
-                         Arena *arena) {
-    const int64_t size = part->down->in_features;
-    float *gate_up = arena_alloc(arena, rows * part->gate_up->out_features, sizeof(float));
-    float *gated = arena_alloc(arena, rows * size, sizeof(float));
-    if (!gate_up || !gated) return 0;
-    multiply(part->gate_up, gate_up, x, NULL, rows);
-    gate(gated, gate_up, part->activation, rows, size);
-    multiply(part->down, out, gated, residual, rows);
-    return 1;
-}
-
 /* Returns the bytes of an arena that ``run_part`` needs for this many rows. */
 int64_t part_bytes(const Part *part, int64_t rows) {
     switch (part->kind) {
         case ATTENTION: return attention_bytes(part->data, rows);
         case GATED_MLP: return gated_mlp_bytes(part->data, rows);
+        case EXPERTS: return experts_bytes(part->data, rows);
         default: return 0;
     }
 }
@@ -52,10 +36,12 @@ int64_t part_bytes(const Part *part, int64_t rows) {
  * arena is as full afterwards as before. 0 if it had no room, or there is no such kind of parts. */
 int run_part(const Part *part, const Spans *spans, float *out, const float *x, const float *residual, Arena *arena) {
     const size_t used = arena->used;
+    const int64_t rows = spans->num_tokens;
     int is_done = 0;
     switch (part->kind) {
         case ATTENTION: is_done = run_attention(part->data, spans, out, x, residual, arena); break;
-        case GATED_MLP: is_done = run_gated_mlp(part->data, out, x, residual, spans->num_tokens, arena); break;
+        case GATED_MLP: is_done = run_gated_mlp(part->data, out, x, residual, rows, arena); break;
+        case EXPERTS: is_done = run_experts(part->data, out, x, residual, rows, arena); break;
     }
     arena->used = used;
     return is_done;

@@ -9,8 +9,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.engine.test_native import plant
-from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, GatedMlp
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
+from truedraft.engine.layers.mlp import GatedMlp
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape

@@ -93,6 +93,8 @@ def test_family(folder: Callable[[str], str], family: str) -> None:
     assert run_engine(engine(path, 0), prompts(), GREEDY) == expected
 
     core = engine(path, 4, prefix_caching=True)
+    if "in C" in family:
+        assert core.target.model.way == "fused layers in C"
     assert run_engine(core, prompts(), GREEDY) == expected
     assert core.scheduler.num_prefix_hits == 0
     assert run_engine(core, prompts(), GREEDY) == expected

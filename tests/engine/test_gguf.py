@@ -11,12 +11,17 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tests.gguf_models import save_gguf
@@ -29,6 +34,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.families import has_experts
 from truedraft.engine.models.gguf import open_gguf
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
@@ -86,6 +92,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE | {"num_hidden_layers": 6}, head_dim=32, query_pre_attn_scalar=32, sliding_window=6
     ),
 }
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+CONFIGS |= {
+    "llama with experts": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=256),
+    "qwen3moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, norm_topk_prob=True),
+    "olmoe": OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
+    "gpt-oss": GptOssConfig(
+        **SHAPE,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=32,
+        sliding_window=6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+}
 IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 NUM_TOKENS = 40
 
@@ -134,8 +155,11 @@ def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp
     assert isinstance(weights.embeddings, QuantisedEmbeddings)
     assert all(isinstance(layer.mixer.qkv, QuantisedLinear) for layer in weights.layers)
     assert isinstance(ModelRunner.build(model, 20, 4).fast_pass, NativeDecoder)
-    deviation = (logits_in(model, [len(IDS)]) - expected).square().mean().sqrt() / expected.std()
-    assert 0 < deviation < 0.05
+    deviations = (logits_in(model, [len(IDS)]) - expected).square().mean(-1)
+    # A token that rounding gives other experts has other logits altogether, which later ones look back at.
+    is_mixed = has_experts(CONFIGS[name])
+    deviation = (deviations.median() if is_mixed else deviations.mean()).sqrt() / expected.std()
+    assert 0 < deviation < (0.1 if is_mixed else 0.05)
 
 
 @pytest.mark.usefixtures("needs_compiler")

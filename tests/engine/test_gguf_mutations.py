@@ -25,6 +25,7 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 
 VOCAB_SIZE, HIDDEN, HEAD_SIZE, INNER, LAYERS, CONTEXT = 24, 32, 16, 40, 2, 64
+NUMBER, EXPERT = 4, 24
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
@@ -70,14 +71,18 @@ def base(architecture: str) -> Content:
     """A file as converters write it."""
     draws = np.random.default_rng(1)
 
-    def matrix(rows: int, columns: int) -> Any:
-        return draws.normal(0, 0.25, (rows, columns)).astype(np.float32)
+    def matrix(*shape: int) -> Any:
+        return draws.normal(0, 0.25, shape).astype(np.float32)
 
-    def vector(size: int, mean: float) -> Any:
+    def vector(size: int | tuple[int, ...], mean: float) -> Any:
         return (mean + draws.normal(0, 0.3, size)).astype(np.float32)
 
-    # Heads of Phi-3 make up the hidden size.
-    heads, kv_heads = (2, 1) if architecture == "phi3" else (4, 2)
+    with_experts = architecture in EXPERTS
+    architecture = architecture.removesuffix(" with experts")
+    # Heads of these make up the hidden size, and OLMoE's are all the same.
+    heads, kv_heads = (2, 1) if architecture in ("phi3", "qwen2moe") else (4, 2)
+    if architecture == "olmoe":
+        heads = kv_heads = 2
     queries, keys = heads * HEAD_SIZE, kv_heads * HEAD_SIZE
     shapes = {
         "attn_q": (queries, HIDDEN),
@@ -94,7 +99,20 @@ def base(architecture: str) -> Content:
     norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
     if architecture in ("gemma2", "gemma3"):
         norms |= {"post_attention_norm": HIDDEN, "post_ffw_norm": HIDDEN}
-    if architecture in ("qwen3", "gemma3"):
+    if with_experts:
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith("attn")}
+        shapes |= {"ffn_gate_inp": (NUMBER, HIDDEN)}
+        shapes |= {f"ffn_{part}_exps": (NUMBER, EXPERT, HIDDEN) for part in ("gate", "up")}
+        shapes |= {"ffn_down_exps": (NUMBER, HIDDEN, EXPERT)}
+    if architecture == "qwen2moe":
+        shapes |= {f"ffn_{part}_shexp": (INNER, HIDDEN) for part in ("gate", "up")}
+        shapes |= {"ffn_down_shexp": (HIDDEN, INNER)}
+        norms |= {"ffn_gate_inp_shexp": HIDDEN}
+    if architecture == "olmoe":
+        norms |= {"attn_q_norm": HIDDEN, "attn_k_norm": HIDDEN}
+    if architecture == "gpt-oss":
+        norms = {"attn_norm": HIDDEN, "post_attention_norm": HIDDEN, "attn_sinks": heads}
+    if architecture in ("qwen3", "gemma3", "qwen3moe"):
         norms |= {"attn_q_norm": HEAD_SIZE, "attn_k_norm": HEAD_SIZE}
     tensors = {"token_embd.weight": matrix(VOCAB_SIZE, HIDDEN), "output_norm.weight": vector(HIDDEN, 1)}
     if architecture != "gemma2":
@@ -102,8 +120,13 @@ def base(architecture: str) -> Content:
     for layer in range(LAYERS):
         tensors |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
         tensors |= {f"blk.{layer}.{name}.weight": vector(size, 1) for name, size in norms.items()}
-        if architecture == "qwen2":
-            biases = {name: shapes[name][0] for name in ("attn_q", "attn_k", "attn_v")}
+        if architecture in ("qwen2", "qwen2moe"):
+            biases = {name: shapes[name][:1] for name in ("attn_q", "attn_k", "attn_v")}
+        elif architecture == "gpt-oss":
+            biases = {name: shape[:-1] for name, shape in shapes.items()}
+        else:
+            biases = {}
+        if biases:
             tensors |= {f"blk.{layer}.{name}.bias": vector(size, 0) for name, size in biases.items()}
     metadata: dict[str, Any] = {
         "block_count": LAYERS,
@@ -125,9 +148,39 @@ def base(architecture: str) -> Content:
         metadata |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
     if architecture == "gemma3":
         metadata["attention.sliding_window_pattern"] = 2
+    if with_experts:
+        metadata |= {"expert_count": NUMBER, "expert_used_count": 2}
+        if architecture in ("qwen2moe", "qwen3moe", "gpt-oss"):
+            metadata["expert_feed_forward_length"] = EXPERT
+        else:
+            metadata["feed_forward_length"] = EXPERT
+    if architecture == "qwen2moe":
+        metadata["expert_shared_feed_forward_length"] = INNER
+    if architecture == "gpt-oss":
+        metadata["attention.sliding_window"] = 6
     return Content(architecture, metadata, tensors)
 
 
+# Architectures with experts, of which only these keys are changed: the others go the same ways as elsewhere.
+EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "llama with experts")
+KEYS_OF_EXPERTS = (
+    "expert",
+    "feed_forward_length",
+    "attention.sliding",
+    "leading",
+    "nextn",
+    "rope.dimension_count",
+)
+OF_EXPERTS: dict[str, list[Any]] = {
+    "expert_count": [0, 2, 8, None],
+    "expert_used_count": [0, 1, 4, 5, None],
+    "expert_feed_forward_length": [8, 40, 48, None],
+    "expert_shared_feed_forward_length": [8, INNER, None],
+    "expert_gating_func": [1, 2, 3, 4],
+    "expert_weights_norm": [True],
+    "expert_group_count": [2],
+    "expert_shared_count": [1],
+}
 # Other values of keys than those that the file has; None removes it.
 VALUES: dict[str, list[Any]] = {
     "block_count": [1, 3, 1 << 30],
@@ -215,8 +268,6 @@ NEUTRAL: dict[str, Any] = {
 # Values that mean something to llama.cpp which its graph here leaves out: never served.
 MEANINGFUL = {
     "attention.causal": [False],
-    "expert_count": [2],
-    "expert_used_count": [2],
     "nextn_predict_layers": [1],
     "pooling_type": [1],
     "rope.dimension_sections": [[2, 3, 3, 0]],
@@ -239,10 +290,19 @@ TOGETHER: list[dict[str, Any]] = [
 
 
 def key_mutations(content: Content) -> Iterator[Content]:
+    if "expert_count" in content.metadata:
+        kept = {key: values for key, values in VALUES.items() if key.startswith(KEYS_OF_EXPERTS)} | OF_EXPERTS
+        changes = [{key: value} for key, values in kept.items() for value in values]
+        yield from changed_keys(content, changes)
+        return
     changes = [{key: value} for key, values in VALUES.items() for value in values]
     for key in ("attention.head_count", "attention.head_count_kv"):
         changes.append({key: [content.metadata[key]] * LAYERS})
-    for change in changes + TOGETHER:
+    yield from changed_keys(content, changes + TOGETHER)
+
+
+def changed_keys(content: Content, changes: list[dict[str, Any]]) -> Iterator[Content]:
+    for change in changes:
         changed = content.copy()
         for key, value in change.items():
             if value is None:
@@ -253,9 +313,15 @@ def key_mutations(content: Content) -> Iterator[Content]:
             yield changed
 
 
+def is_changed(content: Content, name: str) -> bool:
+    """Tells whether a tensor is: of two layers that of one, and among experts only what is their own."""
+    of_experts = "ffn" in name or "sinks" in name or name.startswith("output")
+    return not name.startswith("blk.1") and ("expert_count" not in content.metadata or of_experts)
+
+
 def removed_tensors(content: Content) -> Iterator[Content]:
     for name in content.tensors:
-        if not name.startswith("blk.1"):
+        if is_changed(content, name):
             changed = content.copy()
             del changed.tensors[name]
             yield changed
@@ -263,7 +329,7 @@ def removed_tensors(content: Content) -> Iterator[Content]:
 
 def reshaped_tensors(content: Content) -> Iterator[Content]:
     for name, tensor in content.tensors.items():
-        if name.startswith("blk.1"):
+        if not is_changed(content, name):
             continue
         for other in (tensor[:-4], tensor.T):
             if other.shape != tensor.shape:
@@ -296,7 +362,7 @@ def added_tensors(content: Content) -> Iterator[Content]:
         {"a_tensor_of_tomorrow.weight": drawn(4)},
     ]
     for name in linears:
-        if name.startswith("blk.0"):
+        if name.startswith("blk.0") and is_changed(content, name):
             stem = name.removesuffix(".weight")
             changes += [
                 {f"{stem}.bias": drawn(len(content.tensors[name]))},
@@ -338,6 +404,11 @@ COUNTS = {
     "phi3": [(15, 70), (1, 8), (0, 14), (4, 25)],
     "gemma2": [(26, 61), (0, 13), (0, 19), (0, 31)],
     "gemma3": [(20, 65), (1, 15), (0, 23), (2, 29)],
+    "qwen2moe": [(7, 31), (0, 11), (0, 19), (3, 22)],
+    "qwen3moe": [(6, 32), (1, 6), (0, 12), (4, 15)],
+    "olmoe": [(5, 32), (0, 7), (0, 12), (3, 16)],
+    "gpt-oss": [(10, 29), (0, 11), (0, 19), (7, 18)],
+    "llama with experts": [(6, 31), (1, 6), (0, 12), (4, 15)],
 }
 
 
@@ -376,7 +447,7 @@ def outcome(content: Content, path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)
-@pytest.mark.parametrize("architecture", MODEL_TYPES)
+@pytest.mark.parametrize("architecture", [*MODEL_TYPES, "llama with experts"])
 def test_mutated_files_are_the_reference_or_refused(architecture: str, kind: str, tmp_path: Path) -> None:
     content = base(architecture)
     if kind == "key changed":

@@ -23,7 +23,7 @@ from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families import decoder_layer, make_rotary
 from truedraft.engine.models.heads.eagle_config import EagleConfig
-from truedraft.engine.models.linear import join
+from truedraft.engine.models.linear import Source, join
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
@@ -158,7 +158,7 @@ class _Reader:
         inputs here. Returns its angles and its number of parameters, too."""
         module: Any = plain_skeleton(self.layer_config, self.facts.dtype)
         layer, size = module.model.layers[0], self.layer_config.hidden_size
-        weights: dict[nn.Module, Weight] = {}
+        weights: dict[Source, list[Weight]] = {}
         small: dict[str, torch.Tensor] = {}
         for name, parameter in layer.named_parameters():
             shape = tuple(parameter.shape)
@@ -167,11 +167,10 @@ class _Reader:
                 continue
             owner = name.removesuffix(".weight")
             is_wide = owner.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj")
-            weights[layer.get_submodule(owner)] = self._weight(
-                LAYER + name, (shape[0], 2 * size if is_wide else shape[1])
-            )
+            wide = shape[0], 2 * size if is_wide else shape[1]
+            weights[layer.get_submodule(owner)] = [self._weight(LAYER + name, wide)]
         layer.load_state_dict(small, strict=False, assign=True)
-        make: Callable[..., Linear] = partial(join, linears=self.linears, weight_of=weights.__getitem__)
+        make: Callable[..., Linear] = partial(join, linears=self.linears, weights_of=weights.__getitem__)
         described = decoder_layer(layer, 0, self.facts, make)
         if (getattr(self.layer_config, "layer_types", None) or [""])[0] == "sliding_attention":
             assert isinstance(described.mixer, Attention)
@@ -179,7 +178,7 @@ class _Reader:
             mixer = replace(described.mixer, shape=replace(described.mixer.shape, sliding_window=window))
             described = replace(described, mixer=mixer)
         rotary = type(module.model.rotary_emb)(config=self.layer_config).to(self.facts.device)
-        count = sum(weight.shape[0] * weight.shape[1] for weight in weights.values())
+        count = sum(weight.shape[0] * weight.shape[1] for (weight,) in weights.values())
         return described, rotary, count
 
     def _embeddings(self) -> Embeddings:

@@ -96,7 +96,7 @@ def plan_graphs(
 
 def _can_be_captured(model: Model) -> bool:
     """Says whether a pass takes no decision on the host, which would be frozen as it was at the capture."""
-    return isinstance(model, FusedDecoder) and model.reads_in_place and not model.rotary.needs_host
+    return isinstance(model, FusedDecoder) and model.reads_in_place and not model.needs_host
 
 
 def _affordable(model: Model, planned: list[Captured], max_drawn: int, limit: int) -> list[Captured]:

@@ -1,0 +1,143 @@
+"""Describes MLPs: one that every token goes through, or many experts, of which each token takes a few."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
+
+import torch
+
+from truedraft.engine.layers.linear import Linear
+
+# Activations of gates have transformers' names and stand in the order of kernels.h. gpt-oss clamps what it
+# gates and what gates (``clamped_swish``).
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+# Numbers of ``clamped_swish`` are at most SWISH_LIMIT, and x becomes x sigmoid(SWISH_SLOPE x).
+SWISH_LIMIT, SWISH_SLOPE = 7.0, 1.702
+# A router's numbers become scores by one of these, in the order of kernels.h.
+Scoring = Literal["softmax", "sigmoid"]
+SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
+
+
+class MlpRun(Protocol):
+    """Runs what MLPs need of one forward; every tensor is [tokens, ...]."""
+
+    def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the layer's output for ``x``, plus ``residual``, which may be overwritten."""
+        ...
+
+    def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+        """Gates [tokens, 2 * size] to [tokens, size]; ``gate_up`` may be overwritten."""
+        ...
+
+    def experts(
+        self, experts: "Experts", x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the experts' output for ``x``, plus ``residual``, which may be overwritten."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """Some numbers of each token gate as many others."""
+
+    activation: Activation
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def __call__(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
+        gate_up = run.linear(self.gate_up, x)
+        return run.linear(self.down, run.gate(self.activation, gate_up), residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Gives a token the ``num_chosen`` experts with the highest scores, and weights for their outputs.
+
+    ``linear`` makes a number for each expert, and ``scoring`` a score of it. ``choice_bias`` [experts] is
+    added to the scores where experts are chosen, and not to their weights. Weights that are ``renormalised``
+    sum up to one before they are multiplied; of a softmax that is the same as one over the chosen experts.
+    """
+
+    linear: Linear
+    num_experts: int
+    num_chosen: int
+    scoring: Scoring
+    choice_bias: torch.Tensor | None = None
+    renormalises: bool = False
+    multiplier: float = 1.0
+
+    def choose(self, x: torch.Tensor, run: MlpRun) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the chosen experts of each token, in ascending order, and their weights, float32."""
+        numbers = run.linear(self.linear, x).float()
+        scores = numbers.softmax(-1) if self.scoring == "softmax" else numbers.sigmoid()
+        wanted = scores if self.choice_bias is None else scores + self.choice_bias
+        # A stable sort leaves the first of equal experts where they are chosen.
+        order = wanted.sort(dim=-1, descending=True, stable=True).indices
+        chosen = order[:, : self.num_chosen].sort(-1).values
+        weights = scores.gather(1, chosen)
+        if self.renormalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights * self.multiplier
+
+
+class TouchedExperts:
+    """Counts the experts that passes read: ``number`` is the sum over layers and passes."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(1, dtype=torch.int64)
+
+    @property
+    def number(self) -> int:
+        return int(self.total)
+
+    def add(self, number: int) -> None:
+        self.total += number
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Each token takes the MLPs that the router gives it, and the ``shared`` one, if there is one. Its output
+    is multiplied by the sigmoid of the one number of ``shared_gate``. Outputs are added in the order of the
+    experts, whatever else is computed with a token."""
+
+    router: Router
+    experts: tuple[GatedMlp, ...]
+    shared: GatedMlp | None = None
+    shared_gate: Linear | None = None
+    touched: TouchedExperts = field(default_factory=TouchedExperts)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return tuple(self._linears())
+
+    def _linears(self) -> Iterator[Linear]:
+        yield self.router.linear
+        for mlp in (*self.experts, *([] if self.shared is None else [self.shared])):
+            yield from mlp.linears
+        if self.shared_gate is not None:
+            yield self.shared_gate
+
+    def __call__(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
+        return run.experts(self, x, residual)
+
+    def by_definition(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
+        """Computes them expert by expert, each for the tokens that have it."""
+        chosen, weights = self.router.choose(x, run)
+        found = torch.zeros_like(x)
+        numbers = sorted(set(chosen.flatten().tolist()))
+        self.touched.add(len(numbers))
+        for number in numbers:
+            tokens, place = (chosen == number).nonzero(as_tuple=True)
+            output = self.experts[number](x[tokens], run, None)
+            found[tokens] += (output * weights[tokens, place, None]).to(x.dtype)
+        if self.shared is not None:
+            shared = self.shared(x, run, None)
+            if self.shared_gate is not None:
+                shared = shared * run.linear(self.shared_gate, x).sigmoid()
+            found += shared
+        return found if residual is None else residual + found

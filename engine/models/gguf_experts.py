@@ -1,0 +1,104 @@
+"""Experts in GGUF files: which keys tell of them, and what stacks transformers' parameters are made of."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from truedraft.engine.formats.gguf_file import GgufError
+
+# Files of these architectures have experts. Files of "llama" may: transformers calls those mixtral.
+WITH_EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
+# These have an output layer that is never the embeddings.
+NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
+# llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
+SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3
+# Names that the package's table has for whole tensors of other architectures, or not at all.
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+OTHERS = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
+STACKS = {
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+    "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+}
+
+
+class Keys(Protocol):
+    """Reads the keys of an architecture."""
+
+    path: str
+
+    def says(self, key: str, default: Any = None) -> Any: ...
+    def number(self, key: str, kind: type, default: Any = None) -> Any: ...
+    def needed(self, key: str, kind: type) -> Any: ...
+    def expect(self, key: str, *neutral: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GgufStack:
+    """Says of which tensors transformers' parameter is made: they lie one after the other in its outputs.
+    ``is_turned``: they take turns there, and the parameter has in features before out features."""
+
+    parts: tuple[str, ...]
+    is_turned: bool
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Returns that of each part of a parameter of the shape ``whole``."""
+        number, *matrix = whole
+        rows, *columns = matrix[::-1] if self.is_turned else matrix
+        return number, rows // len(self.parts), *columns
+
+    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Makes the parameter."""
+        if not self.is_turned:
+            return torch.cat([*tensors], dim=1)
+        joined = torch.stack([*tensors], dim=2).flatten(1, 2)
+        return joined.transpose(1, 2).contiguous() if joined.dim() == 3 else joined
+
+
+def tensor_of(name: str) -> str | None:
+    """Returns what a file calls transformers' ``name``, if that is no weight or bias of a module."""
+    found = LAYER.fullmatch(name)
+    return f"blk.{found[1]}.{OTHERS[found[2]]}" if found and found[2] in OTHERS else None
+
+
+def stack_of(name: str, architecture: str) -> GgufStack | None:
+    """Returns the tensors of transformers' ``name``; None if it is not a parameter of all experts."""
+    found = LAYER.fullmatch(name)
+    if not found or found[2] not in STACKS:
+        return None
+    return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in STACKS[found[2]]), architecture == "gpt-oss")
+
+
+def has_experts(keys: Keys, architecture: str) -> bool:
+    return architecture in WITH_EXPERTS or (architecture == "llama" and bool(keys.says("expert_count", 0)))
+
+
+def expert_settings(keys: Keys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings of transformers' config; raises ``GgufError`` for what is not served."""
+    number, chosen = keys.needed("expert_count", int), keys.needed("expert_used_count", int)
+    if chosen > number:
+        raise GgufError(f"{keys.path} is damaged: tokens cannot take {chosen} of {number} experts")
+    own = SOFTMAX_OF_CHOSEN if architecture == "gpt-oss" else SOFTMAX
+    keys.expect("expert_gating_func", 0, own)
+    settings: dict[str, Any] = {"num_experts_per_tok": chosen}
+    if architecture in ("llama", "olmoe"):
+        keys.expect("expert_feed_forward_length", found["intermediate_size"])
+        return settings | {"num_experts" if architecture == "olmoe" else "num_local_experts": number}
+    size = keys.number("expert_feed_forward_length", int)
+    if architecture == "gpt-oss":
+        if size is None:
+            raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
+        return settings | {"num_local_experts": number, "intermediate_size": size}
+    size = size or found["intermediate_size"] // chosen
+    settings |= {"num_experts": number, "moe_intermediate_size": size}
+    if architecture == "qwen3moe":
+        return settings | {"norm_topk_prob": True}
+    shared = keys.number("expert_shared_feed_forward_length", int, found["intermediate_size"])
+    return settings | {"shared_expert_intermediate_size": shared}

@@ -1,0 +1,158 @@
+/* MLPs: one that all tokens go through, or many experts, of which each token takes a few.
+ *
+ * Rows are sorted by expert, so that an expert's weights are read once for all of its rows. Outputs of a row are added
+ * in the order of its experts. Neither that order nor a product depends on the other rows, and so a row's bits do not.
+ * All arrays are row-major.
+ */
+
+#include <string.h>
+
+#include "kernels.h"
+#include "vectors.h"
+
+int64_t gated_mlp_bytes(const GatedMlp *part, int64_t rows) {
+    return arena_size(rows * part->gate_up->out_features, sizeof(float))
+        + arena_size(rows * part->down->in_features, sizeof(float));
+}
+
+int run_gated_mlp(const GatedMlp *part, float *out, const float *x, const float *residual, int64_t rows, Arena *arena) {
+    const int64_t size = part->down->in_features;
+    float *gate_up = arena_alloc(arena, rows * part->gate_up->out_features, sizeof(float));
+    float *gated = arena_alloc(arena, rows * size, sizeof(float));
+    if (!gate_up || !gated) return 0;
+    multiply(part->gate_up, gate_up, x, NULL, rows);
+    gate(gated, gate_up, part->activation, rows, size);
+    multiply(part->down, out, gated, residual, rows);
+    return 1;
+}
+
+/* A row's experts in ascending order, and their weights. Of experts with the same score the first are chosen; also of
+ * scores that are no numbers there are as many as always. */
+static void choose(const Experts *part, int64_t *chosen, float *weights, const float *numbers, float *scores) {
+    const int64_t num_experts = part->num_experts, num_chosen = part->num_chosen;
+    if (part->scoring == SOFTMAX) {
+        float highest = numbers[0], sum = 0.0f;
+        for (int64_t i = 1; i < num_experts; i++) highest = numbers[i] > highest ? numbers[i] : highest;
+        for (int64_t i = 0; i < num_experts; i++) sum += scores[i] = expf(numbers[i] - highest);
+        for (int64_t i = 0; i < num_experts; i++) scores[i] /= sum;
+    } else {
+        for (int64_t i = 0; i < num_experts; i++) scores[i] = 1.0f / (1.0f + expf(-numbers[i]));
+    }
+    for (int64_t n = 0; n < num_chosen; n++) {
+        int64_t best = -1, at = 0;
+        float most = 0.0f;
+        for (int64_t i = 0, taken = 0; i < num_experts; i++) {
+            if (taken < n && chosen[taken] == i) {
+                taken++;
+                continue;
+            }
+            const float score = scores[i] + (part->choice_bias ? part->choice_bias[i] : 0.0f);
+            if (best < 0 || score > most) {
+                best = i;
+                most = score;
+                at = taken;
+            }
+        }
+        memmove(chosen + at + 1, chosen + at, (n - at) * sizeof(int64_t));
+        chosen[at] = best;
+    }
+    float sum = 0.0f;
+    for (int64_t n = 0; n < num_chosen; n++) sum += weights[n] = scores[chosen[n]];
+    const float factor = part->renormalises ? part->multiplier / sum : part->multiplier;
+    for (int64_t n = 0; n < num_chosen; n++) weights[n] *= factor;
+}
+
+/* Rows [rows, size] that an expert computes, from ``x``, or to ``x`` with the weights of each. */
+typedef struct {
+    float *to;
+    const float *from, *weights;
+    const int64_t *places;        /* of each row: row * num_chosen + number among its experts */
+    int64_t size, num_chosen;
+} Rows;
+
+static void gather_task(const void *arguments, int64_t item) {
+    const Rows *rows = arguments;
+    const int64_t row = rows->places[item] / rows->num_chosen;
+    memcpy(rows->to + item * rows->size, rows->from + row * rows->size, rows->size * sizeof(float));
+}
+
+static void scatter_task(const void *arguments, int64_t item) {
+    const Rows *rows = arguments;
+    const float weight = rows->weights[rows->places[item]], *from = rows->from + item * rows->size;
+    float *to = rows->to + rows->places[item] / rows->num_chosen * rows->size;
+    for (int64_t i = 0; i < rows->size; i++) to[i] += from[i] * weight;
+}
+
+/* The shared expert's rows, each by the sigmoid of its gate's number, unless that is NULL; and the residual or NULL. */
+typedef struct {
+    float *out;
+    const float *found, *shared, *gates, *residual;
+    int64_t size;
+} Sum;
+
+static void sum_task(const void *arguments, int64_t row) {
+    const Sum *sum = arguments;
+    const int64_t at = row * sum->size;
+    const float factor = sum->gates ? 1.0f / (1.0f + expf(-sum->gates[row])) : 1.0f;
+    for (int64_t i = at; i < at + sum->size; i++) {
+        float value = sum->found[i];
+        if (sum->shared) value += sum->shared[i] * factor;
+        sum->out[i] = sum->residual ? sum->residual[i] + value : value; /* at the very last: it may be the residual */
+    }
+}
+
+int64_t experts_bytes(const Experts *part, int64_t rows) {
+    const int64_t size = part->router->in_features, num_experts = part->num_experts, places = rows * part->num_chosen;
+    const int64_t shared = part->shared ? gated_mlp_bytes(part->shared, rows) : 0;
+    const int64_t of_expert = gated_mlp_bytes(part->experts, rows);
+    return arena_size(rows * num_experts, sizeof(float)) + arena_size(num_experts, sizeof(float))
+        + arena_size(num_experts + 1, sizeof(int64_t)) + 2 * arena_size(places, sizeof(int64_t))
+        + arena_size(places, sizeof(float)) + 3 * arena_size(rows * size, sizeof(float))
+        + arena_size(rows, sizeof(float)) + (shared > of_expert ? shared : of_expert);
+}
+
+/* out [rows, hidden size] = the experts' outputs for x, plus residual or NULL, which may be out itself; so may x. */
+int run_experts(const Experts *part, float *out, const float *x, const float *residual, int64_t rows, Arena *arena) {
+    const int64_t size = part->router->in_features, num_experts = part->num_experts, num_chosen = part->num_chosen;
+    const int64_t num_places = rows * num_chosen;
+    float *numbers = arena_alloc(arena, rows * num_experts, sizeof(float));
+    float *scores = arena_alloc(arena, num_experts, sizeof(float));
+    int64_t *first = arena_alloc(arena, num_experts + 1, sizeof(int64_t));
+    int64_t *chosen = arena_alloc(arena, num_places, sizeof(int64_t));
+    int64_t *places = arena_alloc(arena, num_places, sizeof(int64_t));
+    float *weights = arena_alloc(arena, num_places, sizeof(float));
+    float *inputs = arena_alloc(arena, rows * size, sizeof(float));
+    float *outputs = arena_alloc(arena, rows * size, sizeof(float));
+    float *found = arena_alloc(arena, rows * size, sizeof(float));
+    float *gates = arena_alloc(arena, rows, sizeof(float));
+    if (!gates) return 0;
+    multiply(part->router, numbers, x, NULL, rows);
+    memset(first, 0, (num_experts + 1) * sizeof(int64_t));
+    for (int64_t row = 0; row < rows; row++)
+        choose(part, chosen + row * num_chosen, weights + row * num_chosen, numbers + row * num_experts, scores);
+    for (int64_t place = 0; place < num_places; place++) first[chosen[place] + 1]++;
+    for (int64_t i = 0; i < num_experts; i++) first[i + 1] += first[i];
+    for (int64_t place = 0; place < num_places; place++) places[first[chosen[place]]++] = place;
+    memset(found, 0, rows * size * sizeof(float));
+    const size_t used = arena->used;
+    /* By now an expert's first place is where the one before it ends. */
+    for (int64_t i = 0; i < num_experts; i++, arena->used = used) {
+        const int64_t begin = i ? first[i - 1] : 0, count = first[i] - begin, work = count * size;
+        if (!count) continue;
+        *part->touched += 1;
+        run_task(gather_task, &(Rows){ inputs, x, weights, places + begin, size, num_chosen }, count, work);
+        if (!run_gated_mlp(&part->experts[i], outputs, inputs, NULL, count, arena)) return 0;
+        run_task(scatter_task, &(Rows){ found, outputs, weights, places + begin, size, num_chosen }, count, work * 2);
+    }
+    if (part->shared && !run_gated_mlp(part->shared, outputs, x, NULL, rows, arena)) return 0;
+    if (part->shared_gate) multiply(part->shared_gate, gates, x, NULL, rows);
+    const Sum sum = { out, found, part->shared ? outputs : NULL, part->shared_gate ? gates : NULL, residual, size };
+    run_task(sum_task, &sum, rows, rows * size * 2);
+    return 1;
+}
+
+/* ``run_experts`` with memory of its own; 0 if there is none. */
+int64_t mix_experts(const Experts *part, float *out, const float *x, const float *residual, int64_t rows) {
+    static _Thread_local Arena arena;
+    return arena_reserve(&arena, experts_bytes(part, rows)) && run_experts(part, out, x, residual, rows, &arena);
+}

@@ -1,0 +1,81 @@
+"""MLPs as C reads them (``mlp.c``): made from what Python runs through, and checked once."""
+
+from ctypes import Structure, addressof
+
+import torch
+
+from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.mlp import ACTIVATIONS, SCORINGS, Experts, GatedMlp
+from truedraft.engine.memory.pointers import PointerError, address
+from truedraft.engine.native import library as in_c
+from truedraft.engine.native.linear import NativeLinear
+
+
+def native(linear: Linear) -> NativeLinear:
+    if not isinstance(linear, NativeLinear):
+        raise PointerError(f"C has no layers like {linear}")
+    return linear
+
+
+def linear_at(name: str, linear: Linear, in_features: int, out_features: int) -> int:
+    """Returns the address of a layer, whose numbers of inputs and outputs must be these."""
+    found = native(linear)
+    if (found.in_features, found.out_features) != (in_features, out_features):
+        raise PointerError(
+            f"{name} is a layer of {found.in_features} inputs and {found.out_features} outputs, "
+            f"not of {in_features} and {out_features}"
+        )
+    return addressof(found.struct)
+
+
+def gated_mlp(mlp: GatedMlp, hidden_size: int) -> in_c.GatedMlp:
+    size = native(mlp.down).in_features
+    return in_c.GatedMlp(
+        gate_up=linear_at("gate_up", mlp.gate_up, hidden_size, 2 * size),
+        down=linear_at("down", mlp.down, size, hidden_size),
+        activation=ACTIVATIONS.index(mlp.activation),
+    )
+
+
+class NativeExperts:
+    """Keeps what ``struct`` points to."""
+
+    def __init__(self, mlp: Experts) -> None:
+        router, number = mlp.router, mlp.router.num_experts
+        self.hidden_size = hidden_size = native(router.linear).in_features
+        sizes = {native(expert.down).in_features for expert in mlp.experts}
+        if len(mlp.experts) != number or len(sizes) != 1 or not 0 < router.num_chosen <= number:
+            raise PointerError(
+                f"C cannot choose {router.num_chosen} of {len(mlp.experts)} experts of the sizes {sizes}"
+            )
+        self.description = mlp
+        self.experts = (in_c.GatedMlp * number)(*(gated_mlp(expert, hidden_size) for expert in mlp.experts))
+        self.shared = None if mlp.shared is None else gated_mlp(mlp.shared, hidden_size)
+        bias, gate = router.choice_bias, mlp.shared_gate
+        self.struct = in_c.Experts(
+            router=linear_at("router", router.linear, hidden_size, number),
+            experts=addressof(self.experts),
+            shared=None if self.shared is None else addressof(self.shared),
+            shared_gate=None if gate is None else linear_at("shared_gate", gate, hidden_size, 1),
+            choice_bias=None if bias is None else address(bias, torch.float32, (number,)),
+            num_experts=number,
+            num_chosen=router.num_chosen,
+            scoring=SCORINGS.index(router.scoring),
+            renormalises=router.renormalises,
+            multiplier=router.multiplier,
+            touched=address(mlp.touched.total, torch.int64, (1,)),
+        )
+
+
+def mlp_structure(mlp: GatedMlp | Experts | None, hidden_size: int) -> tuple[Structure, object]:
+    """Returns an MLP of this hidden size as C has it, and what must be kept as long as that."""
+    match mlp:
+        case GatedMlp():
+            return gated_mlp(mlp, hidden_size), mlp
+        case Experts():
+            experts = NativeExperts(mlp)
+            if experts.hidden_size != hidden_size:
+                raise PointerError(f"experts take {experts.hidden_size} numbers, not {hidden_size}")
+            return experts.struct, experts
+        case None:
+            raise PointerError("C has no layers without an MLP")
