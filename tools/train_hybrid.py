@@ -27,7 +27,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 from truedraft.engine.config import BUNDLED_PAIR
 
 TEACHER = BUNDLED_PAIR / "target"
-# The head's share of the loss: its tokens are only drafts.
+# The loss is the model's, and so much of the head's, whose tokens are only drafts.
 HEAD_SHARE = 0.3
 
 

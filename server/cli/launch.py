@@ -308,7 +308,7 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
         size_of_one = ByteSize(worker.state_bytes).human_readable()
         states = [
             f"  states    {worker.num_state_slots:,} of {size_of_one}, records included: "
-            "of sequences that run, and of texts that others may go on with"
+            "for what runs, and for beginnings that are kept"
         ]
     num_blocks, size = worker.num_target_blocks, worker.block_size
     each = " for each model" if worker.num_draft_blocks else ""

@@ -54,8 +54,7 @@ def test_capacity() -> None:
 def test_states_are_said() -> None:
     hybrid = worker(num_state_slots=5, state_bytes=25 << 20)
     assert capacity(Settings(), hybrid)[4:] == [
-        "  states    5 of 25.0MiB, records included: of sequences that run, and of texts that others may go on "
-        "with",
+        "  states    5 of 25.0MiB, records included: for what runs, and for beginnings that are kept",
         "  requests  up to 4,000 tokens, prompt and output together; 5 of that length at once",
     ]
 
