@@ -132,6 +132,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     forward: str = ""  # what computes the target's layers, in words
     weights: list[str] = []  # types that the target's weights are kept in, most of them first
     fingerprint: str = ""  # what tokens depend on
+    num_state_slots: int = 0  # in each cache whose model has recurrent layers
+    state_bytes: int = 0  # what one sequence's states and records take in both caches
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -22,8 +22,9 @@ from truedraft.engine.memory.block_table import BlockHash, BlockTable
 # which goes faster if they lie in one piece: tables begin this many blocks apart, as long as there is room.
 RUN = 32
 MAX_RUNS = 256
-# The fewest tokens between two snapshots inside a text; its prompt's end has one anyway.
-SNAPSHOT_DISTANCE = 1024
+# The fewest tokens between two snapshots inside a text; its prompt's end has one anyway. Where another text
+# has begun in the same way, so many are enough.
+SNAPSHOT_DISTANCE, SHARED_DISTANCE = 1024, 64
 
 
 class BlockPool:
@@ -120,6 +121,12 @@ class BlockPool:
         length = next((n for n in range(len(hashes), 0, -1) if self.states.has(hashes[n - 1])), 0)
         return hashes[:length]
 
+    def expect_shared(self, table: BlockTable, found: list[BlockHash], usable: list[BlockHash]) -> None:
+        """Remembers that another text has begun with all of what was ``found``, but that only so much of it
+        is ``usable``: the next one will be better off."""
+        more = (len(found) - len(usable)) * self.block_size
+        table.num_shared_tokens = len(found) * self.block_size if more >= SHARED_DISTANCE else 0
+
     def can_begin(self, hashes: list[BlockHash], num_tokens: int) -> bool:
         """Tells whether a table can take these over and reserve room for ``num_tokens``."""
         num_left = self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
@@ -153,14 +160,17 @@ class BlockPool:
 
     def keep_state(self, table: BlockTable, num_prompt_tokens: int) -> None:
         """Makes a snapshot of the states for those who take over what ``table`` has published: at the end of
-        the prompt, and where enough tokens have been computed since the last one."""
+        the prompt, where it has been found to part from another one, and where enough tokens have been
+        computed since the last one."""
         num_published = len(table.hashes) * self.block_size
         if self.states is None or not table.num_folded_tokens <= num_published > table.num_kept_tokens:
             return
         # All of the prompt but a token can be taken over, in whole blocks.
         prompt_end = (num_prompt_tokens - 1) // self.block_size * self.block_size
-        if table.num_kept_tokens < prompt_end <= num_published or (
-            num_published - table.num_kept_tokens >= SNAPSHOT_DISTANCE
+        if (
+            table.num_kept_tokens < prompt_end <= num_published
+            or num_published == table.num_shared_tokens
+            or num_published - table.num_kept_tokens >= SNAPSHOT_DISTANCE
         ):
             self.states.keep(table, table.hashes[-1])
             table.num_kept_tokens = num_published

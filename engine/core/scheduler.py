@@ -202,6 +202,8 @@ class Scheduler:
             return [[] for _ in shares]
         last, salt = len(sequence.token_ids) - 1, sequence.cache_salt
         found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]
+        for (pool, table), (_, hashes) in zip(shares, found, strict=True):
+            pool.expect_shared(table, hashes, pool.usable(hashes))
         bound = {id(pool) for proposer in self.proposers if not proposer.can_lag for pool in proposer.pools}
         alike = [(pool, hashes) for pool, hashes in found if pool is self.target_pool or id(pool) in bound]
         longest = last
@@ -224,8 +226,11 @@ class Scheduler:
         if sequence.must_encode:
             return ScheduledSequence(sequence, num_uncomputed)
         if not sequence.is_decoding:
-            lagging = self.planner.lagging(sequence)
-            return ScheduledSequence(sequence, min(num_uncomputed, budget), lagging=lagging)
+            lagging, table = self.planner.lagging(sequence), sequence.target_blocks
+            num_tokens = min(num_uncomputed, budget)
+            if (num_shared := table.num_shared_tokens - table.num_computed_tokens) > 0:
+                num_tokens = min(num_tokens, num_shared)  # its states are kept there
+            return ScheduledSequence(sequence, num_tokens, lagging=lagging)
         if draft is None:
             draft = self.planner.choose_for_prompt(sequence)
         draft = draft.within(budget - 1)

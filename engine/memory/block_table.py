@@ -10,7 +10,8 @@ class BlockTable:
     ``num_encoder_tokens`` of the ids are an encoder's: what is stored for them is what the decoder's
     cross-attention looks at. ``state_slot`` is where recurrent layers keep the sequence's states, which are
     folded over its first ``num_folded_tokens``; later ones of the computed tokens may be taken back. The
-    newest snapshot of the states is good for the first ``num_kept_tokens``.
+    newest snapshot of the states is good for the first ``num_kept_tokens``; another text was found to have
+    the first ``num_shared_tokens``, or 0 if there is a snapshot near by.
     """
 
     def __init__(self, num_encoder_tokens: int = 0) -> None:
@@ -21,3 +22,4 @@ class BlockTable:
         self.state_slot: int | None = None
         self.num_folded_tokens = 0
         self.num_kept_tokens = 0
+        self.num_shared_tokens = 0

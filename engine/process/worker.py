@@ -149,6 +149,7 @@ class Worker:
 
 def describe(core: EngineCore, config: EngineConfig) -> Ready:
     target_pool = core.scheduler.target_pool
+    pools = target_pool, *core.scheduler.draft_pools
     limits = core.admission.encoder_decoder
     assert config.target is not None
     return Ready(
@@ -174,6 +175,8 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         if limits is None
         else EncoderDecoderLengths(limits.max_prompt_len, limits.max_output_len, len(limits.start_ids)),
         forward=core.target.model.way,
+        num_state_slots=max(pool.states.num_slots if pool.states else 0 for pool in pools),
+        state_bytes=sum(model.model.state_bytes_per_sequence for model in (core.target, core.draft) if model),
     )
 
 

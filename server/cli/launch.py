@@ -20,6 +20,7 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
+from pydantic import ByteSize
 
 from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.machine.limits import num_cpus
@@ -301,6 +302,14 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
     longest = longest_request(worker)
     blocks_per_request = -(-longest // worker.block_size)
     num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)
+    states = []
+    if worker.num_state_slots:
+        num_requests = min(num_requests, worker.num_state_slots)
+        size_of_one = ByteSize(worker.state_bytes).human_readable()
+        states = [
+            f"  states    {worker.num_state_slots:,} of {size_of_one}, records included: "
+            "for what runs, and for beginnings that are kept"
+        ]
     num_blocks, size = worker.num_target_blocks, worker.block_size
     each = " for each model" if worker.num_draft_blocks else ""
     way = f", {worker.forward}" if worker.forward else ""
@@ -312,6 +321,7 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
         *threads,
         f"  drafting  {_drafting(settings, worker)}",
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
+        *states,
         f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "
         f"{num_requests} of that length at once",
     ]

@@ -7,12 +7,13 @@ import torch
 from pydantic import ValidationError
 
 from tests.engine.conftest import Models
+from tests.engine.hybrid_models import hybrid, hybrid_engine
 from tests.models import make_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.machine import limits as machine
 from truedraft.engine.memory import cache_memory
-from truedraft.engine.memory.cache_memory import cache_budget, free_memory
+from truedraft.engine.memory.cache_memory import cache_budget, cache_sizes, free_memory
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0"), torch.device("cuda:1")
@@ -97,3 +98,24 @@ def test_too_little_for_one_block_is_refused(models: Models, memory: dict[str, i
 def test_never_more_than_can_be_used(models: Models) -> None:
     core = make_engine(models.target, None, cache_memory=None, max_num_sequences=2, max_model_len=64)
     assert core.scheduler.target_pool.num_blocks * core.scheduler.target_pool.block_size == 2 * 64
+
+
+def test_memory_is_divided_between_blocks_and_states() -> None:
+    """Half of it is for what runs, at most; each snapshot goes with the tokens of a thousand."""
+    sizes = cache_sizes(1000 * MIB, 1 * MIB, 0, 16, num_sequences=8, max_blocks=4000)
+    assert sizes == (1000, 0)
+    for state, num_sequences in ((1 * MIB, 8), (20 * MIB, 8), (100 * MIB, 8), (400 * MIB, 8), (1 * MIB, 500)):
+        num_blocks, num_slots = cache_sizes(1000 * MIB, MIB // 8, state, 16, num_sequences, 4000)
+        running = min(num_sequences, 500 * MIB // state)
+        assert running <= num_slots <= running + 2 * num_sequences + num_blocks * 16 // 1024
+        assert 900 * MIB < num_blocks * MIB // 8 + num_slots * state <= 1000 * MIB or num_blocks == 4000
+    assert cache_sizes(10 * MIB, 1 * MIB, 20 * MIB, 16, 8, 4000).num_blocks == 0
+    # Layers that keep something of each token may be missing.
+    assert cache_sizes(100 * MIB, 0, 1 * MIB, 16, num_sequences=8, max_blocks=50) == (50, 24)
+
+
+def test_a_cache_without_room_for_states_is_refused() -> None:
+    with pytest.raises(
+        ModelLoadError, match=r"cache_memory\) do not hold one block .* states of one sequence"
+    ):
+        hybrid_engine(hybrid(), cache_memory="20KiB")

@@ -140,14 +140,18 @@ def test_choices_share_the_state_of_their_prompt(expected: dict[str, list[list[i
 
 
 def test_a_hit_is_cut_to_what_has_a_state() -> None:
-    """A text that differs from another in the middle finds its blocks, but no states."""
-    core = hybrid_engine(hybrid(), num_speculative_tokens=0)
-    run_engine(core, [text(3, 70)], GREEDY)
-    other = [*text(3, 40), *text(8, 10)]
-    answer = run_engine(core, [other], GREEDY)
-    assert core.scheduler.num_prefix_hits == 0
-    assert answer == run_engine(core, [other], GREEDY)
-    assert core.scheduler.num_prefix_hits == 48
+    """A text that differs from another in the middle finds its blocks, but no states. When a third one has
+    begun in the same way, they are there."""
+    core, alone = (
+        hybrid_engine(hybrid(), num_speculative_tokens=0, prefix_caching=on) for on in (True, False)
+    )
+    hits = []
+    for number in range(4):
+        prompt = [*text(3, 90), *text(5 + number, 10)]
+        before = core.scheduler.num_prefix_hits
+        assert run_engine(core, [prompt], GREEDY) == run_engine(alone, [prompt], GREEDY)
+        hits.append(core.scheduler.num_prefix_hits - before)
+    assert hits == [0, 0, 88, 88]
 
 
 def check_hits(answers: list[list[int]]) -> None:

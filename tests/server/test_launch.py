@@ -51,6 +51,14 @@ def test_capacity() -> None:
     ]
 
 
+def test_states_are_said() -> None:
+    hybrid = worker(num_state_slots=5, state_bytes=25 << 20)
+    assert capacity(Settings(), hybrid)[4:] == [
+        "  states    5 of 25.0MiB, records included: for what runs, and for beginnings that are kept",
+        "  requests  up to 4,000 tokens, prompt and output together; 5 of that length at once",
+    ]
+
+
 def test_a_quota_is_said() -> None:
     limited = worker(num_threads=1, thread_limit="the CPU quota is 1.5 of 8 processors")
     assert capacity(Settings(), limited)[2] == "  threads   1: the CPU quota is 1.5 of 8 processors"
