@@ -73,7 +73,7 @@ static void gate_task(const void *arguments, int64_t row) {
     const float *gate = task->gate_up + row * 2 * size, *up = gate + size;
     float *out = task->out + row * size;
     if (task->activation == SILU) {
-        for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
+        for (int64_t i = 0; i < size; i++) out[i] = silu(gate[i]) * up[i];
     } else {
         /* 1 + tanh(u) is 2 / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */
         for (int64_t i = 0; i < size; i++) {
