@@ -75,7 +75,6 @@ static void convolve_task(const void *arguments, int64_t item) {
         const int64_t few = num_tokens - done < TOKENS ? num_tokens - done : TOKENS;
         for (int64_t i = 0; i < few; i++) {
             take(window[past + i], task, first + done + i, channel, count);
-            if (num_tokens - done - i > kept) continue;
             float *to = inputs + (stored + done + i) % kept * layer->channels;
             memcpy(to, window[past + i], count * sizeof(float));
         }

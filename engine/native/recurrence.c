@@ -34,20 +34,23 @@ typedef struct {
     int64_t out_stride, x_row, x_step, matrix_stride; /* x[row * x_row + i * x_step] */
 } Product;
 
-#define MAX_BLOCK_ROWS 6
-#define MAX_BLOCK_WIDTH 8
+/* Vectors of sums that stay in registers. */
+#define MAX_BLOCK 16
 
-/* ``rows`` rows and ``width`` vectors of the product, which stay in registers. */
+/* ``rows`` rows and ``width`` vectors of the product. */
 static inline ALWAYS void multiply_block(const Product *p, int64_t row, int64_t column, const int64_t rows,
                                          const int64_t width) {
-    vec sum[MAX_BLOCK_ROWS][MAX_BLOCK_WIDTH];
-    const float *matrix = p->matrix + column, *x = p->x + row * p->x_row;
+    vec sum[MAX_BLOCK];
+    const float *start = p->start + row * p->out_stride + column, *matrix = p->matrix + column;
+    const float *x = p->x + row * p->x_row;
+    float *out = p->out + row * p->out_stride + column;
     UNROLL
     for (int64_t r = 0; r < rows; r++) {
-        const float *start = p->start + (row + r) * p->out_stride + column;
         UNROLL
-        for (int64_t w = 0; w < width; w++)
-            sum[r][w] = p->start ? *(const vec *)(start + w * LANES) * p->scale : SPREAD(0.0f);
+        for (int64_t w = 0; w < width; w++) {
+            sum[r * width + w] = SPREAD(0.0f);
+            if (p->start) sum[r * width + w] = *(const vec *)(start + r * p->out_stride + w * LANES) * p->scale;
+        }
     }
     for (int64_t i = 0; i < p->length; i++, matrix += p->matrix_stride, x += p->x_step) {
         UNROLL
@@ -55,45 +58,37 @@ static inline ALWAYS void multiply_block(const Product *p, int64_t row, int64_t 
             const vec number = SPREAD(x[r * p->x_row]);
             UNROLL
             for (int64_t w = 0; w < width; w++)
-                sum[r][w] = multiply_add(number, *(const vec *)(matrix + w * LANES), sum[r][w]);
+                sum[r * width + w] = multiply_add(number, *(const vec *)(matrix + w * LANES), sum[r * width + w]);
         }
     }
     UNROLL
     for (int64_t r = 0; r < rows; r++) {
-        float *out = p->out + (row + r) * p->out_stride + column;
         UNROLL
-        for (int64_t w = 0; w < width; w++) *(vec *)(out + w * LANES) = sum[r][w];
+        for (int64_t w = 0; w < width; w++) *(vec *)(out + r * p->out_stride + w * LANES) = sum[r * width + w];
     }
 }
 
-/* All rows of ``width`` vectors. */
-#define MULTIPLY_COLUMNS(width, most_rows) \
-    static void multiply_##width(const Product *p, int64_t column) { \
-        int64_t row = 0; \
-        for (; p->rows - row >= most_rows; row += most_rows) multiply_block(p, row, column, most_rows, width); \
-        switch (p->rows - row) { \
-            case 5: multiply_block(p, row, column, 5, width); break; \
-            case 4: multiply_block(p, row, column, 4, width); break; \
-            case 3: multiply_block(p, row, column, 3, width); break; \
-            case 2: multiply_block(p, row, column, 2, width); break; \
-            case 1: multiply_block(p, row, column, 1, width); break; \
-        } \
+/* All columns of ``rows`` rows, as many at a time as registers hold. */
+#define MULTIPLY_ROWS(rows, most) \
+    static void multiply_##rows(const Product *p, int64_t row) { \
+        int64_t column = 0; \
+        for (; p->columns - column >= most * LANES; column += most * LANES) multiply_block(p, row, column, rows, most); \
+        for (; p->columns - column >= 4 * LANES; column += 4 * LANES) multiply_block(p, row, column, rows, 4); \
+        for (; column < p->columns; column += LANES) multiply_block(p, row, column, rows, 1); \
     }
-#if LANES == 8
-MULTIPLY_COLUMNS(8, 1)
-MULTIPLY_COLUMNS(4, 3)
-#else
-MULTIPLY_COLUMNS(8, 3)
-MULTIPLY_COLUMNS(4, 6)
-#endif
-MULTIPLY_COLUMNS(1, 6)
+MULTIPLY_ROWS(4, 4)
+MULTIPLY_ROWS(3, 4)
+MULTIPLY_ROWS(2, 8)
+MULTIPLY_ROWS(1, 8)
 
 static void multiply_small(const Product *p) {
-    int64_t column = 0;
-    const int64_t few = LANES == 8 ? 1 : 3;
-    for (; p->rows <= few && p->columns - column >= 8 * LANES; column += 8 * LANES) multiply_8(p, column);
-    for (; p->columns - column >= 4 * LANES; column += 4 * LANES) multiply_4(p, column);
-    for (; column < p->columns; column += LANES) multiply_1(p, column);
+    int64_t row = 0;
+    for (; p->rows - row >= 4; row += 4) multiply_4(p, row);
+    switch (p->rows - row) {
+        case 3: multiply_3(p, row); break;
+        case 2: multiply_2(p, row); break;
+        case 1: multiply_1(p, row); break;
+    }
 }
 
 /* Where a token's row of inputs has what: first columns, -1 for what there is not. */
