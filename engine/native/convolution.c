@@ -13,10 +13,9 @@
 #include "kernels.h"
 #include "vectors.h"
 
-/* Channels of an item of work, tokens that it takes at a time, and the widest window. */
+/* Channels of an item of work, and tokens that it takes at a time. */
 #define CHANNELS 128
 #define TOKENS 32
-#define MAX_WIDTH 16
 
 /* Which columns of x [tokens, size] come in, and what becomes of the sums. */
 typedef struct {
@@ -42,7 +41,8 @@ static inline ALWAYS void sum_window(const Convolving *task, int64_t token, int6
     const Convolution *layer = task->layer;
     float *out = task->out + token * task->out_size + channel;
     const float *gate = task->x + token * task->size + channel + task->gate;
-    for (int64_t i = 0; i < count; i += LANES) {
+    int64_t i = 0;
+    for (; count - i >= LANES; i += LANES) {
         vec sum = { 0 };
         if (layer->bias) sum = *(const vec *)(layer->bias + channel + i);
         for (int64_t j = 0; j < layer->width; j++) {
@@ -52,8 +52,14 @@ static inline ALWAYS void sum_window(const Convolving *task, int64_t token, int6
         if (task->gate >= 0) sum *= *(const vec *)(gate + i);
         *(vec *)(out + i) = sum;
     }
+    for (; i < count; i++) {
+        float sum = layer->bias ? layer->bias[channel + i] : 0.0f;
+        for (int64_t j = 0; j < layer->width; j++)
+            sum = fmaf(layer->weight[j * layer->channels + channel + i], window[j * CHANNELS + i], sum);
+        out[i] = task->gate >= 0 ? sum * gate[i] : sum;
+    }
     if (layer->silu)
-        for (int64_t i = 0; i < count; i++) out[i] = silu(out[i]);
+        for (i = 0; i < count; i++) out[i] = silu(out[i]);
 }
 
 static void convolve_task(const void *arguments, int64_t item) {
@@ -65,7 +71,7 @@ static void convolve_task(const void *arguments, int64_t item) {
     const int64_t kept = layer->num_inputs, past = layer->width - 1, stored = spans->num_stored[span];
     const int64_t first = spans->first_token[span], num_tokens = spans->first_token[span + 1] - first;
     float *inputs = layer->inputs + spans->state_slot[span] * kept * layer->channels + channel;
-    float window[MAX_WIDTH - 1 + TOKENS][CHANNELS];
+    float window[past + TOKENS][CHANNELS];
     for (int64_t i = 0; i < past; i++) {
         const int64_t position = stored - past + i;
         if (position < 0) memset(window[i], 0, sizeof *window);

@@ -19,10 +19,6 @@
 #include "kernels.h"
 #include "vectors.h"
 
-/* Rows and columns of a state. */
-#define MAX_SIZE 256
-#define MAX_RESULTS (2 * STATE_CHUNK)
-
 /* Rows of x times a matrix [length, columns], plus ``scale`` times ``start``, unless that is NULL. Each number is one chain
  * of sums, from the matrix's first row to its last. */
 typedef struct {
@@ -68,13 +64,26 @@ static inline ALWAYS void multiply_block(const Product *p, int64_t row, int64_t 
     }
 }
 
+/* Columns that fill no vector. */
+static void multiply_rest(const Product *p, int64_t row, int64_t column, int64_t rows) {
+    for (const int64_t end = row + rows; row < end; row++) {
+        for (int64_t j = column; j < p->columns; j++) {
+            float sum = p->start ? p->start[row * p->out_stride + j] * p->scale : 0.0f;
+            for (int64_t i = 0; i < p->length; i++)
+                sum = fmaf(p->x[row * p->x_row + i * p->x_step], p->matrix[i * p->matrix_stride + j], sum);
+            p->out[row * p->out_stride + j] = sum;
+        }
+    }
+}
+
 /* All columns of ``rows`` rows, as many at a time as registers hold. */
 #define MULTIPLY_ROWS(rows, most) \
     static void multiply_##rows(const Product *p, int64_t row) { \
         int64_t column = 0; \
         for (; p->columns - column >= most * LANES; column += most * LANES) multiply_block(p, row, column, rows, most); \
         for (; p->columns - column >= 4 * LANES; column += 4 * LANES) multiply_block(p, row, column, rows, 4); \
-        for (; column < p->columns; column += LANES) multiply_block(p, row, column, rows, 1); \
+        for (; p->columns - column >= LANES; column += LANES) multiply_block(p, row, column, rows, 1); \
+        multiply_rest(p, row, column, rows); \
     }
 MULTIPLY_ROWS(4, 4)
 MULTIPLY_ROWS(3, 4)
@@ -159,8 +168,11 @@ static inline const float *key_of(const Pass *pass, const Place *place, int64_t 
 
 static inline ALWAYS float dot(const float *a, const float *b, int64_t size) {
     vec sum = { 0 };
-    for (int64_t i = 0; i < size; i += LANES) sum = multiply_add(*(const vec *)(a + i), *(const vec *)(b + i), sum);
-    return lane_sum(sum);
+    int64_t i = 0;
+    for (; size - i >= LANES; i += LANES) sum = multiply_add(*(const vec *)(a + i), *(const vec *)(b + i), sum);
+    float total = lane_sum(sum);
+    for (; i < size; i++) total = fmaf(a[i], b[i], total);
+    return total;
 }
 
 /* x to a vector of the length ``scale``. */
@@ -235,7 +247,7 @@ static void correct(const Pass *pass, const Log *log, const float *row, int64_t 
     const Recurrence *layer = pass->layer;
     const float *value = row + pass->at.values + head * layer->columns;
     const float beta = 1.0f / (1.0f + fast_exp(-row[pass->at.betas + head]));
-    float *to = log->values + offset * layer->heads * layer->columns, known[MAX_SIZE];
+    float *to = log->values + offset * layer->heads * layer->columns, known[layer->columns];
     answer(layer, log, known, of_state, products, offset, offset);
     for (int64_t i = 0; i < layer->columns; i++) to[i] = beta * (value[i] - known[i]);
 }
@@ -256,7 +268,7 @@ static void add_tokens(const Pass *pass, const Place *place, const Log *log, int
     const Recurrence *layer = pass->layer;
     const int64_t is_delta = layer->rule == DELTA_RULE, count = end - offset, size = layer->columns;
     const int64_t first = place->first + log->start + offset - place->stored;
-    float x[MAX_RESULTS * MAX_SIZE], of_state[MAX_RESULTS * MAX_SIZE];
+    float x[2 * count * layer->rows], of_state[2 * count * size];
     if (log->state) {
         for (int64_t i = 0; i < count; i++) {
             const float *row = pass->x + (first + i) * pass->at.size + key_head * layer->rows;
@@ -292,7 +304,7 @@ static void add_tokens(const Pass *pass, const Place *place, const Log *log, int
 /* to [rows, columns] = the state with all of a chunk in it; it may be the state itself. */
 static void fold(const Pass *pass, const Place *place, const Log *log, int64_t key_head, float *to) {
     const Recurrence *layer = pass->layer;
-    float weights[STATE_CHUNK], keys[STATE_CHUNK * MAX_SIZE];
+    float weights[STATE_CHUNK], keys[STATE_CHUNK * layer->rows];
     const float left = weigh(weights, log->decays, layer->heads, NULL, STATE_CHUNK - 1);
     for (int64_t j = 0; j < STATE_CHUNK; j++) {
         const float *key = key_of(pass, place, log->start + j, key_head);

@@ -1,4 +1,4 @@
-"""Random layers with a running state for the kernels in C, their caches, and what they compute by definition."""
+"""Random layers with a running state for the kernels in C, and what they compute by definition."""
 
 from array import array
 from ctypes import addressof, byref

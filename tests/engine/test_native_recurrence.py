@@ -1,4 +1,4 @@
-"""Layers with a running state in C: a token's bits follow from its position and the tokens before it alone."""
+"""Layers with a running state in C: a token's bits follow from its position and those before it alone."""
 
 import random
 from collections.abc import Iterator
@@ -20,8 +20,9 @@ SHAPES = {
     "mamba": Shape(MAMBA2, heads=4, key_heads=1, rows=128, columns=64),
     "mamba-8-groups": Shape(MAMBA2, heads=16, key_heads=8, rows=16, columns=80, width=3, norm_groups=8),
     "mamba-no-norm": Shape(MAMBA2, heads=2, key_heads=1, rows=256, columns=64, norm_groups=0),
+    "delta-no-vectors": Shape(DELTA_RULE, heads=2, key_heads=1, rows=24, columns=20),
     "short-3": Shape(SHORT_CONV, channels=208, width=3),
-    "short-7": Shape(SHORT_CONV, channels=64, width=7),
+    "short-7": Shape(SHORT_CONV, channels=61, width=7),
 }
 NUM_TOKENS = 200
 
