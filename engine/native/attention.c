@@ -80,39 +80,16 @@ static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t to
     memcpy(layer->values + to * width, qkv + rotated * size, width * sizeof(float));
 }
 
-/* Sum of LANES numbers: the upper half is added to the lower one until one is left. */
-static inline ALWAYS float sum_of(vec x) {
-#if LANES >= 8 && __has_builtin(__builtin_shufflevector)
-    typedef float half __attribute__((vector_size(32)));
-    typedef float quarter __attribute__((vector_size(16)));
-#if LANES == 16
-    half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
-           + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-#else
-    half h = x;
-#endif
-    quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
-    q += __builtin_shufflevector(q, q, 2, 3, 0, 1);
-    return q[0] + q[1];
-#else
-    float part[LANES];
-    memcpy(part, &x, sizeof part);
-    for (int64_t n = LANES / 2; n; n /= 2)
-        for (int64_t i = 0; i < n; i++) part[i] += part[i + n];
-    return part[0];
-#endif
-}
-
 /* One query's product with one key. */
 static inline ALWAYS float score(const float *query, const float *key, const int64_t width) {
     const vec *a = (const vec *)query, *b = (const vec *)key;
     vec sum = { 0 };
     UNROLL
     for (int64_t i = 0; i < width; i++) sum = multiply_add(a[i], b[i], sum);
-    return sum_of(sum);
+    return lane_sum(sum);
 }
 
-/* Products of two queries with 2 * LANES keys; and the same in parts, summed as ``sum_of`` does: ``lane`` is what
+/* Products of two queries with 2 * LANES keys; and the same in parts, summed as ``lane_sum`` does: ``lane`` is what
  * ``score`` has in one lane of its sum. */
 typedef struct {
     vec sums[2][2];
@@ -198,7 +175,7 @@ static inline ALWAYS float soften(float *score, int64_t from, int64_t last, floa
     for (int64_t j = last; j < CHUNK; j++) score[j] = 0.0f;
     vec sum = *(const vec *)score;
     for (int64_t j = LANES; j < CHUNK; j += LANES) sum += *(const vec *)(score + j);
-    return sum_of(sum);
+    return lane_sum(sum);
 }
 
 /* Adds a chunk's values from ``from`` to ``last``, by their weights, to what one or two rows have, times ``shrink``. */

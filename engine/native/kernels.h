@@ -35,6 +35,9 @@ typedef struct {
     const int64_t *angle;         /* [num_tokens] row of cos and sin, of num_angles */
     int64_t num_angles, rotary_size;
     const float *cos, *sin;       /* [rotaries, num_angles, rotary_size]; sin is negative in the first half */
+    /* Where states lie, over how many tokens they are folded, and how many nothing can take back; [num_spans] each, or
+     * NULL where no layer has a state. */
+    const int64_t *state_slot, *num_folded, *num_certain;
 } Spans;
 
 /* How a layer attends, and where its keys and values lie. */
@@ -66,6 +69,40 @@ typedef struct {
     float scale;                  /* of all sums: the layer's own; float16 weights are kept near the largest there is */
     const float *bias;            /* [out_features] or NULL */
 } Linear;
+
+/* Sums of each channel over the newest tokens. */
+typedef struct {
+    int64_t channels, width;
+    int64_t silu;                 /* whether it is applied to the sums */
+    const float *weight;          /* [width, channels], the oldest token's first */
+    const float *bias;            /* [channels] or NULL */
+    int64_t num_inputs;           /* of a sequence that are kept: position p's lies at p modulo their number */
+    float *inputs;                /* [slots, num_inputs, channels] */
+} Convolution;
+
+/* Tokens between two positions where a state is folded; as in recurrent_state.py. */
+#define STATE_CHUNK 16
+
+/* What layers with a running state do with it, as recurrent.py says. */
+enum { SHORT_CONV, DELTA_RULE, MAMBA2 };
+
+/* A layer with a running state. A short convolution has no more than its convolution. */
+typedef struct {
+    int64_t rule;
+    const Convolution *convolution;
+    int64_t heads, key_heads, rows, columns; /* of the state; its rows are what keys and queries address */
+    int64_t tiled;                /* head h has the key head h modulo key_heads; else as many running heads share one */
+    const float *decay_rate, *dt_bias; /* [heads] */
+    const float *skip;            /* [heads], Mamba's */
+    double least_dt, most_dt;
+    const float *norm;            /* [columns], or Mamba's [heads * columns] in ``norm_groups`` parts or NULL */
+    int64_t norm_groups;
+    float norm_eps;
+    int64_t num_records;          /* of a sequence that are kept: position p's lies at p modulo their number */
+    float *state;                 /* [slots, heads, rows, columns] */
+    float *keys, *values;         /* [slots, num_records, key_heads * rows] and [..., heads * columns] */
+    double *decays;               /* [slots, num_records, heads] */
+} Recurrence;
 
 /* What layers are made of: a part's kind says which of the structures below its data is. */
 enum { ATTENTION, GATED_MLP, EXPERTS };
@@ -159,6 +196,15 @@ void norm_row(float *out, const float *x, const float *weight, const float *resi
 void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size);
 void cap(float *x, int64_t rows, int64_t size, float softcap);
 void cap_row(float *x, int64_t size, float softcap);
+
+/* convolution.c */
+void convolve(const Spans *spans, const Convolution *layer, float *x, int64_t size, int64_t first);
+void convolve_gated(const Spans *spans, const Convolution *layer, const float *x, float *out);
+
+/* recurrence.c */
+int64_t recurrence_inputs(const Recurrence *layer);
+int64_t recurrence_scratch(const Recurrence *layer, int64_t num_tokens);
+void recur(const Spans *spans, const Recurrence *layer, float *x, float *out, float *scratch);
 
 /* attention.c */
 void attend(const Spans *spans, const Heads *layer, float *qkv, float *out);

@@ -80,7 +80,7 @@ static void gate_task(const void *arguments, int64_t row) {
     const float *gate = task->gate_up + row * 2 * size, *up = gate + size;
     float *out = task->out + row * size;
     if (task->activation == SILU) {
-        for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
+        for (int64_t i = 0; i < size; i++) out[i] = silu(gate[i]) * up[i];
     } else if (task->activation == CLAMPED_SWISH) {
         for (int64_t i = 0; i < size; i++) {
             const float x = clamp(gate[i], -INFINITY, LIMIT), y = clamp(up[i], -LIMIT, LIMIT);

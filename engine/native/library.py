@@ -46,6 +46,14 @@ class Linear(ctypes.Structure):
     _fields_ = fields_of("Linear")
 
 
+class Convolution(ctypes.Structure):
+    _fields_ = fields_of("Convolution")
+
+
+class Recurrence(ctypes.Structure):
+    _fields_ = fields_of("Recurrence")
+
+
 class Part(ctypes.Structure):
     _fields_ = fields_of("Part")
 

@@ -64,6 +64,29 @@ static inline ALWAYS vec multiply_add(vec x, vec y, vec z) {
 #endif
 }
 
+/* Sum of LANES numbers: the upper half is added to the lower one until one is left. */
+static inline ALWAYS float lane_sum(vec x) {
+#if LANES >= 8 && __has_builtin(__builtin_shufflevector)
+    typedef float half __attribute__((vector_size(32)));
+    typedef float quarter __attribute__((vector_size(16)));
+#if LANES == 16
+    half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
+           + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    half h = x;
+#endif
+    quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+    q += __builtin_shufflevector(q, q, 2, 3, 0, 1);
+    return q[0] + q[1];
+#else
+    float part[LANES];
+    memcpy(part, &x, sizeof part);
+    for (int64_t n = LANES / 2; n; n /= 2)
+        for (int64_t i = 0; i < n; i++) part[i] += part[i + n];
+    return part[0];
+#endif
+}
+
 /* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
 static inline ALWAYS float fast_exp(float x) {
     x = x > 88.0f ? 88.0f : x;
@@ -80,5 +103,7 @@ static inline ALWAYS float fast_exp(float x) {
     union { uint32_t i; float f; } power = { ((uint32_t)(int32_t)n + 127u) << 23 };
     return p * power.f;
 }
+
+static inline ALWAYS float silu(float x) { return x / (1.0f + fast_exp(-x)); }
 
 #endif
