@@ -25,7 +25,7 @@ class Shape:
     columns: int = 0
     width: int = 4
     tiled: bool = False
-    channels: int = 0  # of short convolutions
+    channels: int = 0  # a short convolution has them
     norm_groups: int = 1  # 0: no norm
 
     @property

@@ -81,6 +81,7 @@ def test_angles_that_no_table_holds_have_no_whole_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rotary, "MAX_TABLE_POSITIONS", SHAPE["max_position_embeddings"] - 1)
+    monkeypatch.setattr(rotary, "MAX_TABLE_NUMBERS", 0)
     runner = make_engine(save(CONFIGS["llama"], tmp_path), None).target
     assert runner.model.is_native
     assert runner.fast_pass is None

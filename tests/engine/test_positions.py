@@ -219,6 +219,7 @@ def factors_of_the_longest_text(patch: Patch) -> None:
     """Factors are chosen as transformers does it, in each forward."""
     patch.setattr(architecture, "choose_rotary_factors", lambda *_: None)
     patch.setattr(rotary_module, "MAX_TABLE_POSITIONS", 0)
+    patch.setattr(rotary_module, "MAX_TABLE_NUMBERS", 0)
 
 
 @pytest.mark.parametrize("native", [True, False])
