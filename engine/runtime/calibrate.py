@@ -5,6 +5,7 @@ but always the smallest ones. Every point is the fastest of several runs, spread
 else the machine does makes passes slower, never faster.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.memory.recurrent_state import num_folded
+from truedraft.engine.memory.recurrent_state import CHUNK, num_folded
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.speculation.costs import Costs, PassCosts
 
@@ -33,6 +34,8 @@ SCORE_TOKENS_PER_ROW, ONE_ROW = 5, 9
 WARM_SECONDS, RUNS = 0.006, 12
 # Tokens of a scratch row's prompt, where an encoder reads prompts.
 ENCODER_TOKENS = 16
+# Tokens before those of a scratch row where there are states: one is folded, and has records after it.
+STATE_TOKENS = CHUNK + 4
 
 Kind = TypeVar("Kind")
 
@@ -60,6 +63,9 @@ def _measure(
         row = size if tokens_per_row > 1 and size <= ONE_ROW else tokens_per_row
         return [min(row, size - start) for start in range(0, size, row)]
 
+    def rows_of(num_tokens: float) -> int:
+        return len(lengths_of(math.ceil(num_tokens)))
+
     def run(size: int) -> float | None:
         return None if size > max_tokens else _pass_seconds(model, pool, lengths_of(size))
 
@@ -70,10 +76,24 @@ def _measure(
         in_parts = [-(-size // smaller) * other for smaller, other in by_tokens.items()]
         by_tokens[size] = min([took, *in_parts])
 
+    row_seconds = _measure_rows(model, pool, seconds) if pool.states is not None else 0.0
     room = min(model.model.max_position or inf, pool.num_free // MOST_ROWS * pool.block_size)
-    if model.model.has_encoder or room < NUM_STORED + SCORE_TOKENS_PER_ROW or max_tokens < MOST_ROWS:
-        return PassCosts(by_tokens)
-    return PassCosts(by_tokens, *_measure_stored(model, pool, seconds))
+    room -= 0 if pool.states is None else STATE_TOKENS
+    by_stored: dict[int, float] = {}
+    share = 0.0
+    if not model.model.has_encoder and room >= NUM_STORED + SCORE_TOKENS_PER_ROW and max_tokens >= MOST_ROWS:
+        by_stored, share = _measure_stored(model, pool, seconds)
+    return PassCosts(by_tokens, by_stored, share, row_seconds, rows_of)
+
+
+def _measure_rows(model: ModelRunner, pool: BlockPool, seconds: float) -> float:
+    """Returns what a pass over the same number of tokens takes more for each row: a state is read once for
+    all of a row's tokens."""
+    kinds = [(MOST_ROWS, 1), (1, MOST_ROWS)]
+    took = _fastest(lambda kind: _pass_seconds(model, pool, [kind[1]] * kind[0]), kinds, seconds / 4, 2)
+    if len(took) < len(kinds):
+        return 0.0
+    return max(0.0, took[kinds[0]] - took[kinds[1]]) / (MOST_ROWS - 1)
 
 
 def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tuple[dict[int, float], float]:
@@ -139,7 +159,7 @@ def _pass_seconds(
 ) -> float | None:
     """Seconds of a pass over such rows behind ``num_stored`` tokens each; None if the pool is too small."""
     num_encoder_tokens = ENCODER_TOKENS if model.model.has_encoder else 0
-    num_stored += num_encoder_tokens
+    num_stored += num_encoder_tokens + (0 if pool.states is None else STATE_TOKENS)
     room = [num_stored + length for length in row_lengths]
     if sum(map(pool.blocks_for, room)) > pool.num_free or not pool.has_slots(len(room)):
         return None

@@ -12,7 +12,7 @@ full of what the host did, and the front end busy with what the step before has 
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
@@ -68,17 +68,22 @@ class Curve:
 class PassCosts:
     """Returns seconds of a model's pass: by its number of tokens, and what the tokens in the caches of its
     rows add (``by_stored``) if each row has one new token. Each further one adds ``share_per_query`` of
-    that."""
+    that. Rows beyond those that ``by_tokens`` was measured with, as ``measured_rows`` tells, add
+    ``row_seconds`` each."""
 
     def __init__(
         self,
         by_tokens: Mapping[int, float],
         by_stored: Mapping[int, float] | None = None,
         share_per_query: float = 0.0,
+        row_seconds: float = 0.0,
+        measured_rows: Callable[[float], float] = lambda num_tokens: num_tokens,
     ) -> None:
         self.by_tokens = Curve(by_tokens)
         self.by_stored = Curve(by_stored or {}, start=0.0)
         self.share_per_query = share_per_query
+        self.row_seconds = row_seconds
+        self.measured_rows = measured_rows
 
     def __call__(self, num_tokens: float, num_stored: float = 0.0, num_rows: float = 1.0) -> float:
         """Returns seconds of a pass over ``num_tokens`` of ``num_rows``, with ``num_stored`` in the cache."""
@@ -86,7 +91,8 @@ class PassCosts:
             return 0.0
         more_queries = max(0.0, num_tokens / num_rows - 1)
         attention = self.by_stored(num_stored) * (1 + self.share_per_query * more_queries)
-        return self.by_tokens(num_tokens) + attention
+        more_rows = max(0.0, num_rows - self.measured_rows(num_tokens)) if self.row_seconds else 0.0
+        return self.by_tokens(num_tokens) + attention + self.row_seconds * more_rows
 
 
 class Shape(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.runtime import calibrate
 from truedraft.engine.speculation.costs import PassCosts
@@ -70,6 +71,26 @@ def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatc
     costs = calibrate.calibrate(model, BlockPool(num_blocks=20, block_size=16), {}, max_tokens=128)
     assert len(cleared) == 20
     assert costs.score(1, 1000) == costs.score(1)
+
+
+def test_a_row_reads_its_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of the same tokens takes longer in more rows where there are states, and nowhere else."""
+
+    def seconds(model: Any, pool: Any, row_lengths: list[int], num_stored: int = 0) -> float:
+        return 0.001 + 0.0001 * sum(row_lengths) + 0.0004 * len(row_lengths)
+
+    monkeypatch.setattr(calibrate, "_pass_seconds", seconds)
+    model: Any = SimpleNamespace(
+        model=SimpleNamespace(has_encoder=False, max_position=4096),
+        cache=SimpleNamespace(clear=lambda _: None),
+    )
+    slots = StateSlots(99, lambda *_: None)
+    with_states = calibrate.calibrate(model, BlockPool(200, 16, slots), {}, max_tokens=128).score
+    for rows in ([1], [5], [1] * 4, [5] * 4, [2] * 8, [1] * 9, [1] * 32):
+        took = with_states(sum(rows), 0, len(rows))
+        assert took == pytest.approx(seconds(None, None, rows), rel=0.05)
+    without = calibrate.calibrate(model, BlockPool(200, 16), {}, max_tokens=128).score
+    assert without(4, 0, 4) == without(4, 0, 1)
 
 
 @pytest.mark.parametrize("vocab_size", [6, 2048, 151_936])
