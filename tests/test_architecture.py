@@ -23,6 +23,7 @@ COMMANDS = (
     "engine.commands.chat",
     "engine.commands.check",
     "engine.commands.generate",
+    "engine.commands.train_draft",
     "engine.commands.verify_trace",
 )
 
@@ -76,6 +77,7 @@ FLOORS = {
         {"build"},
         {"library", "process"},
         {"llm"},
+        {"training"},
         {"commands"},
     ),
     "server": (

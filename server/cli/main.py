@@ -36,6 +36,7 @@ commands:
   chat            talk with a model in the terminal, by its chat template
   generate        generate text in the terminal, without a server
   check           test a pair of models before it is deployed: exactness, acceptance, speed-up
+  train-draft     train a head that drafts for a target, from texts that the target writes itself
   verify-trace    replay a traced answer and confirm every decision in it
   top             watch a running server: requests, tokens per second, acceptance, speed-up
   bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
@@ -86,6 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from truedraft.engine.commands.check import main as check
 
             return in_terminal("check", check, CheckSettings, flags)
+        case ["train-draft", *flags]:
+            from truedraft.engine.commands.train_draft import TrainSettings
+            from truedraft.engine.commands.train_draft import main as train_draft
+
+            return in_terminal("train-draft", train_draft, TrainSettings, flags)
         case ["verify-trace", *flags]:
             from truedraft.engine.commands.verify_trace import ReplaySettings
             from truedraft.engine.commands.verify_trace import main as verify_trace
@@ -166,6 +172,7 @@ def complete(words: Sequence[str]) -> int:
     from truedraft.engine.commands.chat import ChatSettings
     from truedraft.engine.commands.check import CheckSettings
     from truedraft.engine.commands.generate import GenerateSettings
+    from truedraft.engine.commands.train_draft import TrainSettings
     from truedraft.engine.commands.verify_trace import ReplaySettings
     from truedraft.loadtest.options import BenchOptions
     from truedraft.server.cli.top import TopOptions
@@ -175,6 +182,7 @@ def complete(words: Sequence[str]) -> int:
         "chat": ChatSettings,
         "generate": GenerateSettings,
         "check": CheckSettings,
+        "train-draft": TrainSettings,
         "verify-trace": ReplaySettings,
         "top": TopOptions,
         "bench": BenchOptions,

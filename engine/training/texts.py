@@ -1,0 +1,137 @@
+"""Texts by a target, with the states of its layers, as its engine writes them.
+
+Nothing is stored on disk: texts come in batches, are learned from, and forgotten.
+"""
+
+import json
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truedraft.engine.core.proposer import Observation, Proposer
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import StepPlan
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.library.chat_template import Conversation
+from truedraft.engine.library.params import SamplingParams
+from truedraft.engine.llm import LLM
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.sampling.sampler import Drafts, Sampler
+
+Prompt = str | Conversation
+
+
+@dataclass(frozen=True)
+class Text:
+    """``hidden`` [tokens - 1, taps, hidden size] are the states of all ``token_ids`` but the last."""
+
+    token_ids: list[int]
+    hidden: torch.Tensor
+
+
+class Listener(Proposer):
+    """Keeps what the target computes of each text, and drafts nothing.
+
+    ``layer_inputs`` are the layers whose inputs heads read by default. The states that they are come first,
+    and then what the target's last norm makes of its last ones.
+    """
+
+    name = "listener"
+    can_lag = False
+
+    def __init__(self) -> None:
+        self.layer_inputs: tuple[int, ...] = ()
+        self.token_ids: dict[Sequence, list[int]] = {}
+        self.hidden: dict[Sequence, list[torch.Tensor]] = {}
+
+    def attach(self, target: ModelRunner) -> None:
+        num_layers = len(target.model.caches)
+        if num_layers < 2:
+            raise ModelLoadError("a head reads states between layers, and the target has a single one")
+        self.layer_inputs = 2, max(2, num_layers // 2), max(2, num_layers - 3)
+        self.taps = *(layer - 1 for layer in self.layer_inputs), num_layers
+
+    def observe(self, observations: Sequences[Observation]) -> None:
+        for seen in observations:
+            if seen.first == 0:  # a preempted text begins anew
+                self.token_ids[seen.sequence], self.hidden[seen.sequence] = [], []
+            assert seen.hidden is not None
+            self.token_ids[seen.sequence][seen.first :] = [*seen.token_ids, seen.next_token]
+            self.hidden[seen.sequence].append(seen.hidden.clone())
+
+    def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
+        return Drafts.empty(len(plan.rows), sampler.device)
+
+    def take(self) -> list[Text]:
+        """Returns all texts, and forgets them."""
+        texts = [Text(ids, torch.cat(self.hidden[sequence])) for sequence, ids in self.token_ids.items()]
+        self.token_ids, self.hidden = {}, {}
+        return texts
+
+
+class Writer:
+    """Has a target write texts that begin with ``prompts``, each of up to ``max_tokens`` tokens."""
+
+    def __init__(
+        self, llm: LLM, listener: Listener, prompts: list[Prompt], max_tokens: int, temperature: float
+    ) -> None:
+        self.llm = llm
+        self.listener = listener
+        self.prompts = [self._token_ids(prompt)[: max(1, max_tokens // 2)] for prompt in prompts]
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+
+    def write(self, first: int, count: int) -> list[Text]:
+        """Continues prompts from number ``first`` on. After the last one the first follows again, with other
+        random numbers."""
+        numbers = range(first, first + count)
+        prompts = [self.prompts[number % len(self.prompts)] for number in numbers]
+        params = [
+            SamplingParams(
+                max_tokens=self.max_tokens - len(prompt),
+                temperature=self.temperature,
+                seed=number,
+                method=Listener.name,
+                num_speculative_tokens=1,
+            )
+            for prompt, number in zip(prompts, numbers, strict=True)
+        ]
+        self.llm.generate(prompts, params, progress=False)
+        return self.listener.take()
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.llm.tokenizer.encode(prompt))
+        return self.llm.chat_template.token_ids(prompt, {})
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Returns the prompts of a file: texts, one a line, or objects in JSON, one a line, with ``messages`` or
+    ``prompt``."""
+    prompts = list(_prompts(path))
+    if not prompts:
+        raise ModelLoadError(f"{path} has no prompts: it must have one a line")
+    return prompts
+
+
+def _prompts(path: Path) -> Iterator[Prompt]:
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            found: Any = json.loads(line)
+        except ValueError as error:
+            raise ModelLoadError(f"line {number} of {path} is no JSON: {error}") from error
+        if isinstance(found, dict) and isinstance(found.get("messages"), list):
+            yield found["messages"]
+        elif isinstance(found, dict) and isinstance(found.get("prompt"), str):
+            yield found["prompt"]
+        else:
+            raise ModelLoadError(f"line {number} of {path} has neither 'messages' nor a 'prompt'")

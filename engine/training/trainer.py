@@ -1,0 +1,192 @@
+"""Trains a head on texts as its target writes them, and says how many of its drafts would be accepted."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.decoder import DecoderWeights
+from truedraft.engine.training.eagle_module import EagleModule
+from truedraft.engine.training.texts import Text
+
+# Each further step counts less, as fewer rounds come to it.
+STEP_DECAY = 0.8
+WARM_UP, LAST_RATE = 0.05, 0.02
+MAX_GRADIENT = 1.0
+# Rows of all the target's logits that are in memory at a time.
+ROWS = 256
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``num_tokens`` is how many are learned from, ``num_steps`` how far ahead at each of them."""
+
+    num_tokens: int
+    num_steps: int
+    learning_rate: float
+    texts_per_update: int
+
+    def rate(self, seen: int) -> float:
+        """Returns the learning rate after so many tokens: it rises, and falls along a cosine."""
+        share = min(1.0, seen / self.num_tokens)
+        falling = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
+        return self.learning_rate * min(falling, (share + 0.1 * WARM_UP) / WARM_UP)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``acceptance`` is the probability by step that the target accepts a token the head draws, if it has
+    accepted those before it; temperature 1."""
+
+    loss: float
+    acceptance: list[float]
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Returns what a round of that many drafts emits."""
+        total = reached = 1.0
+        for rate in self.acceptance:
+            reached *= rate
+            total += reached
+        return total
+
+
+class Trainer:
+    """``weights`` are the target's; ``token_ids`` those that the head drafts, None: all."""
+
+    def __init__(
+        self,
+        module: EagleModule,
+        weights: DecoderWeights,
+        token_ids: torch.Tensor | None,
+        schedule: Schedule,
+        device: torch.device,
+    ) -> None:
+        self.module = module.to(device)
+        self.weights = weights
+        self.token_ids = None if token_ids is None else token_ids.to(device)
+        self.schedule = schedule
+        self.device = device
+        self.optimizer = torch.optim.AdamW(
+            module.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.num_tokens = 0
+
+    def learn(self, texts: Sequence[Text]) -> Measured:
+        """Learns from each text once."""
+        found = []
+        for first in range(0, len(texts), self.schedule.texts_per_update):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.schedule.rate(self.num_tokens)
+            batch = texts[first : first + self.schedule.texts_per_update]
+            loss, measured = self._run(batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), MAX_GRADIENT)
+            self.optimizer.step()
+            self.num_tokens += sum(len(text.token_ids) for text in batch)
+            found.append(measured)
+        return _mean(found)
+
+    @torch.no_grad()
+    def measure(self, texts: Sequence[Text]) -> Measured:
+        size = self.schedule.texts_per_update
+        return _mean([self._run(texts[first : first + size])[1] for first in range(0, len(texts), size)])
+
+    def _run(self, texts: Sequence[Text]) -> tuple[torch.Tensor, Measured]:
+        """Returns the loss of a batch: cross-entropy and total variation to the target's distributions."""
+        num_steps = self.schedule.num_steps
+        ids = [torch.tensor(text.token_ids, device=self.device) for text in texts]
+        hidden = pad_sequence([text.hidden[:, :-1].float() for text in texts], batch_first=True)
+        teacher = pad_sequence([self._teacher(text) for text in texts], batch_first=True)
+        places = hidden.shape[1]
+        padded = F.pad(pad_sequence(ids, batch_first=True), (0, num_steps))
+        embedded = [self._embed(padded[:, 1 + step : 1 + step + places]) for step in range(num_steps)]
+        lengths = torch.tensor([len(text.token_ids) - 1 for text in texts], device=self.device)
+        loss, acceptance = torch.zeros((), device=self.device), []
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.module(hidden, embedded)
+        for step, each in enumerate(logits):
+            # A place has the state of its token and the token after it, and says what comes next.
+            is_known = torch.arange(places, device=self.device) + 1 + step < lengths[:, None]
+            wanted = teacher[:, 1 + step :][is_known[:, : places - 1 - step]]
+            guessed = each.float()[is_known].log_softmax(-1)
+            entropy = -(wanted * guessed).sum(-1).mean()
+            overlap = torch.minimum(wanted, guessed.exp()).sum(-1).mean()
+            loss = loss + STEP_DECAY**step * (entropy - overlap)
+            acceptance.append(float(overlap.detach()))
+        return loss, Measured(float(loss.detach()), acceptance)
+
+    @torch.no_grad()
+    def _teacher(self, text: Text) -> torch.Tensor:
+        """Returns the target's probabilities [tokens, drafted tokens] of what follows each token."""
+        parts = []
+        for normed in torch.split(text.hidden[:, -1], ROWS):
+            logits = self.weights.head(normed.contiguous()).float()
+            if self.weights.softcap is not None:
+                logits = torch.tanh(logits / self.weights.softcap) * self.weights.softcap
+            probs = logits.softmax(-1)
+            parts.append(probs if self.token_ids is None else probs.index_select(1, self.token_ids))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        vectors = self.weights.embeddings.look_up(token_ids.flatten()).float()
+        return vectors.view(*token_ids.shape, -1)
+
+
+def start_from_target(module: EagleModule, weights: DecoderWeights, token_ids: torch.Tensor | None) -> None:
+    """Gives the head the target's last norm and output layer to begin with."""
+    size = module.shape.hidden_size
+    norm = weights.norm.weight
+    with torch.no_grad():
+        rows = weights.head(torch.eye(size, dtype=norm.dtype, device=norm.device)).T.float()
+        module.lm_head.weight.copy_(rows if token_ids is None else rows[token_ids.to(rows.device)])
+        module.norm.weight.copy_(norm.float())
+
+
+def _mean(found: list[Measured]) -> Measured:
+    columns = zip(*(each.acceptance for each in found), strict=True)
+    return Measured(
+        sum(each.loss for each in found) / len(found), [sum(column) / len(found) for column in columns]
+    )
+
+
+class Progress:
+    """Keeps in a file how far training has come, so that a stopped run goes on."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        self.settings = settings
+
+    def save(self, trainer: Trainer, num_texts: int) -> None:
+        state = {
+            "settings": self.settings,
+            "module": trainer.module.state_dict(),
+            "optimizer": trainer.optimizer.state_dict(),
+            "token_ids": trainer.token_ids,
+            "num_tokens": trainer.num_tokens,
+            "num_texts": num_texts,
+        }
+        temporary = self.path.with_suffix(".new")
+        torch.save(state, temporary)
+        temporary.replace(self.path)
+
+    def load(self) -> dict[str, Any] | None:
+        """Returns what was saved; None if nothing was. ``ModelLoadError`` for another run's."""
+        if not self.path.exists():
+            return None
+        state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        if state["settings"] != self.settings:
+            names = [name for name, value in self.settings.items() if state["settings"].get(name) != value]
+            raise ModelLoadError(
+                f"{self.path} belongs to a run with other settings ({', '.join(names)}): repeat these, or "
+                "remove the file to begin anew"
+            )
+        return state

@@ -1,0 +1,198 @@
+"""Heads are trained for what they do at inference, and a stopped run goes on as if it had not been."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.heads import NaiveHead, Shape
+from tests.models import make_engine, run_engine
+from truedraft.engine.commands import train_draft
+from truedraft.engine.commands.train_draft import TrainSettings
+from truedraft.engine.config import BUNDLED_PAIR
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.decoder import DecoderWeights
+from truedraft.engine.layers.linear import DenseEmbeddings, TorchLinear
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.training import eagle_module
+from truedraft.engine.training.eagle_module import EagleModule, HeadShape
+from truedraft.engine.training.export import save_head
+from truedraft.engine.training.texts import Text, read_prompts
+from truedraft.engine.training.trainer import Measured, Schedule, Trainer
+from truedraft.engine.training.vocabulary import most_frequent
+
+SHAPE = HeadShape(
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    taps=3,
+    num_drafted=12,
+    rope_theta=10_000.0,
+    eps=1e-5,
+)
+
+
+def random_module(seed: int = 0) -> EagleModule:
+    torch.manual_seed(seed)
+    module = EagleModule(SHAPE)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return module
+
+
+def naive_of(module: EagleModule, folder: Path, embeddings: torch.Tensor) -> NaiveHead:
+    """Reads the saved head by its definition."""
+    config = type("Config", (), {"vocab_size": 12, "max_position_embeddings": 64, "architectures": ["Llama"]})
+    save_head(folder, module, None, (2, 3, 4), "target", config, torch.float32)
+    saved = json.loads((folder / "config.json").read_text())
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    options = {name: saved[name] for name in names}
+    shape = Shape(32, 12, inputs=(0, 1, 2), has_parts=True, **options)
+    return NaiveHead(shape, load_file(folder / "model.safetensors"), embeddings)
+
+
+def steps_are_those_of_inference(tmp_path: Path) -> None:
+    """The logits of all steps at all places are what a head drafts by when it is fed these tokens."""
+    module, embeddings = random_module(), torch.randn(12, 32)
+    naive = naive_of(module, tmp_path / "head", embeddings)
+    ids, hidden = torch.randint(0, 12, (1, 9)), torch.randn(1, 5, 3, 32)
+    with torch.no_grad():
+        found = module(hidden, [embeddings[ids[:, 1 + step : 6 + step]] for step in range(4)])
+    for place in range(5):
+        features = naive._features(hidden[0, : place + 1])
+        for step in range(4):
+            logits, output = naive._step(ids[0, 1 : place + 2 + step].tolist(), features)
+            torch.testing.assert_close(found[step][0, place], logits, atol=1e-4, rtol=1e-4)
+            features = torch.cat((features, output[None]))
+
+
+def test_steps_are_those_of_inference(tmp_path: Path) -> None:
+    steps_are_those_of_inference(tmp_path)
+
+
+def no_later_step_sees_its_own_place(patch: pytest.MonkeyPatch) -> None:
+    """Later steps see what the first one sees, and nothing of themselves."""
+    honest = EagleModule._attend
+
+    def attend(
+        self: EagleModule, x: torch.Tensor, step: int, keys: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> torch.Tensor:
+        return honest(self, x, step, keys[:1], values[:1])
+
+    patch.setattr(EagleModule, "_attend", attend)
+
+
+def positions_stay(patch: pytest.MonkeyPatch) -> None:
+    """Later steps stand where the first one stands."""
+    honest = eagle_module._turn
+    patch.setattr(eagle_module, "_turn", lambda x, step, theta: honest(x, 0, theta))
+
+
+@pytest.mark.parametrize("plant", [no_later_step_sees_its_own_place, positions_stay])
+def test_wrong_steps_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        steps_are_those_of_inference(tmp_path)
+
+
+def settings_for(folder: Path, **changed: Any) -> TrainSettings:
+    prompts = folder / "prompts.jsonl"
+    lines: list[dict[str, Any]] = [{"prompt": f"Once upon a time number {number}"} for number in range(11)]
+    lines.append({"messages": [{"role": "user", "content": "Tell me a story."}]})
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    given = {
+        "tokens": 500,
+        "text_tokens": 24,
+        "steps": 2,
+        "max_num_sequences": 8,
+        "draft_vocab_size": 512,
+        "num_threads": 1,
+    }
+    return TrainSettings(**given | {"prompts": prompts, "out": folder / "head"} | changed, _cli_parse_args=[])
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head is the one of a run that was not stopped, to the bit; and a head of the target it is."""
+    monkeypatch.setattr(train_draft, "SAVE_SECONDS", 0.0)
+    whole, stopped = (tmp_path / name for name in ("whole", "stopped"))
+    for folder in (whole, stopped):
+        folder.mkdir()
+    train_draft.train(settings_for(whole))
+    learn = Trainer.learn
+
+    def stop(self: Trainer, texts: list[Text]) -> Measured:
+        if self.num_tokens > 200:
+            raise KeyboardInterrupt
+        return learn(self, texts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "learn", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train_draft.train(settings_for(stopped))
+    with pytest.raises(ModelLoadError, match="other settings \\(steps\\)"):
+        train_draft.train(settings_for(stopped, steps=3))
+    train_draft.train(settings_for(stopped))
+    first, second = (load_file(folder / "head" / "model.safetensors") for folder in (whole, stopped))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not (stopped / "head" / "training.pt").exists()
+    core = make_engine(str(BUNDLED_PAIR / "target"), str(whole / "head"), method="eagle", dtype="auto")
+    plain = make_engine(str(BUNDLED_PAIR / "target"), None, dtype="auto")
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    assert run_engine(core, [[5, 6, 7]], greedy) == run_engine(plain, [[5, 6, 7]], greedy)
+    assert core.stats.drafts["eagle"].num_draft_tokens > 0
+
+
+def test_learning_lowers_the_loss_and_says_what_is_accepted() -> None:
+    """Texts of one law that a head can know: the acceptance that is reported is one less total variation."""
+    embeddings = torch.nn.functional.normalize(
+        torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
+    )
+    weights = DecoderWeights(
+        DenseEmbeddings(embeddings),
+        [],
+        Norm(torch.ones(32), 1e-5),
+        TorchLinear(8 * embeddings, None),
+        None,
+        1.0,
+        None,  # type: ignore[arg-type]
+    )
+    ids = torch.arange(40) * 5 % 12
+    states = embeddings[ids[1:], None].repeat(1, 4, 1)  # each place knows what follows it
+    texts = [Text(ids.tolist(), states)] * 4
+    trainer = Trainer(random_module(), weights, None, Schedule(8000, 2, 1e-2, 4), torch.device("cpu"))
+    before = trainer.measure(texts)
+    while trainer.num_tokens < 8000:
+        trainer.learn(texts)
+    after = trainer.measure(texts)
+    assert after.loss < before.loss
+    assert min(after.acceptance) > 0.9 > max(before.acceptance)
+    assert 2.7 < after.tokens_per_round <= 3
+
+
+def test_vocabularies_are_ranked() -> None:
+    counts = Counter({7: 5, 3: 4, 9: 1})
+    assert most_frequent(counts, 4, 12, [11, 99]).tolist() == [3, 7, 9, 11]
+    assert most_frequent(counts, 6, 12, []).tolist() == [0, 1, 2, 3, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "has no prompts"), ('{"prompt": 3}', "line 1"), ("no", "is no JSON")],
+)
+def test_prompts_that_cannot_be_read_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ModelLoadError, match=words):
+        read_prompts(path)
