@@ -171,10 +171,6 @@ class DecoderWeights:
         """Returns the shapes of its layers of attention."""
         return [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, Attention)]
 
-    @property
-    def has_states(self) -> bool:
-        return any(isinstance(layer.mixer, Recurrent) for layer in self.layers)
-
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the first hidden states [tokens, hidden size]."""
         rows = self.embeddings.look_up(token_ids).to(dtype)

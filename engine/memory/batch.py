@@ -41,11 +41,15 @@ class Span:
         return self.table.num_computed_tokens + len(self.token_ids)
 
     @property
+    def certain(self) -> int:
+        """Returns how many of the sequence's tokens can never be taken back."""
+        return self.end if self.num_certain_tokens is None else self.num_certain_tokens
+
+    @property
     def num_folded_after(self) -> int:
         """Returns over how many tokens states will be folded after the pass, if it is yet to come."""
-        certain = self.end if self.num_certain_tokens is None else self.num_certain_tokens
-        assert self.end - certain <= ROLLBACK, "more tokens may be taken back than the log has records for"
-        return max(self.table.num_folded_tokens, num_folded(certain))
+        assert self.end - self.certain <= ROLLBACK, "more may be taken back than the log has records for"
+        return max(self.table.num_folded_tokens, num_folded(self.certain))
 
 
 @dataclass

@@ -85,8 +85,6 @@ class FusedDecoder(Model):
         table."""
         if not isinstance(self.begin, NativeKernels) or self.rotary.table is None:
             return None
-        if self.weights.has_states:
-            return None
         if not all(isinstance(linear, NativeLinear) for linear in self.weights.linears):
             return None
         return NativeDecoder(self.begin, self.weights, cache)

@@ -59,6 +59,11 @@ static void rotate_neighbours(float *x, const float *cos, const float *sin, int6
     }
 }
 
+/* Numbers that come in for each token. */
+static inline int64_t qkv_width(const Heads *layer) {
+    return ((layer->gated ? 2 : 1) * layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
+}
+
 /* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
 static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t token) {
     const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
@@ -218,7 +223,7 @@ static inline ALWAYS void attend_queries(
     const int64_t size = LANES * width;
     const int64_t shared = layer->num_heads / layer->num_kv_heads, rows_of_head = shared * num_queries;
     const int64_t num_kv_heads = end_head - first_head, rows = num_kv_heads * rows_of_head;
-    const int64_t qkv_size = (layer->num_heads + 2 * layer->num_kv_heads) * size;
+    const int64_t qkv_size = qkv_width(layer);
     const int64_t out_size = layer->num_heads * size, kv_size = layer->num_kv_heads * size;
     const int64_t stored = spans->num_stored[span] + first_query, num_keys = stored + num_queries;
     const int64_t first = spans->first_token[span] + first_query;
@@ -300,7 +305,7 @@ typedef struct {
 
 static void place_task(const void *arguments, int64_t token) {
     const Attending *task = arguments;
-    const int64_t width = (task->layer->num_heads + 2 * task->layer->num_kv_heads) * task->layer->head_size;
+    const int64_t width = qkv_width(task->layer);
     place(task->spans, task->layer, task->qkv + token * width, token);
 }
 
@@ -330,8 +335,17 @@ static void attend_task(const void *arguments, int64_t item) {
     }
 }
 
+static void gate_task(const void *arguments, int64_t token) {
+    const Attending *task = arguments;
+    const Heads *layer = task->layer;
+    const int64_t size = layer->num_heads * layer->head_size;
+    const float *gate = task->qkv + (token + 1) * qkv_width(layer) - size;
+    float *out = task->out + token * size;
+    for (int64_t i = 0; i < size; i++) out[i] *= 1.0f / (1.0f + fast_exp(-gate[i]));
+}
+
 /* Stores the new tokens and attends: qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], whose
- * queries are normed and rotated in place; out [num_tokens, num_heads, head_size]. */
+ * queries are normed and rotated in place, with a gate if there is one; out [num_tokens, num_heads, head_size]. */
 void attend(const Spans *spans, const Heads *layer, float *qkv, float *out) {
     /* Heads are shared out only where there are fewer spans than threads; and where these cannot have equally many, each
      * span's queries, too. Later parts of a prompt take longer than earlier ones: items are by heads first, so that each
@@ -351,9 +365,10 @@ void attend(const Spans *spans, const Heads *layer, float *qkv, float *out) {
         num_scores += num_queries * (spans->num_stored[span] + num_queries);
     }
     const Attending attention = { spans, layer, first_part, split, queries, qkv, out };
-    const int64_t width = (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
+    const int64_t width = qkv_width(layer);
     run_task(place_task, &attention, spans->num_tokens, spans->num_tokens * width * 4);
     /* A score and its share of the values take as long as eight times its multiplications in a product. */
     run_task(attend_task, &attention, first_part[spans->num_spans] * split,
              num_scores * layer->num_heads * layer->head_size * 8);
+    if (layer->gated) run_task(gate_task, &attention, spans->num_tokens, spans->num_tokens * width * 8);
 }

@@ -58,6 +58,20 @@ static int has_blocks(const Decoder *decoder, const NewTokens *new) {
     return 1;
 }
 
+/* Whether the spans' states lie in the cache, and their records in its logs. */
+static int has_states(const Decoder *decoder, const NewTokens *new) {
+    if (decoder->num_state_slots && !new->state_slot) return 0;
+    for (int64_t span = 0; decoder->num_state_slots && span < new->num_spans; span++) {
+        const int64_t stored = new->num_stored[span], folded = new->num_folded[span];
+        const int64_t num_uncertain = stored + new->num_tokens[span] - new->num_certain[span];
+        if (new->state_slot[span] < 0 || new->state_slot[span] >= decoder->num_state_slots) return 0;
+        if (folded < 0 || folded % STATE_CHUNK || folded > stored) return 0;
+        if (stored - folded > STATE_CHUNK + STATE_ROLLBACK) return 0;
+        if (num_uncertain < 0 || num_uncertain > STATE_ROLLBACK) return 0;
+    }
+    return 1;
+}
+
 /* Where every token is stored and stands, and how its span lies among the others. */
 static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t num_tokens, int64_t *slots,
                          int64_t *angle, int64_t *first_token) {
@@ -79,6 +93,7 @@ static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t n
         .num_stored = new->num_stored, .first_block = new->first_block, .blocks = new->blocks,
         .angle = angle, .num_angles = decoder->num_angles, .rotary_size = decoder->rotary_size,
         .cos = decoder->cos, .sin = decoder->sin,
+        .state_slot = new->state_slot, .num_folded = new->num_folded, .num_certain = new->num_certain,
     };
 }
 
@@ -144,8 +159,8 @@ static int run_layer(const Pass *pass, const DecoderLayer *layer, const float *j
         ? run_part(&layer->mixer, pass->spans, pass->hidden, joined, pass->hidden, pass->arena)
         : add_part(pass, &layer->mixer, layer->mixer_norm, layer->mixer_norm_eps, layer->mixer_post_norm,
                    layer->mixer_post_norm_eps);
-    return is_mixed
-        && add_part(pass, &layer->mlp, layer->mlp_norm, layer->mlp_norm_eps, layer->mlp_post_norm,
+    if (!is_mixed || !layer->mlp.data) return is_mixed;
+    return add_part(pass, &layer->mlp, layer->mlp_norm, layer->mlp_norm_eps, layer->mlp_post_norm,
                     layer->mlp_post_norm_eps);
 }
 
@@ -161,7 +176,7 @@ static int64_t largest_part(const Decoder *decoder, int64_t rows) {
     int64_t largest = 0;
     for (int64_t i = 0; i < decoder->num_layers; i++) {
         const int64_t mixer = part_bytes(&decoder->layers[i].mixer, rows);
-        const int64_t mlp = part_bytes(&decoder->layers[i].mlp, rows);
+        const int64_t mlp = decoder->layers[i].mlp.data ? part_bytes(&decoder->layers[i].mlp, rows) : 0;
         if (mixer > largest) largest = mixer;
         if (mlp > largest) largest = mlp;
     }
@@ -169,14 +184,15 @@ static int64_t largest_part(const Decoder *decoder, int64_t rows) {
 }
 
 /* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones, and taps unless that is NULL. 0 if
- * there is no memory, or a block is not the cache's, and then nothing has happened. */
+ * there is no memory, or a block or state is not the cache's, and then nothing has happened. States are folded as far as
+ * ``num_folded_after`` says. */
 int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, float *logits) {
     static _Thread_local Arena arena;
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
     const int64_t num_logits = sum_of(new->num_logits, new->num_spans);
     const size_t integers = 2 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
     const size_t vectors = 4 * arena_size(rows * size, sizeof(float)) + largest_part(decoder, rows);
-    if (!has_blocks(decoder, new) || !arena_reserve(&arena, integers + vectors)) return 0;
+    if (!has_blocks(decoder, new) || !has_states(decoder, new) || !arena_reserve(&arena, integers + vectors)) return 0;
     int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *first_token = arena_alloc(&arena, new->num_spans + 1, sizeof(int64_t));

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, Joint, Mixer
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, Joint, Mixer, Recurrent
 from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span, states_of
@@ -22,12 +22,13 @@ from truedraft.engine.native import library as in_c
 from truedraft.engine.native.library import Decoder, NewTokens, Part, Taps
 from truedraft.engine.native.linear import WEIGHT_TYPES
 from truedraft.engine.native.mlp import linear_at, mlp_structure, native
-from truedraft.engine.native.native_run import FLOAT, NativeKernels, check_rotary
+from truedraft.engine.native.native_run import FLOAT, NativeKernels, check_rotary, qkv_width
 from truedraft.engine.native.quantised import QuantisedEmbeddings
+from truedraft.engine.native.recurrence import state_columns, state_fields
 
 INTEGER_BYTES = 8
 # Kinds of parts are numbered as in kernels.h.
-KINDS = {in_c.Attention: 0, in_c.GatedMlp: 1, in_c.Experts: 2}
+KINDS = {in_c.Attention: 0, in_c.GatedMlp: 1, in_c.Experts: 2, in_c.Recurrent: 3}
 
 
 class PackedTokens:
@@ -52,17 +53,21 @@ class PackedTokens:
             token_ids += span.token_ids
             blocks += span.table.block_ids
         self.num_logits = sum(wanted)
-        self._numbers = array("q", [*counts, *stored, *wanted, *first_blocks, *token_ids, *blocks])
+        states = state_columns(spans)
+        numbers = [*counts, *stored, *wanted, *first_blocks, *states, *token_ids, *blocks]
+        self._numbers = array("q", numbers)
         start = address(self._numbers, torch.int64, (len(self._numbers),))
         column = INTEGER_BYTES * len(spans)
+        first_id = start + 4 * column + INTEGER_BYTES * len(states)
         self.new = NewTokens(
             len(spans),
             start,
             start + column,
             start + 2 * column,
             start + 3 * column,
-            start + 4 * column,
-            start + 4 * column + INTEGER_BYTES * len(token_ids),
+            first_id,
+            first_id + INTEGER_BYTES * len(token_ids),
+            **(state_fields(start + 4 * column, column) if states else {}),
         )
 
 
@@ -94,6 +99,7 @@ class NativeDecoder:
             hidden_size=hidden_size,
             num_blocks=len(cache.keys[0]) // cache.block_size,
             block_size=cache.block_size,
+            num_state_slots=min((len(state.inputs) for state in cache.states.values()), default=0),
             num_angles=num_angles,
             rotary_size=rotary_size,
             layers=addressof(layers),
@@ -156,10 +162,10 @@ class _Parts:
         self, kernels: NativeKernels, layer: DecoderLayer, cache: KVCache, hidden_size: int, inputs: int
     ) -> None:
         self.mixer = self._mixer(kernels, layer.mixer, cache, hidden_size, inputs)
-        self.mlp, self.of_mlp = mlp_structure(layer.mlp, hidden_size)
+        self.mlp, self.of_mlp = (None, None) if layer.mlp is None else mlp_structure(layer.mlp, hidden_size)
         self.layer = in_c.DecoderLayer(
             mixer=_part(self.mixer),
-            mlp=_part(self.mlp),
+            mlp=Part() if self.mlp is None else _part(self.mlp),
             **_norm("mixer_norm", layer.mixer_norm, hidden_size),
             **_norm("mixer_post_norm", layer.mixer_post_norm, hidden_size),
             **_norm("mlp_norm", layer.mlp_norm, hidden_size),
@@ -173,15 +179,21 @@ class _Parts:
         match mixer:
             case Attention(shape=shape):
                 attended = shape.num_heads * shape.head_size
-                width = attended + 2 * shape.num_kv_heads * shape.head_size
                 self.heads = kernels.heads(shape, cache)
                 return in_c.Attention(
-                    qkv=linear_at("qkv", mixer.qkv, inputs, width),
+                    qkv=linear_at("qkv", mixer.qkv, inputs, qkv_width(shape)),
                     output=linear_at("output", mixer.output, attended, hidden_size),
                     heads=addressof(self.heads),
                 )
-            case _:
-                raise PointerError(f"C has no mixers like {mixer}")
+            case Recurrent(recurrence=rule):
+                self.recurrence = kernels.recurrence(rule, cache)
+                struct, given = self.recurrence.struct, self.recurrence.outputs
+                needed = kernels.library.recurrence_inputs(byref(struct))
+                return in_c.Recurrent(
+                    inputs=linear_at("inputs", mixer.inputs, inputs, needed),
+                    output=linear_at("output", mixer.output, given, hidden_size),
+                    recurrence=addressof(struct),
+                )
 
 
 def _part(structure: Structure) -> Part:

@@ -43,6 +43,8 @@ typedef struct {
 /* How a layer attends, and where its keys and values lie. */
 typedef struct {
     int64_t num_heads, num_kv_heads, head_size;
+    int64_t gated;                /* after the values come as many numbers as there are queries: out is multiplied by their
+                                   * sigmoid */
     int64_t window;               /* keys that a query sees, itself included; 0: all */
     int64_t rotary;               /* whose cos and sin; -1: none */
     int64_t interleaved;          /* they turn neighbours, not halves */
@@ -80,8 +82,17 @@ typedef struct {
     float *inputs;                /* [slots, num_inputs, channels] */
 } Convolution;
 
-/* Tokens between two positions where a state is folded; as in recurrent_state.py. */
+/* Tokens between two positions where a state is folded, and the most that a pass may take back; as in
+ * recurrent_state.py. */
 #define STATE_CHUNK 16
+#define STATE_ROLLBACK 32
+
+/* Over how many tokens a state is folded after a pass. One record stays at least, for who shares all of a text but its
+ * last token. */
+static inline int64_t num_folded_after(int64_t num_folded, int64_t num_certain) {
+    const int64_t folds = num_certain < 1 ? 0 : (num_certain - 1) / STATE_CHUNK * STATE_CHUNK;
+    return folds > num_folded ? folds : num_folded;
+}
 
 /* What layers with a running state do with it, as recurrent.py says. */
 enum { SHORT_CONV, DELTA_RULE, MAMBA2 };
@@ -105,7 +116,7 @@ typedef struct {
 } Recurrence;
 
 /* What layers are made of: a part's kind says which of the structures below its data is. */
-enum { ATTENTION, GATED_MLP, EXPERTS };
+enum { ATTENTION, GATED_MLP, EXPERTS, RECURRENT };
 
 typedef struct {
     int64_t kind;
@@ -135,7 +146,13 @@ typedef struct {
     int64_t *touched;             /* experts that were read, of all passes */
 } Experts;
 
-/* Two parts, each with a norm before it and one of what it adds to the hidden states, or NULL. */
+typedef struct {
+    const Linear *inputs, *output;
+    const Recurrence *recurrence;
+} Recurrent;
+
+/* Two parts, each with a norm before it and one of what it adds to the hidden states, or NULL.
+ * The second one may have no data: there is none. */
 typedef struct {
     Part mixer, mlp;
     const float *mixer_norm, *mixer_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden_size] */
@@ -148,6 +165,7 @@ typedef struct {
     int64_t num_layers, hidden_size;
     int64_t vocab_size;           /* ids from here on have no embedding */
     int64_t num_blocks, block_size; /* of the cache */
+    int64_t num_state_slots;      /* of layers with a running state; 0: there are none */
     int64_t num_angles, rotary_size; /* as in Spans */
     int64_t embedding_type;
     const DecoderLayer *layers;
@@ -171,6 +189,7 @@ typedef struct {
     const int64_t *first_block;   /* [num_spans] into blocks */
     const int64_t *token_ids;     /* of all spans, one after the other */
     const int64_t *blocks;        /* block ids of all spans */
+    const int64_t *state_slot, *num_folded, *num_certain; /* [num_spans] as in Spans */
     const float *states;          /* [tokens, hidden_size] that come with them, where a decoder takes such; NULL: zeros */
 } NewTokens;
 

@@ -62,6 +62,10 @@ class Attention(ctypes.Structure):
     _fields_ = fields_of("Attention")
 
 
+class Recurrent(ctypes.Structure):
+    _fields_ = fields_of("Recurrent")
+
+
 class GatedMlp(ctypes.Structure):
     _fields_ = fields_of("GatedMlp")
 

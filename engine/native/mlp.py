@@ -67,7 +67,7 @@ class NativeExperts:
         )
 
 
-def mlp_structure(mlp: GatedMlp | Experts | None, hidden_size: int) -> tuple[Structure, object]:
+def mlp_structure(mlp: GatedMlp | Experts, hidden_size: int) -> tuple[Structure, object]:
     """Returns an MLP of this hidden size as C has it, and what must be kept as long as that."""
     match mlp:
         case GatedMlp():
@@ -77,5 +77,3 @@ def mlp_structure(mlp: GatedMlp | Experts | None, hidden_size: int) -> tuple[Str
             if experts.hidden_size != hidden_size:
                 raise PointerError(f"experts take {experts.hidden_size} numbers, not {hidden_size}")
             return experts.struct, experts
-        case None:
-            raise PointerError("C has no layers without an MLP")

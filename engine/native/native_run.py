@@ -2,6 +2,7 @@
 
 import ctypes
 from ctypes import byref
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -13,12 +14,12 @@ from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape
-from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.native.library import Heads, Spans
 from truedraft.engine.native.mlp import NativeExperts
+from truedraft.engine.native.recurrence import NativeRecurrence, NativeStates
 
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256
@@ -40,13 +41,13 @@ class NativeKernels:
         self._cache: KVCache | None = None
         self._heads: dict[int, Heads] = {}
         self._experts: dict[int, NativeExperts] = {}
+        self._recurrences: dict[int, NativeRecurrence] = {}
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> "NativeRun":
         return NativeRun(self, batch, cache, rotary)
 
     def heads(self, shape: AttentionShape, cache: KVCache) -> Heads:
-        if cache is not self._cache:
-            self._cache, self._heads = cache, {}
+        self._begin(cache)
         if shape.layer not in self._heads:
             self._heads[shape.layer] = _heads(shape, cache)
         return self._heads[shape.layer]
@@ -56,6 +57,16 @@ class NativeKernels:
         if id(experts) not in self._experts:
             self._experts[id(experts)] = NativeExperts(experts)
         return self._experts[id(experts)]
+
+    def recurrence(self, rule: Recurrence, cache: KVCache) -> NativeRecurrence:
+        self._begin(cache)
+        if rule.layer not in self._recurrences:
+            self._recurrences[rule.layer] = NativeRecurrence(rule, cache.states[rule.layer])
+        return self._recurrences[rule.layer]
+
+    def _begin(self, cache: KVCache) -> None:
+        if cache is not self._cache:
+            self._cache, self._heads, self._recurrences = cache, {}, {}
 
 
 class NativeRun:
@@ -134,7 +145,7 @@ class NativeRun:
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         qkv = qkv.contiguous()
         tokens, size = self.spans.num_tokens, shape.head_size
-        width, attended = (shape.num_heads + 2 * shape.num_kv_heads) * size, shape.num_heads * size
+        width, attended = qkv_width(shape), shape.num_heads * size
         out = torch.empty(tokens, attended, dtype=FLOAT)
         heads = self.kernels.heads(shape, self.cache)
         check_rotary(shape, *self.rotary)
@@ -149,7 +160,11 @@ class NativeRun:
         return out
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
-        return TorchStates(self.batch.spans, self.cache.states).recur(recurrence, x)
+        return self._states.recur(self.kernels.recurrence(recurrence, self.cache), x)
+
+    @cached_property
+    def _states(self) -> NativeStates:
+        return NativeStates(self.kernels.library, self.batch.spans)
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = gate_up.contiguous()
@@ -190,6 +205,11 @@ class NativeRun:
         return logits
 
 
+def qkv_width(shape: AttentionShape) -> int:
+    """Returns how many numbers of each token come in."""
+    return ((2 if shape.gated else 1) * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+
+
 def check_rotary(shape: AttentionShape, kinds: int, size: int) -> None:
     """Raises ``PointerError`` unless a layer can use these angles [kinds, positions, size]."""
     if shape.rotary is None:
@@ -209,6 +229,7 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=size,
+        gated=shape.gated,
         window=shape.sliding_window or 0,
         rotary=-1 if shape.rotary is None else shape.rotary,
         interleaved=shape.interleaved,

@@ -22,12 +22,32 @@ static int run_attention(const Attention *part, const Spans *spans, float *out, 
     return 1;
 }
 
+static int64_t recurrent_bytes(const Recurrent *part, int64_t rows) {
+    return arena_size(rows * part->output->in_features, sizeof(float))
+        + arena_size(rows * part->inputs->out_features, sizeof(float))
+        + arena_size(recurrence_scratch(part->recurrence, rows), sizeof(float));
+}
+
+static int run_recurrent(const Recurrent *part, const Spans *spans, float *out, const float *x, const float *residual,
+                         Arena *arena) {
+    const int64_t rows = spans->num_tokens;
+    float *inputs = arena_alloc(arena, rows * part->inputs->out_features, sizeof(float));
+    float *given = arena_alloc(arena, rows * part->output->in_features, sizeof(float));
+    float *scratch = arena_alloc(arena, recurrence_scratch(part->recurrence, rows), sizeof(float));
+    if (!inputs || !given || !scratch) return 0;
+    multiply(part->inputs, inputs, x, NULL, rows);
+    recur(spans, part->recurrence, inputs, given, scratch);
+    multiply(part->output, out, given, residual, rows);
+    return 1;
+}
+
 /* Returns the bytes of an arena that ``run_part`` needs for this many rows. */
 int64_t part_bytes(const Part *part, int64_t rows) {
     switch (part->kind) {
         case ATTENTION: return attention_bytes(part->data, rows);
         case GATED_MLP: return gated_mlp_bytes(part->data, rows);
         case EXPERTS: return experts_bytes(part->data, rows);
+        case RECURRENT: return recurrent_bytes(part->data, rows);
         default: return 0;
     }
 }
@@ -42,6 +62,7 @@ int run_part(const Part *part, const Spans *spans, float *out, const float *x, c
         case ATTENTION: is_done = run_attention(part->data, spans, out, x, residual, arena); break;
         case GATED_MLP: is_done = run_gated_mlp(part->data, out, x, residual, rows, arena); break;
         case EXPERTS: is_done = run_experts(part->data, out, x, residual, rows, arena); break;
+        case RECURRENT: is_done = run_recurrent(part->data, spans, out, x, residual, arena); break;
     }
     arena->used = used;
     return is_done;

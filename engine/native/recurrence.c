@@ -137,13 +137,10 @@ typedef struct {
 
 static Place find_place(const Spans *spans, int64_t span) {
     const int64_t stored = spans->num_stored[span], first = spans->first_token[span];
-    const int64_t folded = spans->num_folded[span], certain = spans->num_certain[span] - 1;
-    /* One record stays at least, for who shares all of a text but its last token. */
-    const int64_t last_fold = certain < 0 ? 0 : certain / STATE_CHUNK * STATE_CHUNK;
     return (Place){
         .slot = spans->state_slot[span], .stored = stored, .first = first,
-        .end = stored + spans->first_token[span + 1] - first,
-        .num_folded = folded, .last_fold = last_fold > folded ? last_fold : folded,
+        .end = stored + spans->first_token[span + 1] - first, .num_folded = spans->num_folded[span],
+        .last_fold = num_folded_after(spans->num_folded[span], spans->num_certain[span]),
     };
 }
 
