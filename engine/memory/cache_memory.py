@@ -38,7 +38,9 @@ def cache_sizes(
     if not state_bytes:
         return CacheSizes(min(budget // block_bytes, max_blocks), 0)
     running = min(num_sequences, max(1, budget // 2 // state_bytes))
-    rest = max(0, budget - running * state_bytes)
+    rest = budget - running * state_bytes
+    if rest < 0:
+        return CacheSizes(0, 0)
     # A model of recurrent layers alone keeps nothing of a token.
     tokens_bytes = TOKENS_PER_SNAPSHOT * block_bytes // block_size
     snapshots = rest // (state_bytes + tokens_bytes)

@@ -50,9 +50,9 @@ class FusedDecoder(Model):
         self.way = f"fused layers in {backend}"
         # Attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``.
         self.reads_in_place = backend == "Triton"
-        # The host decides in each pass which angles or experts it needs.
+        # The host decides in each pass which angles or experts it needs, and where states are folded.
         has_experts = any(isinstance(layer.mlp, Experts) for layer in weights.layers)
-        self.needs_host = self.rotary.needs_host or has_experts
+        self.needs_host = self.rotary.needs_host or has_experts or weights.has_states
 
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         """Makes no decision in Python, here or below, that depends on the values of the batch's tensors, but

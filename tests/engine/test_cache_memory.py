@@ -109,7 +109,7 @@ def test_memory_is_divided_between_blocks_and_states() -> None:
         running = min(num_sequences, 500 * MIB // state)
         assert running <= num_slots <= running + 2 * num_sequences + num_blocks * 16 // 1024
         assert 900 * MIB < num_blocks * MIB // 8 + num_slots * state <= 1000 * MIB or num_blocks == 4000
-    assert cache_sizes(10 * MIB, 1 * MIB, 20 * MIB, 16, 8, 4000).num_blocks == 0
+    assert cache_sizes(10 * MIB, 1 * MIB, 20 * MIB, 16, 8, 4000) == (0, 0)
     # Layers that keep something of each token may be missing.
     assert cache_sizes(100 * MIB, 0, 1 * MIB, 16, num_sequences=8, max_blocks=50) == (50, 24)
 

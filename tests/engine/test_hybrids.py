@@ -23,6 +23,7 @@ from truedraft.engine.memory.recurrent_state import CHUNK
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.runtime.cuda import plan
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
@@ -152,6 +153,14 @@ def test_a_hit_is_cut_to_what_has_a_state() -> None:
         assert run_engine(core, [prompt], GREEDY) == run_engine(alone, [prompt], GREEDY)
         hits.append(core.scheduler.num_prefix_hits - before)
     assert hits == [0, 0, 88, 88]
+
+
+def test_passes_over_states_are_not_captured() -> None:
+    """A captured pass has no spans, so that no state would be read or written."""
+    for kinds, expected in ((KINDS, False), (ATTENTION, True)):
+        model = hybrid(kinds=kinds)
+        model.reads_in_place = True
+        assert plan._can_be_captured(model) == expected
 
 
 def check_hits(answers: list[list[int]]) -> None:
