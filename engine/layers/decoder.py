@@ -167,6 +167,10 @@ class DecoderWeights:
             yield from () if layer.mlp is None else layer.mlp.linears
 
     @property
+    def has_states(self) -> bool:
+        return any(isinstance(layer.mixer, Recurrent) for layer in self.layers)
+
+    @property
     def attention(self) -> list[AttentionShape]:
         """Returns the shapes of its layers of attention."""
         return [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, Attention)]
