@@ -36,6 +36,7 @@ from truedraft.engine.models.text_part import (
     TextCheckpoint,
     is_multimodal,
     ordinary_decoder,
+    renames_tensors,
     text_only,
 )
 
@@ -101,7 +102,7 @@ class Architecture:
         """The tensors under the names of the model of ``fused_config``; None if transformers has to find them
         or to convert them."""
         found = Checkpoint.find(self.path, allow_pickle)
-        if found is None or not is_multimodal(self.config):
+        if found is None or not (is_multimodal(self.config) or renames_tensors(self._text_part)):
             return found
         return TextCheckpoint.of(found, self._text_part)
 

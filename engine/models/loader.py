@@ -35,7 +35,7 @@ from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.eight_bit import compact_linears
 from truedraft.engine.models.experts import can_be_quantised, with_stacks
-from truedraft.engine.models.families import FAMILIES, has_experts, has_family
+from truedraft.engine.models.families import FAMILIES, check_settings, has_experts, has_family
 from truedraft.engine.models.fused import count, fuse_module, load_fused, multiplies_bfloat16
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
 from truedraft.engine.models.hf.decoder_only import DecoderModel
@@ -227,6 +227,7 @@ def _fused_skeleton(found: Architecture, dtype: torch.dtype) -> Any:
         config = found.fused_config
         if config is None or config.model_type not in FAMILIES:
             return None
+        check_settings(config)
         module = plain_skeleton(config, dtype)
         return module if has_family(module) else None
 

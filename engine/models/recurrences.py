@@ -1,0 +1,48 @@
+"""Describes transformers' modules that keep a running state as recurrences of ours."""
+
+from typing import Any
+
+import torch
+
+from truedraft.engine.layers.decoder import Recurrent
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Recurrence, ShortConv
+from truedraft.engine.memory.recurrent_state import RecurrentCache
+from truedraft.engine.models.linear import Make, Source
+
+
+def recurrent_mixer(module: Any, index: int, device: torch.device, make: Make, residual: float) -> Recurrent:
+    """Describes ``module`` of layer ``index``; what it adds to the hidden states is multiplied by
+    ``residual``."""
+    rule, inputs = _delta_rule(module, index) if hasattr(module, "A_log") else _short_conv(module, index)
+    channels, width = rule.convolution.weight.shape
+    return Recurrent(
+        recurrence=rule,
+        inputs=make(inputs, 1.0),
+        output=make([module.out_proj], residual),
+        cache=RecurrentCache(channels, width, rule.state, device),
+    )
+
+
+def _short_conv(module: Any, index: int) -> tuple[Recurrence, list[Source]]:
+    return ShortConv(index, _convolution(module.conv)), [module.in_proj]
+
+
+def _delta_rule(module: Any, index: int) -> tuple[Recurrence, list[Source]]:
+    rule = DeltaRule(
+        layer=index,
+        convolution=_convolution(module.conv1d, silu=True),
+        key_heads=module.num_k_heads,
+        heads=module.num_v_heads,
+        key_size=module.head_k_dim,
+        value_size=module.head_v_dim,
+        decay_rate=-module.A_log.detach().float().exp(),
+        dt_bias=module.dt_bias.detach().float(),
+        norm=Norm(module.norm.weight.detach().float(), module.norm.variance_epsilon),
+    )
+    return rule, [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
+
+
+def _convolution(module: Any, *, silu: bool = False) -> Convolution:
+    bias = None if module.bias is None else module.bias.detach().float()
+    return Convolution(module.weight.detach().float().squeeze(1).contiguous(), bias, silu)
