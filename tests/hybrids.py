@@ -21,6 +21,25 @@ def delta_net(key_heads: int, heads: int, width: int) -> dict[str, Any]:
     }
 
 
+MAMBA_FIRST = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
+
+def granite(**more: Any) -> dict[str, Any]:
+    return {
+        **HYBRID,
+        **MAMBA_FIRST,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 2.0,
+        **more,
+    }
+
+
 # Family -> (transformers' model type, its config).
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", {**HYBRID, **CONV_FIRST}),
@@ -42,4 +61,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5, a value head for each key head": ("qwen3_5_text", delta_net(3, 3, 4)),
     "Qwen3.5, two value heads for each key head": ("qwen3_5_text", delta_net(2, 4, 3)),
     "Qwen3.5, three value heads for each key head": ("qwen3_5_text", delta_net(2, 6, 7)),
+    "Granite 4 H": ("granitemoehybrid", granite()),
+    "Granite 4 H in groups, with angles and biases": (
+        "granitemoehybrid",
+        granite(
+            position_embedding_type="rope",
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            mamba_n_groups=2,
+            mamba_d_conv=3,
+            mamba_proj_bias=True,
+            attention_bias=True,
+            time_step_limit=[0.5, 2.0],
+        ),
+    ),
 }

@@ -164,6 +164,15 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": GRANITE,
     "granitemoeshared": GRANITE,
     "gpt_oss": Family(window=WINDOW, has_sinks=True, halves_angles=True, gguf="gpt-oss"),
+    "granitemoehybrid": replace(
+        GRANITE,
+        mlp="shared_mlp",
+        gate_up=("input_linear",),
+        mlp_output="output_linear",
+        recurrence="mamba",
+        rotates=lambda attention: attention.config.position_embedding_type == "rope",
+        known=(("num_local_experts", (0,)),),
+    ),
     "lfm2": LFM_2,
     "lfm3": replace(
         LFM_2,

@@ -91,7 +91,8 @@ class Reader:
         positions = [F.pad(each, (0, ids.shape[1] - len(each)), value=int(each[-1])) for each in positions]
         embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
         embedded = embedded * table_scale(self.skeleton, facts.dtype)
-        decoder.rotary_emb = _EachAlone(rotary)
+        if not isinstance(rotary, NoAngles):
+            decoder.rotary_emb = _EachAlone(rotary)
         hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
         states = decoder(
             inputs_embeds=embedded.view(*ids.shape, -1),

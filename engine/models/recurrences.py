@@ -6,7 +6,7 @@ import torch
 
 from truedraft.engine.layers.decoder import Recurrent
 from truedraft.engine.layers.norm import Norm
-from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Recurrence, ShortConv
+from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.models.linear import Make, Source
 
@@ -14,7 +14,7 @@ from truedraft.engine.models.linear import Make, Source
 def recurrent_mixer(module: Any, index: int, device: torch.device, make: Make, residual: float) -> Recurrent:
     """Describes ``module`` of layer ``index``; what it adds to the hidden states is multiplied by
     ``residual``."""
-    rule, inputs = _delta_rule(module, index) if hasattr(module, "A_log") else _short_conv(module, index)
+    rule, inputs = _describe(module, index)
     channels, width = rule.convolution.weight.shape
     return Recurrent(
         recurrence=rule,
@@ -24,8 +24,11 @@ def recurrent_mixer(module: Any, index: int, device: torch.device, make: Make, r
     )
 
 
-def _short_conv(module: Any, index: int) -> tuple[Recurrence, list[Source]]:
-    return ShortConv(index, _convolution(module.conv)), [module.in_proj]
+def _describe(module: Any, index: int) -> tuple[Recurrence, list[Source]]:
+    """Returns the recurrence, and the linear layers whose outputs it gets."""
+    if not hasattr(module, "A_log"):
+        return ShortConv(index, _convolution(module.conv)), [module.in_proj]
+    return _mamba2(module, index) if hasattr(module, "D") else _delta_rule(module, index)
 
 
 def _delta_rule(module: Any, index: int) -> tuple[Recurrence, list[Source]]:
@@ -41,6 +44,25 @@ def _delta_rule(module: Any, index: int) -> tuple[Recurrence, list[Source]]:
         norm=Norm(module.norm.weight.detach().float(), module.norm.variance_epsilon),
     )
     return rule, [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
+
+
+def _mamba2(module: Any, index: int) -> tuple[Recurrence, list[Source]]:
+    norm = Norm(module.norm.weight.detach().float(), module.norm.variance_epsilon)
+    rule = Mamba2(
+        layer=index,
+        convolution=_convolution(module.conv1d, silu=True),
+        heads=module.num_heads,
+        head_size=module.head_dim,
+        groups=module.n_groups,
+        state_size=module.ssm_state_size,
+        decay_rate=-module.A_log.detach().float().exp(),
+        skip=module.D.detach().float(),
+        dt_bias=module.dt_bias.detach().float(),
+        dt_limits=module.time_step_limit,
+        norm=norm,
+        norm_groups=module.n_groups,
+    )
+    return rule, [module.in_proj]
 
 
 def _convolution(module: Any, *, silu: bool = False) -> Convolution:
