@@ -172,8 +172,9 @@ FAMILIES: dict[str, Family] = {
         recurrence="mamba",
         rotates=lambda attention: attention.config.position_embedding_type == "rope",
         known=(("num_local_experts", (0,)),),
+        gguf="granitehybrid",
     ),
-    "lfm2": LFM_2,
+    "lfm2": replace(LFM_2, gguf="lfm2"),
     "lfm3": replace(
         LFM_2,
         attention_output="o_proj",
@@ -189,6 +190,7 @@ FAMILIES: dict[str, Family] = {
         attention_gate="queries",
         recurrence="linear_attn",
         known=(("output_gate_type", (None, "silu", "swish")),),
+        gguf="qwen35",
     ),
 }
 
@@ -221,8 +223,11 @@ def check_settings(config: Any) -> None:
             )
 
 
-def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> DecoderLayer:
-    """Describes transformers' ``layer``; ``make`` makes its linear layers."""
+def decoder_layer(
+    layer: Any, index: int, facts: ModelFacts, make: Make, is_tiled: bool = False
+) -> DecoderLayer:
+    """Describes transformers' ``layer``; ``make`` makes its linear layers, whose value heads are tiled or not
+    (``head_order``)."""
     family = FAMILIES[facts.config.model_type]
     residual = _setting(facts.config, family.residual_multiplier, 1.0)
 
@@ -232,7 +237,7 @@ def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> Deco
         return None if module is None or type(module) is nn.Identity else make_norm(facts.config, module)
 
     return DecoderLayer(
-        mixer=_mixer(family, layer, index, facts, make, residual),
+        mixer=_mixer(family, layer, index, facts, make, residual, is_tiled),
         mlp=make_experts(layer, facts.config, _activation(facts.config), make, residual)
         or _gated_mlp(family, getattr(layer, family.mlp), facts.config, make, residual),
         mixer_norm=norm(family.mixer_norm),
@@ -251,10 +256,12 @@ def _gated_mlp(family: Family, mlp: Any, config: Any, make: Make, residual: floa
     )
 
 
-def _mixer(family: Family, layer: Any, index: int, facts: ModelFacts, make: Make, residual: float) -> Mixer:
+def _mixer(
+    family: Family, layer: Any, index: int, facts: ModelFacts, make: Make, residual: float, is_tiled: bool
+) -> Mixer:
     recurrence = family.recurrence and getattr(layer, family.recurrence, None)
     if recurrence is not None:
-        return recurrent_mixer(recurrence, index, facts.device, make, residual)
+        return recurrent_mixer(recurrence, index, facts.device, make, residual, is_tiled)
     attention = getattr(layer, family.attention)
     shape = _attention_shape(family, attention, index)
     heads = shape.num_kv_heads, shape.head_size

@@ -38,6 +38,7 @@ from truedraft.engine.models.experts import can_be_quantised, with_stacks
 from truedraft.engine.models.families import FAMILIES, check_settings, has_experts, has_family
 from truedraft.engine.models.fused import count, fuse_module, load_fused, multiplies_bfloat16
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
+from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.hf.self_check import self_check
@@ -341,6 +342,7 @@ def _module_of(
     checkpoint = with_stacks(checkpoint, module)
     for name in [name for name in stored_tensors(module) if name in checkpoint.files]:
         (tensor,) = checkpoint.read([name]).values()
+        tensor = to_grouped(config, name, tensor) if checkpoint.is_tiled else tensor
         module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
     module.tie_weights()
     if (factors := checkpoint.rotary_factors()) is not None:

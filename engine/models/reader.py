@@ -34,6 +34,7 @@ from truedraft.engine.models.families import (
     rotary_module,
     table_scale,
 )
+from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.linear import Whole, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 from truedraft.engine.models.stacks import Matrix, stored_tensors
@@ -148,7 +149,7 @@ class Reader:
 
         def after(*_: Any) -> None:
             make = partial(join, linears=self.linears, weights_of=weights_of)
-            self.layers.append(decoder_layer(layer, index, self.facts, make))
+            self.layers.append(decoder_layer(layer, index, self.facts, make, self.checkpoint.is_tiled))
             weights.clear()
             layer.to("meta")
             trim_heap()
@@ -164,14 +165,18 @@ class Reader:
             full = f"{prefix}.{name}"
             if tensor.dim() == 2:
                 found[module.get_submodule(path), own] = weight = self._weight(full)
-                tensors[name] = weight.dense(self.facts.dtype)
+                tensors[name] = self._of_module(full, weight.dense(self.facts.dtype))
             elif tensor.dim() == 3:
                 found[module.get_submodule(path), own] = stack = self._stack(full)
-                tensors[name] = stack.read().to(self.facts.dtype)
+                tensors[name] = self._of_module(full, stack.read().to(self.facts.dtype))
             else:
-                tensors[name] = self._tensor(full).to(self.facts.dtype)
+                tensors[name] = self._of_module(full, self._tensor(full).to(self.facts.dtype))
         module.load_state_dict(tensors, strict=False, assign=True)
         return found
+
+    def _of_module(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Orders a tensor as transformers' module has it."""
+        return to_grouped(self.skeleton.config, name, tensor) if self.checkpoint.is_tiled else tensor
 
     def _stack(self, name: str) -> "_Stack":
         def blocks(number: int) -> list[QuantisedBlocks]:
