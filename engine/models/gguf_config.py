@@ -17,7 +17,7 @@ from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.account import Account
 from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
-from truedraft.engine.models.gguf_hybrids import PER_LAYER, SETTINGS, hybrid_settings
+from truedraft.engine.models.gguf_hybrids import PER_LAYER, SETTINGS, WITH_ZEROS, hybrid_settings
 
 # Architectures have a name in each of both worlds.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
@@ -88,7 +88,7 @@ class _Keys:
     def __init__(self, file: GgufFile) -> None:
         self.prefix = f"{file.architecture}."
         self.path = file.path
-        self.has_zeros = PER_LAYER if file.architecture in SETTINGS else ()
+        self.has_zeros = PER_LAYER if file.architecture in WITH_ZEROS else ()
         said = {key: value for key, value in file.metadata.items() if key.startswith(self.prefix)}
         self.account = Account(file.path, said)
 

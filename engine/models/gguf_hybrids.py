@@ -17,7 +17,8 @@ from truedraft.engine.models.gguf_experts import LAYER
 
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
 TILED, PAIRED = ("qwen35",), ("granitehybrid", "llama")
-# Keys with a number for each layer are zero for the layers that have no such part.
+# Keys of these architectures with a number for each layer are zero for layers that have no such part.
+WITH_ZEROS = ("granitehybrid", "lfm2")
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 # What a file calls transformers' parameters of a layer, where the package's table has other names or none.
 OTHERS: dict[str, tuple[str, ...]] = {
