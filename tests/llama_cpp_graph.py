@@ -42,7 +42,7 @@ class Graph:
         self.hidden_size, self.num_layers = self.says("embedding_length"), self.says("block_count")
         self.head_size = self.says("attention.key_length", self.hidden_size // self.heads(0))
         self.rotated = self.says("rope.dimension_count", self.head_size)
-        if architecture != "phi3" and self.rotated != self.head_size:
+        if architecture not in ("phi3", "qwen35") and self.rotated != self.head_size:
             raise RefusedError("rope.dimension_count")
         if self.says("attention.value_length", self.head_size) != self.head_size:
             raise RefusedError("attention.value_length")
@@ -267,7 +267,7 @@ class Graph:
         angles = np.arange(len(x))[:, None, None] * frequencies
         cos, sin = np.cos(angles) * size, np.sin(angles) * size
         turned, rest = x[..., : 2 * count], x[..., 2 * count :]
-        if self.architecture == "llama":  # pairs of neighbours
+        if self.architecture in ("llama", "granitehybrid"):  # pairs of neighbours
             a, b = turned[..., 0::2], turned[..., 1::2]
             pairs = np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(turned.shape)
         else:

@@ -1,5 +1,6 @@
 """Quantised weights as files have them: rows of blocks, each some weights and their scale."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,3 +41,16 @@ class QuantisedBlocks:
     @property
     def rows(self) -> npt.NDArray[np.int64]:
         return np.arange(len(self.data), dtype=np.int64) if self.order is None else self.order
+
+
+def merged(parts: Sequence[QuantisedBlocks], multiple: int) -> list[QuantisedBlocks]:
+    """Joins neighbours of one type where the first has not a ``multiple`` of rows."""
+    found: list[QuantisedBlocks] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last is None or len(last.rows) % multiple == 0 or last.type != part.type:
+            found.append(part)
+        else:
+            data = np.concatenate([last.data[last.rows], part.data[part.rows]])
+            found[-1] = QuantisedBlocks(part.type, data, part.in_features)
+    return found

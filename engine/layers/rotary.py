@@ -11,7 +11,18 @@ MAX_TABLE_POSITIONS, MAX_TABLE_NUMBERS = 1 << 17, 1 << 24
 def rotary_kinds(config: Any) -> list[str | None]:
     """Returns the types of layers that have angles of their own; [None]: all layers have the same."""
     types = sorted(set(getattr(config, "layer_types", None) or ()))
-    return [kind for kind in types if kind in config.rope_parameters] or [None]
+    known = getattr(config, "rope_parameters", None) or {}
+    return [kind for kind in types if kind in known] or [None]
+
+
+class NoAngles(torch.nn.Module):
+    """Stands in for transformers' module in models that turn nothing: a pair of numbers, by no angle."""
+
+    rope_type = "none"
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = x.new_zeros(*position_ids.shape, 2)
+        return turned + 1, turned
 
 
 class Rotary:

@@ -36,11 +36,12 @@ from truedraft.engine.models.text_part import (
     TextCheckpoint,
     is_multimodal,
     ordinary_decoder,
+    renames_tensors,
     text_only,
 )
 
 GENERATION_CONFIG = "generation_config.json"
-# What config.json may say of sizes; 1 is the least.
+# What config.json may say of sizes; 1 is the least, but for experts, which a dense model has none of.
 LARGEST = {
     "num_hidden_layers": 1 << 12,
     "num_attention_heads": 1 << 16,
@@ -101,7 +102,7 @@ class Architecture:
         """The tensors under the names of the model of ``fused_config``; None if transformers has to find them
         or to convert them."""
         found = Checkpoint.find(self.path, allow_pickle)
-        if found is None or not is_multimodal(self.config):
+        if found is None or not (is_multimodal(self.config) or renames_tensors(self._text_part)):
             return found
         return TextCheckpoint.of(found, self._text_part)
 
@@ -155,7 +156,7 @@ def _check_sizes(path: str, config: Any) -> None:
         value = None
         with suppress(RuntimeError):  # where every layer has a value of its own
             value = getattr(config, name, None)
-        if isinstance(value, int) and not 1 <= value <= largest:
+        if isinstance(value, int) and not int("experts" not in name) <= value <= largest:
             raise ModelLoadError(f"{path} cannot be loaded: its config.json has {name} {value}")
 
 

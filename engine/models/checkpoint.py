@@ -23,6 +23,8 @@ class Checkpoint:
     """``files``: where each tensor is. ``parts``: those of them that another tensor is put together from."""
 
     parts: frozenset[str] = frozenset()
+    # Value heads are in another order than in transformers' modules (``head_order``).
+    is_tiled = False
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files

@@ -16,10 +16,8 @@ from truedraft.engine.layers.mlp import (
     Scoring,
 )
 from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.models.linear import Source
+from truedraft.engine.models.linear import Make
 from truedraft.engine.models.stacks import Matrix, StackedCheckpoint, StoredExperts
-
-Make = Callable[[list[Source], float], Linear]
 
 
 @dataclass(frozen=True, slots=True)

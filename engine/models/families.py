@@ -5,26 +5,26 @@ family of known parts is a row of it. GGUF files go the same way: their tensors 
 then (``gguf``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import nn
 
-from truedraft.engine.layers.decoder import Attention, DecoderLayer
-from truedraft.engine.layers.linear import Linear
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, Mixer
 from truedraft.engine.layers.mlp import ACTIVATIONS, Activation, GatedMlp
 from truedraft.engine.layers.norm import Norm
-from truedraft.engine.layers.rotary import Rotary, rotary_kinds
+from truedraft.engine.layers.rotary import NoAngles, Rotary, rotary_kinds
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.experts import EXPERT_FAMILIES, make_experts
-from truedraft.engine.models.linear import Source
-
-# Joins linear layers of the same input, and multiplies their outputs.
-Make = Callable[[Sequence[Source], float], Linear]
+from truedraft.engine.models.linear import Make, Rows, Source
+from truedraft.engine.models.recurrences import recurrent_mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,13 @@ class Family:
     """Names of a layer's modules, and of settings in the config; the defaults are Llama's. Norms after a
     branch are of what it adds to the hidden states. ``gguf`` names the architecture in GGUF files."""
 
+    attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    attention_output: str = "o_proj"
+    mlp: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    mlp_output: str = "down_proj"
+    last_norm: str = "norm"
     mixer_norm: str | None = "input_layernorm"
     mixer_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
@@ -44,12 +49,18 @@ class Family:
     head_norm: Literal["each", "whole"] | None = None
     head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotary: bool = False
+    # What is attended is multiplied by sigmoids: of numbers that stand with each head's queries, or of one
+    # number for each head.
+    attention_gate: Literal["queries", "heads"] | None = None
+    # Layers without attention have one of these modules (``recurrences``).
+    recurrence: Literal["conv", "linear_attn", "mamba"] | None = None
     # Rotary angles turn neighbours of a head, not its halves.
     interleaved: bool = False
     # These say of transformers' attention whether it rotates, and how many tokens a query sees; None: all.
     rotates: Callable[[Any], bool] = lambda attention: True
     window: Callable[[Any], int | None] = lambda attention: None
-    activation: str = "hidden_act"
+    # The setting that names it; None: it is silu.
+    activation: str | None = "hidden_act"
     # The embeddings' own module multiplies them, or the decoder does, by a setting.
     scales_embeddings: bool = False
     embedding_multiplier: str | None = None
@@ -66,6 +77,8 @@ class Family:
     has_sinks: bool = False
     score_softcap: str | None = None
     logit_softcap: str | None = None
+    # These settings are known with these values only.
+    known: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     gguf: str | None = None
 
 
@@ -94,6 +107,19 @@ GRANITE = Family(
     logit_divisor="logits_scaling",
 )
 GLM = Family(gate_up=("gate_up_proj",), interleaved=True)
+LFM_2 = Family(
+    attention_output="out_proj",
+    mlp="feed_forward",
+    gate_up=("w1", "w3"),
+    mlp_output="w2",
+    last_norm="embedding_norm",
+    mixer_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    head_norm="each",
+    head_norm_names=("q_layernorm", "k_layernorm"),
+    recurrence="conv",
+    activation=None,
+)
 FAMILIES: dict[str, Family] = {
     "llama": Family(gguf="llama"),
     "qwen2": Family(window=WINDOW, gguf="qwen2"),
@@ -138,6 +164,34 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": GRANITE,
     "granitemoeshared": GRANITE,
     "gpt_oss": Family(window=WINDOW, has_sinks=True, halves_angles=True, gguf="gpt-oss"),
+    "granitemoehybrid": replace(
+        GRANITE,
+        mlp="shared_mlp",
+        gate_up=("input_linear",),
+        mlp_output="output_linear",
+        recurrence="mamba",
+        rotates=lambda attention: attention.config.position_embedding_type == "rope",
+        known=(("num_local_experts", (0,)),),
+        gguf="granitehybrid",
+    ),
+    "lfm2": replace(LFM_2, gguf="lfm2"),
+    "lfm3": replace(
+        LFM_2,
+        attention_output="o_proj",
+        mixer_post_norm="post_operator_norm",
+        mlp_post_norm="post_ffn_norm",
+        head_norm_names=("q_norm", "k_norm"),
+        attention_gate="heads",
+        window=WINDOW,
+    ),
+    "qwen3_5_text": Family(
+        norms_add_one=True,
+        head_norm="each",
+        attention_gate="queries",
+        recurrence="linear_attn",
+        known=(("output_gate_type", (None, "silu", "swish")),),
+        gguf="qwen35",
+    ),
 }
 
 
@@ -147,7 +201,7 @@ def has_family(module: Any) -> bool:
     return (
         config.model_type in FAMILIES
         and type(module).__module__.startswith("transformers.models.")
-        and _activation(config) in ACTIVATIONS
+        and _activation(config) in (["silu"] if FAMILIES[config.model_type].recurrence else ACTIVATIONS)
         and not getattr(config, "use_bidirectional_attention", None)
         and (not has_experts(config) or EXPERT_FAMILIES[config.model_type].fits(config))
     )
@@ -157,25 +211,35 @@ def has_experts(config: Any) -> bool:
     return config.model_type in EXPERT_FAMILIES
 
 
-def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> DecoderLayer:
-    """Describes transformers' ``layer``; ``make`` makes its linear layers."""
-    family, attention = FAMILIES[facts.config.model_type], layer.self_attn
+def check_settings(config: Any) -> None:
+    """Raises ``ModelLoadError`` for a value of a setting that is not known, though transformers may ignore
+    it."""
+    for name, values in FAMILIES[config.model_type].known:
+        value = getattr(config, name, None)
+        if value not in values:
+            served = " or ".join(str(each) for each in values if each is not None)
+            raise ModelLoadError(
+                f"{config.model_type} models with {name} {value!r} cannot be served: only {served} is known"
+            )
+
+
+def decoder_layer(
+    layer: Any, index: int, facts: ModelFacts, make: Make, is_tiled: bool = False
+) -> DecoderLayer:
+    """Describes transformers' ``layer``; ``make`` makes its linear layers, whose value heads are tiled or not
+    (``head_order``)."""
+    family = FAMILIES[facts.config.model_type]
     residual = _setting(facts.config, family.residual_multiplier, 1.0)
 
     def norm(name: str | None) -> Norm | None:
-        return None if name is None else make_norm(facts.config, getattr(layer, name))
+        module = None if name is None else getattr(layer, name)
+        # A setting may leave a norm out, and transformers has a module that does nothing in its place.
+        return None if module is None or type(module) is nn.Identity else make_norm(facts.config, module)
 
-    shape = _attention_shape(family, attention, index)
-    heads = shape.num_kv_heads, shape.head_size
     return DecoderLayer(
-        mixer=Attention(
-            shape=shape,
-            qkv=make([getattr(attention, name) for name in family.qkv], 1.0),
-            output=make([attention.o_proj], residual),
-            cache=AttentionCache(heads, heads, facts.dtype, facts.device),
-        ),
+        mixer=_mixer(family, layer, index, facts, make, residual, is_tiled),
         mlp=make_experts(layer, facts.config, _activation(facts.config), make, residual)
-        or _gated_mlp(family, layer.mlp, facts.config, make, residual),
+        or _gated_mlp(family, getattr(layer, family.mlp), facts.config, make, residual),
         mixer_norm=norm(family.mixer_norm),
         mlp_norm=norm(family.mlp_norm),
         mixer_post_norm=norm(family.mixer_post_norm),
@@ -188,8 +252,59 @@ def _gated_mlp(family: Family, mlp: Any, config: Any, make: Make, residual: floa
     return GatedMlp(
         activation=_activation(config),
         gate_up=make([getattr(mlp, name) for name in family.gate_up], 1.0),
-        down=make([mlp.down_proj], residual),
+        down=make([getattr(mlp, family.mlp_output)], residual),
     )
+
+
+def _mixer(
+    family: Family, layer: Any, index: int, facts: ModelFacts, make: Make, residual: float, is_tiled: bool
+) -> Mixer:
+    recurrence = family.recurrence and getattr(layer, family.recurrence, None)
+    if recurrence is not None:
+        return recurrent_mixer(recurrence, index, facts.device, make, residual, is_tiled)
+    attention = getattr(layer, family.attention)
+    shape = _attention_shape(family, attention, index)
+    heads = shape.num_kv_heads, shape.head_size
+    return Attention(
+        shape=shape,
+        qkv=make(_queries_keys_values(family, attention, shape), 1.0),
+        output=make([getattr(attention, family.attention_output)], residual),
+        cache=AttentionCache(heads, heads, facts.dtype, facts.device),
+    )
+
+
+def _queries_keys_values(family: Family, attention: Any, shape: AttentionShape) -> list[Source]:
+    """Returns the linear layers of a token's queries, keys and values, and of the gates, if there are any."""
+    found: list[Source] = [getattr(attention, name) for name in family.qkv]
+    if shape.gated and family.attention_gate == "queries":
+        rows = np.arange(2 * shape.num_heads * shape.head_size).reshape(shape.num_heads, 2, -1)
+        found[:1], gate = (
+            [Rows(attention.q_proj, rows[:, 0].ravel())],
+            Rows(attention.q_proj, rows[:, 1].ravel()),
+        )
+        return [*found, gate]
+    if shape.gated:
+        return [*found, Rows(attention.g_proj, np.repeat(np.arange(shape.num_heads), shape.head_size))]
+    return found
+
+
+def head_sizes(module: Any) -> set[int]:
+    """Returns those of the layers of attention of transformers' ``module``."""
+    name = FAMILIES[module.config.model_type].attention
+    found = (getattr(layer, name, None) for layer in module.model.layers)
+    return {attention.head_dim for attention in found if attention is not None}
+
+
+def last_norm(module: Any) -> tuple[str, nn.Module]:
+    """Returns the norm before the output layer, and its name."""
+    name = FAMILIES[module.config.model_type].last_norm
+    return f"model.{name}", getattr(module.model, name)
+
+
+def rotary_module(module: Any) -> nn.Module:
+    """Returns transformers' module of the angles, or what stands in for it."""
+    found = getattr(module.model, "rotary_emb", None)
+    return NoAngles() if found is None else found
 
 
 def make_norm(config: Any, module: Any) -> Norm:
@@ -237,7 +352,8 @@ def _setting(config: Any, name: str | None, default: float) -> float:
 
 
 def _activation(config: Any) -> Activation:
-    name: Activation = getattr(config, FAMILIES[config.model_type].activation)
+    setting = FAMILIES[config.model_type].activation
+    name: Activation = "silu" if setting is None else getattr(config, setting)
     return name
 
 
@@ -255,6 +371,7 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
         rotary=_rotary(family, attention),
         norm_after_rotary=family.norm_after_rotary,
         interleaved=family.interleaved,
+        gated=family.attention_gate == "queries" or getattr(attention, "g_proj", None) is not None,
         softcap=None if family.score_softcap is None else getattr(config, family.score_softcap),
         sinks=attention.sinks.detach().float() if family.has_sinks else None,
     )

@@ -19,10 +19,13 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families import (
     decoder_layer,
     embedding_scale,
+    head_sizes,
+    last_norm,
     logit_multiplier,
     logit_softcap,
     make_norm,
     make_rotary,
+    rotary_module,
 )
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.linear import join
@@ -53,8 +56,7 @@ def load_fused(
     """Loads a decoder of one of ``FAMILIES``; ``make_skeleton`` makes transformers' module of that type
     without weights, all of whose tensors ``checkpoint`` has. None if the logits are not those of
     transformers' layers in any way, or if it is to be quantised and cannot be."""
-    head_sizes = {layer.self_attn.head_dim for layer in make_skeleton(options.dtype).model.layers}
-    for backend in _backends(options, head_sizes):
+    for backend in _backends(options, head_sizes(make_skeleton(options.dtype))):
         module = make_skeleton(backend.dtype)
         facts = ModelFacts(
             module.config, generation, count(module), backend.dtype, options.device, backend.bf16_linears
@@ -88,9 +90,9 @@ def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
     return DecoderWeights(
         DenseEmbeddings(embeddings),
         [decoder_layer(layer, index, facts, make) for index, layer in enumerate(module.model.layers)],
-        make_norm(module.config, module.model.norm),
+        make_norm(module.config, last_norm(module)[1]),
         make([module.lm_head], logit_multiplier(module.config)),
-        make_rotary(module.model.rotary_emb, module.config, embeddings.to(facts.dtype)),
+        make_rotary(rotary_module(module), module.config, embeddings.to(facts.dtype)),
         embedding_scale(module, facts.dtype),
         logit_softcap(module.config),
     )
@@ -104,15 +106,15 @@ def multiplies_bfloat16(options: LoadOptions) -> bool:
     return library is not None and bool(library.multiplies_bfloat16())
 
 
-def _backends(options: LoadOptions, head_sizes: set[int]) -> Iterator[Backend]:
+def _backends(options: LoadOptions, sizes: set[int]) -> Iterator[Backend]:
     """Yields what can be tried, the fastest first: torch does not multiply by quantised weights."""
     compact = options.compact_weights
     if multiplies_bfloat16(options):
-        library = _kernels(torch.float32, options, head_sizes)
+        library = _kernels(torch.float32, options, sizes)
         if library is not None:
             linears = NativeLinears(library, compact, bf16=True)
             yield Backend(torch.float32, linears, library, bf16_linears=True)
-    elif (library := _kernels(options.dtype, options, head_sizes)) is not None:
+    elif (library := _kernels(options.dtype, options, sizes)) is not None:
         yield Backend(options.dtype, NativeLinears(library, compact), library)
     elif compact and (packed := find_linears(options.dtype, options.device)) is not None:
         yield Backend(options.dtype, packed)
@@ -126,9 +128,9 @@ def _backends(options: LoadOptions, head_sizes: set[int]) -> Iterator[Backend]:
     yield Backend(options.dtype, TorchLinears())
 
 
-def _kernels(dtype: torch.dtype, options: LoadOptions, head_sizes: set[int]) -> ctypes.CDLL | None:
+def _kernels(dtype: torch.dtype, options: LoadOptions, sizes: set[int]) -> ctypes.CDLL | None:
     """Returns the kernels in C, if they serve such a model and can be had."""
-    if not options.native_kernels or not all(serves(dtype, options.device, size) for size in head_sizes):
+    if not options.native_kernels or not all(serves(dtype, options.device, size) for size in sizes):
         return None
     return load_library()
 

@@ -27,6 +27,14 @@ from truedraft.engine.models.gguf_config import (
     rotary_factors,
 )
 from truedraft.engine.models.gguf_experts import stack_of, tensor_of
+from truedraft.engine.models.gguf_hybrids import (
+    PAIRED,
+    TILED,
+    from_file,
+    predicts_further,
+    stored_shape,
+    tensors_of,
+)
 from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.quantised import dequantise
@@ -56,6 +64,7 @@ class GgufCheckpoint(Checkpoint):
         self.config = config
         self.names = names
         self.stacks = {name: stack for name in names if (stack := stack_of(name, file.architecture))}
+        self.is_tiled = file.architecture in TILED
         self.vocabulary = vocabulary
         self.factors: list[float] | None = None
         if file.architecture == "llama" and ROTARY_FACTORS in file.tensors:
@@ -66,7 +75,14 @@ class GgufCheckpoint(Checkpoint):
         return {name: self._read(name) for name in names}
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
-        return None if name in self.stacks else self._blocks(self.names[name], self._order(name))
+        if name in self.stacks:
+            return None
+        parts = self._parts(name)
+        found = [blocks for part in parts if (blocks := self._blocks(part)) is not None]
+        if len(found) < len(parts) or len({blocks.type for blocks in found}) > 1:
+            return None  # what is one tensor here must be of one type
+        data = found[0].data if len(found) == 1 else np.concatenate([blocks.data for blocks in found])
+        return QuantisedBlocks(found[0].type, data, found[0].in_features, self._order(name))
 
     def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
         found = []
@@ -86,11 +102,15 @@ class GgufCheckpoint(Checkpoint):
     def rotary_factors(self) -> torch.Tensor | None:
         return None if self.factors is None else torch.tensor(self.factors)
 
-    def _blocks(self, theirs: str, order: npt.NDArray[np.int64] | None = None) -> QuantisedBlocks | None:
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """Returns the file's tensors that lie one after the other in transformers' ``name``."""
+        return tensors_of(name) or (self.names[name],)
+
+    def _blocks(self, theirs: str) -> QuantisedBlocks | None:
         place = self.file.tensors[theirs]
         if place.type not in TYPES.values():
             return None
-        return QuantisedBlocks(place.type, self._data(place), place.shape[-1], order)
+        return QuantisedBlocks(place.type, self._data(place), place.shape[-1])
 
     def _stored(self, theirs: str) -> torch.Tensor:
         """Returns a tensor as it lies in the file."""
@@ -103,11 +123,13 @@ class GgufCheckpoint(Checkpoint):
         if name in self.stacks:
             stack = self.stacks[name]
             return stack.join([self._stored(part) for part in stack.parts])
-        tensor = self._stored(self.names[name])
+        tensor = torch.cat([self._stored(part) for part in self._parts(name)])
         if name.endswith(ONE_ROW):
             return tensor.view(1, -1)
+        tensor = from_file(name, tensor, self.file.path)
         order = self._order(name)
-        if FAMILIES[self.config.model_type].norms_add_one and name.endswith("norm.weight"):
+        adds_one = FAMILIES[self.config.model_type].norms_add_one and name.endswith("norm.weight")
+        if adds_one and ".linear_attn." not in name:
             tensor = tensor - 1  # llama.cpp multiplies by what is stored, transformers by one more
         return tensor if order is None else tensor[torch.from_numpy(order)]
 
@@ -128,8 +150,8 @@ class GgufCheckpoint(Checkpoint):
 
     def _order(self, name: str) -> npt.NDArray[np.int64] | None:
         """llama.cpp turns pairs of neighbours where transformers turns halves; it moves the rows of its files
-        for that, but only of this architecture."""
-        if self.file.architecture != "llama" or not (".q_proj." in name or ".k_proj." in name):
+        for that, but only of these architectures."""
+        if self.file.architecture not in PAIRED or not (".q_proj." in name or ".k_proj." in name):
             return None
         config = self.config
         is_query = ".q_proj." in name
@@ -176,11 +198,15 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
         stack = checkpoint.stacks.get(name)
         if name.endswith(ONE_ROW) and theirs is not None and len(file.tensors[theirs].shape) == 1:
             shape = shape[1:]
-        for part in (theirs,) if stack is None else stack.parts:
-            account.expect_shape(name, shape if stack is None else stack.shape(shape), "its metadata", part)
+        parts = (tensors_of(name) or (theirs,)) if stack is None else stack.parts
+        needed = stored_shape(name, shape, config) if stack is None else stack.shape(shape)
+        for part in parts:
+            account.expect_shape(name, needed, "its metadata", part)
     if checkpoint.factors is not None:
         account.take(ROTARY_FACTORS)
-    if config.rope_parameters.get("rope_type") == "longrope":
+    for name in [name for name in account.left if predicts_further(name, config)]:
+        account.take(name)
+    if (config.rope_parameters or {}).get("rope_type") == "longrope":
         account.take(LONG_FACTORS)
         account.take(SHORT_FACTORS)
     account.close(
@@ -221,6 +247,8 @@ def _names(file: GgufFile, config: Any) -> dict[str, str]:
             candidates = stack.parts
         elif (special := tensor_of(name)) is not None:
             candidates = (special,)
+        elif (others := tensors_of(name)) is not None:
+            candidates = others
         else:
             theirs = table.get_name(base)
             candidates = () if theirs is None else (f"{theirs}.{suffix}",)

@@ -17,6 +17,7 @@ from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.account import Account
 from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
+from truedraft.engine.models.gguf_hybrids import PER_LAYER, SETTINGS, WITH_ZEROS, hybrid_settings
 
 # Architectures have a name in each of both worlds.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
@@ -87,12 +88,15 @@ class _Keys:
     def __init__(self, file: GgufFile) -> None:
         self.prefix = f"{file.architecture}."
         self.path = file.path
+        self.has_zeros = PER_LAYER if file.architecture in WITH_ZEROS else ()
         said = {key: value for key, value in file.metadata.items() if key.startswith(self.prefix)}
         self.account = Account(file.path, said)
 
     def says(self, key: str, default: Any = None) -> Any:
         """Returns the value; a list of one value for every layer is that value."""
         value = self.account.take(self.prefix + key, default)
+        if isinstance(value, list) and key in self.has_zeros:
+            value = [each for each in value if each != 0] or [0]
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
             if not value or any(other != value[0] for other in value):
                 raise GgufError(
@@ -100,6 +104,11 @@ class _Keys:
                 )
             return value[0]
         return value
+
+    def listed(self, key: str) -> list[Any] | None:
+        """Returns a value for each layer, or for each of some parts; None if there are none."""
+        value = self.account.take(self.prefix + key)
+        return value if isinstance(value, list) else None
 
     def number(self, key: str, kind: type, default: Any = None) -> Any:
         """Returns a number above zero; ``default`` if there is none."""
@@ -142,7 +151,8 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         found[f"{name}_token_id"] = None if vocabulary is None else vocabulary.ids.get(name)
     found["pad_token_id"] = None  # nothing is padded
     found["rope_parameters"] = _rope(keys, found)
-    found |= _of_family(file, keys, found)
+    settings = hybrid_settings(file, keys, found) if architecture in SETTINGS else {}
+    found |= {} if settings else _of_family(file, keys, found)
     model_type = MODEL_TYPES[architecture]
     if with_experts := has_experts(keys, architecture):
         found |= expert_settings(keys, architecture, found)
@@ -150,7 +160,7 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     # A llama with experts is transformers' mixtral, and one with windows mistral.
     if architecture == "llama" and (with_experts or "sliding_window" in found):
         model_type = "mixtral" if with_experts else "mistral"
-    return AutoConfig.for_model(model_type, **found)
+    return AutoConfig.for_model(model_type, **(settings or found))
 
 
 def _of_family(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:

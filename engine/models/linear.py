@@ -1,8 +1,11 @@
 """Linear layers of transformers' modules: joined, replaced by faster ones, or used as they are."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -12,8 +15,20 @@ from truedraft.engine.layers.linear import Linear, Linears, TorchLinears, is_pac
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.models.stacks import Matrix
 
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Names some outputs of a linear layer of transformers', by their numbers, in any order."""
+
+    module: nn.Linear
+    numbers: npt.NDArray[np.int64]
+
+
 # What has the weights of a linear layer in transformers.
-Source: TypeAlias = nn.Module | Matrix
+Whole: TypeAlias = nn.Module | Matrix
+Source: TypeAlias = Whole | Rows
+# Joins linear layers of the same input, and multiplies their outputs.
+Make: TypeAlias = Callable[[Sequence[Source], float], Linear]
 
 # Below this many weights a module's own overhead outweighs what packing saves.
 MIN_NATIVE_WEIGHTS = 1 << 12
@@ -59,7 +74,7 @@ def weight_of(module: nn.Module) -> Weight:
     return Weight(type(module).__name__, (weight.shape[0], weight.shape[1]), lambda: weight)
 
 
-def weights_of(source: Source) -> list[Weight]:
+def weights_of(source: Whole) -> list[Weight]:
     """Returns the weights of a module or of a matrix elsewhere."""
     return source.weights() if isinstance(source, Matrix) else [weight_of(source)]
 
@@ -68,22 +83,23 @@ def join(
     sources: Sequence[Source],
     multiplier: float,
     linears: Linears,
-    weights_of: Callable[[Source], list[Weight]] = weights_of,
+    weights_of: Callable[[Whole], list[Weight]] = weights_of,
 ) -> Linear:
     """Makes one layer in place of several of the same input; their outputs lie one after the other, all times
     ``multiplier``."""
-    if not all(type(source) in (nn.Linear, Conv1D, Matrix) for source in sources):
+    wholes = [source.module if isinstance(source, Rows) else source for source in sources]
+    if not all(type(whole) in (nn.Linear, Conv1D, Matrix) for whole in wholes):
         return ModuleLinear([source for source in sources if isinstance(source, nn.Module)], multiplier)
-    biases = [bias for source in sources if (bias := _bias_of(source)) is not None]
+    weights: list[Weight] = []
+    biases: list[torch.Tensor] = []
+    for source, whole in zip(sources, wholes, strict=True):
+        found, bias = weights_of(whole), whole.bias
+        rows = source.numbers if isinstance(source, Rows) else None
+        weights += found if rows is None else [weight.take(rows) for weight in found]
+        if isinstance(bias, torch.Tensor):
+            biases.append(bias.detach() if rows is None else bias.detach()[torch.from_numpy(rows)])
     assert len(biases) in (0, len(sources))
-    bias = torch.cat(biases) if biases else None
-    weights = [weight for source in sources for weight in weights_of(source)]
-    return linears.make(weights, bias, multiplier)
-
-
-def _bias_of(source: Source) -> torch.Tensor | None:
-    bias = source.bias
-    return bias.detach() if isinstance(bias, torch.Tensor) else None
+    return linears.make(weights, torch.cat(biases) if biases else None, multiplier)
 
 
 def replace_linears(model: nn.Module, linears: Linears) -> None:

@@ -35,9 +35,10 @@ from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.eight_bit import compact_linears
 from truedraft.engine.models.experts import can_be_quantised, with_stacks
-from truedraft.engine.models.families import FAMILIES, has_experts, has_family
+from truedraft.engine.models.families import FAMILIES, check_settings, has_experts, has_family
 from truedraft.engine.models.fused import count, fuse_module, load_fused, multiplies_bfloat16
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
+from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.hf.self_check import self_check
@@ -227,6 +228,7 @@ def _fused_skeleton(found: Architecture, dtype: torch.dtype) -> Any:
         config = found.fused_config
         if config is None or config.model_type not in FAMILIES:
             return None
+        check_settings(config)
         module = plain_skeleton(config, dtype)
         return module if has_family(module) else None
 
@@ -340,6 +342,7 @@ def _module_of(
     checkpoint = with_stacks(checkpoint, module)
     for name in [name for name in stored_tensors(module) if name in checkpoint.files]:
         (tensor,) = checkpoint.read([name]).values()
+        tensor = to_grouped(config, name, tensor) if checkpoint.is_tiled else tensor
         module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
     module.tie_weights()
     if (factors := checkpoint.rotary_factors()) is not None:

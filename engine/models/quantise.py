@@ -20,6 +20,8 @@ GROUP = 32
 KEPT, KEPT_STACKS = 8, 2
 # Matrices of few weights that decide which experts a token takes stay as they are.
 ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
+# So few weights decide what a state forgets and takes that they have the bits of outer layers.
+DECAYS = (".in_proj_a.weight", ".in_proj_b.weight")
 
 
 class QuantisedCheckpoint(Checkpoint):
@@ -29,6 +31,7 @@ class QuantisedCheckpoint(Checkpoint):
     def __init__(self, source: Checkpoint, layer_type: GGMLQuantizationType) -> None:
         super().__init__(source.files)
         self.source = source
+        self.is_tiled = source.is_tiled
         self.layer_type = layer_type
         self.made = lru_cache(KEPT)(self._quantise)
         self.stacks = lru_cache(KEPT_STACKS)(self._quantise_stack)
@@ -55,7 +58,7 @@ class QuantisedCheckpoint(Checkpoint):
         return tensors
 
     def _quantise(self, name: str) -> QuantisedBlocks | None:
-        kind = OUTER_TYPE if name in OUTER else self.layer_type
+        kind = OUTER_TYPE if name in OUTER or name.endswith(DECAYS) else self.layer_type
         stored = self.source.blocks(name)
         if stored is not None and _bits(stored.type) <= _bits(kind):
             return None

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
 from truedraft.engine.layers.linear import Embeddings, Linears
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
+from truedraft.engine.layers.rotary import NoAngles
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.models.base import ModelFacts
@@ -25,13 +26,16 @@ from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
 from truedraft.engine.models.families import (
     decoder_layer,
     embedding_scale,
+    last_norm,
     logit_multiplier,
     logit_softcap,
     make_norm,
     make_rotary,
+    rotary_module,
     table_scale,
 )
-from truedraft.engine.models.linear import Source, join
+from truedraft.engine.models.head_order import to_grouped
+from truedraft.engine.models.linear import Whole, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 from truedraft.engine.models.stacks import Matrix, stored_tensors
 
@@ -58,7 +62,8 @@ class Reader:
         stored = self._weight(EMBEDDINGS)
         embeddings = self.linears.embeddings(stored)
         rotary = self._rotary_module()
-        self._fill(module.model.norm, "model.norm")
+        norm_name, norm = last_norm(module)
+        self._fill(norm, norm_name)
         texts = [text for group in probe_texts(facts) for text in group]
         states = self._compute_while_reading(texts, embeddings, rotary)
         head = stored if module.config.tie_word_embeddings else self._weight(HEAD)
@@ -66,7 +71,7 @@ class Reader:
         weights = DecoderWeights(
             embeddings,
             self.layers,
-            make_norm(module.config, module.model.norm),
+            make_norm(module.config, norm),
             self.linears.make([head], None, logit_multiplier(module.config)),
             make_rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
             embedding_scale(module, facts.dtype),
@@ -87,7 +92,8 @@ class Reader:
         positions = [F.pad(each, (0, ids.shape[1] - len(each)), value=int(each[-1])) for each in positions]
         embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
         embedded = embedded * table_scale(self.skeleton, facts.dtype)
-        decoder.rotary_emb = _EachAlone(rotary)
+        if not isinstance(rotary, NoAngles):
+            decoder.rotary_emb = _EachAlone(rotary)
         hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
         states = decoder(
             inputs_embeds=embedded.view(*ids.shape, -1),
@@ -100,8 +106,10 @@ class Reader:
 
     def _rotary_module(self) -> nn.Module:
         """Makes transformers' module anew: on the meta device the skeleton's has no angles."""
-        module = self.skeleton
-        rotary = type(module.model.rotary_emb)(config=module.config).to(self.facts.device)
+        found = rotary_module(self.skeleton)
+        if isinstance(found, NoAngles):
+            return found
+        rotary: Any = type(found)(config=self.skeleton.config).to(self.facts.device)
         if (factors := self.checkpoint.rotary_factors()) is not None:
             rotary.inv_freq /= factors.to(self.facts.device)
         made: nn.Module = rotary
@@ -127,7 +135,7 @@ class Reader:
         """Adds the two hooks of a layer."""
         weights: dict[tuple[nn.Module, str], Weight | _Stack] = {}
 
-        def weights_of(source: Source) -> list[Weight]:
+        def weights_of(source: Whole) -> list[Weight]:
             if isinstance(source, nn.Module):
                 source = Matrix(source)
             found = weights[source.module, source.name]
@@ -141,7 +149,7 @@ class Reader:
 
         def after(*_: Any) -> None:
             make = partial(join, linears=self.linears, weights_of=weights_of)
-            self.layers.append(decoder_layer(layer, index, self.facts, make))
+            self.layers.append(decoder_layer(layer, index, self.facts, make, self.checkpoint.is_tiled))
             weights.clear()
             layer.to("meta")
             trim_heap()
@@ -157,14 +165,18 @@ class Reader:
             full = f"{prefix}.{name}"
             if tensor.dim() == 2:
                 found[module.get_submodule(path), own] = weight = self._weight(full)
-                tensors[name] = weight.dense(self.facts.dtype)
+                tensors[name] = self._of_module(full, weight.dense(self.facts.dtype))
             elif tensor.dim() == 3:
                 found[module.get_submodule(path), own] = stack = self._stack(full)
-                tensors[name] = stack.read().to(self.facts.dtype)
+                tensors[name] = self._of_module(full, stack.read().to(self.facts.dtype))
             else:
-                tensors[name] = self._tensor(full).to(self.facts.dtype)
+                tensors[name] = self._of_module(full, self._tensor(full).to(self.facts.dtype))
         module.load_state_dict(tensors, strict=False, assign=True)
         return found
+
+    def _of_module(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Orders a tensor as transformers' module has it."""
+        return to_grouped(self.skeleton.config, name, tensor) if self.checkpoint.is_tiled else tensor
 
     def _stack(self, name: str) -> "_Stack":
         def blocks(number: int) -> list[QuantisedBlocks]:
@@ -198,7 +210,13 @@ class _EachAlone(nn.Module):
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self.rotary = rotary
+        self.layer_types = getattr(rotary, "layer_types", None)
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *kind: str) -> tuple[torch.Tensor, ...]:
-        found = [self.rotary(x, row[None], *kind) for row in position_ids]
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        kind = () if layer_type is None else (layer_type,)
+        # Where positions have three dimensions, for images, those of a text are all the same.
+        rows = position_ids if position_ids.dim() == 2 else position_ids[0]
+        found = [self.rotary(x, row[None], *kind) for row in rows]
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

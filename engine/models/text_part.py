@@ -103,8 +103,14 @@ def ordinary_decoder(config: Any) -> Any:
     return CONFIG_MAPPING[model_type](**values)
 
 
+def renames_tensors(module: Any) -> bool:
+    """Tells whether checkpoints of transformers' ``module`` have names of their own for its tensors."""
+    return bool(get_model_conversion_mapping(module, add_legacy=False))
+
+
 class TextCheckpoint(Checkpoint):
-    """``source`` of a multimodal model, its text part's tensors under the names of a plain text model."""
+    """``source`` has names of its own: here its tensors, or those of a multimodal model's text part, have
+    those of a plain text model."""
 
     def __init__(self, source: Checkpoint, names: dict[str, str]) -> None:
         super().__init__({name: source.files[stored] for name, stored in names.items()})
@@ -119,7 +125,7 @@ class TextCheckpoint(Checkpoint):
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
         own, ordinary = part.state_dict(), dict(_ordinary_names(part))
-        unread = re.compile("|".join(part._keys_to_ignore_on_load_unexpected))
+        unread = re.compile("|".join(part._keys_to_ignore_on_load_unexpected) or "$^")
         names = {}
         for stored in source.files:
             name, converted = rename_source_key(stored, renamings, converters, part.base_model_prefix, own)

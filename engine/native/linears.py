@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings
+from truedraft.engine.layers.quantised_blocks import merged
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.native.linear import NativeLinear, half_scale
-from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear, can_stack
+from truedraft.engine.native.quantised import COLUMNS, QuantisedEmbeddings, QuantisedLinear, can_stack
 
 
 class NativeLinears:
@@ -26,7 +27,8 @@ class NativeLinears:
         self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0
     ) -> NativeLinear:
         blocks = [weight.blocks for weight in weights if weight.blocks is not None]
-        if self.takes_blocks and len(blocks) == len(weights) and can_stack(blocks):
+        is_quantised = self.takes_blocks and len(blocks) == len(weights)
+        if is_quantised and can_stack(blocks := merged(blocks, COLUMNS)):
             return QuantisedLinear(self.library, blocks, bias, multiplier)
         dense = [weight.dense() for weight in weights]
         scale = half_scale(dense) if self.takes_halves and not self.bf16 else None

@@ -66,11 +66,31 @@ MORE: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": INNER,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"sliding_window": WINDOW, "layer_types": ["conv", "sliding_attention"]},
     "mistral": {"sliding_window": WINDOW},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {"no_rope_layers": [1, 0]},
     "olmo3": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "phi3": {"sliding_window": WINDOW},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
 }
 BOTH = ("sliding_attention", "full_attention")
 ROTARY = {"rope_type": "default", "rope_theta": 1e4}
@@ -138,7 +158,32 @@ VALUES: dict[str, list[Any]] = {
     "layer_norm_eps": [0.5],
     "no_rope_layers": [[0, 1], [1, 1]],
     "residual_multiplier": [1.0],
+    "norm_eps": [0.5],
+    "conv_L_cache": [2],
+    "conv_bias": [True],
+    "block_auto_adjust_ff_dim": [False],
+    "use_sandwich_norm": [False],
+    "use_attention_gate": [False],
+    "linear_num_key_heads": [1, 4],
+    "linear_num_value_heads": [6],
+    "linear_key_head_dim": [4],
+    "linear_value_head_dim": [4],
+    "linear_conv_kernel_dim": [3],
+    "mamba_n_heads": [2],
+    "mamba_n_groups": [1],
+    "mamba_d_state": [16],
+    "mamba_d_conv": [3],
+    "mamba_expand": [1],
+    "mamba_conv_bias": [False],
+    "mamba_proj_bias": [True],
+    "time_step_limit": [[0.5, 1.0]],
+    "position_embedding_type": ["rope"],
+    "num_local_experts": [2],
+    "shared_intermediate_size": [INNER // 2],
 }
+# These are read alike for every family; those with recurrent layers do without them, for they are slower.
+READ_ALIKE = {"vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+READ_ALIKE |= {"max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "rms_norm_eps"}
 # What other families' configs say, and this one's class does not read.
 STRAY: dict[str, Any] = {
     "final_logit_softcapping": 0.5,
@@ -151,6 +196,7 @@ STRAY: dict[str, Any] = {
     "logit_scale": 3.0,
     "attention_chunk_size": 4,
     "no_rope_layers": [1, 0],
+    "output_gate_type": "sigmoid",
 }
 
 Weights = dict[str, torch.Tensor]
@@ -159,8 +205,9 @@ Changed = tuple[dict[str, Any], Weights]
 
 def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
     values_of = OF_EXPERTS if config["model_type"] in EXPERT_FAMILIES else VALUES
+    left_out = READ_ALIKE if FAMILIES[config["model_type"]].recurrence else ()
     for key, values in values_of.items():
-        if key in config:
+        if key in config and key not in left_out:
             yield from ((config | {key: value}, weights) for value in values if config[key] != value)
     yield {key: value for key, value in STRAY.items() if key not in config} | config, weights
     yield config | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, weights
@@ -221,8 +268,8 @@ MUTATIONS: dict[str, Callable[[dict[str, Any], Weights], Iterator[Changed]]] = {
 # Checkpoints served as by transformers, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
     "cohere2": [(17, 18), (2, 11), (0, 11), (4, 8)],
-    "exaone4": [(15, 17), (2, 14), (0, 14), (4, 7)],
     "ernie4_5": [(14, 15), (2, 12), (0, 12), (4, 8)],
+    "exaone4": [(15, 17), (2, 14), (0, 14), (4, 7)],
     "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],
     "gemma2": [(22, 17), (2, 14), (0, 14), (4, 8)],
     "gemma3_text": [(20, 17), (2, 16), (0, 16), (4, 7)],
@@ -231,7 +278,10 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "glm4_moe": [(8, 11), (2, 14), (0, 14), (4, 7)],
     "gpt_oss": [(8, 6), (2, 20), (0, 20), (4, 6)],
     "granite": [(18, 16), (2, 12), (0, 12), (4, 8)],
+    "granitemoehybrid": [(14, 18), (1, 16), (0, 15), (4, 8)],
     "hunyuan_v1_dense": [(15, 15), (2, 14), (0, 14), (4, 8)],
+    "lfm2": [(8, 10), (1, 12), (0, 11), (4, 8)],
+    "lfm3": [(5, 17), (1, 14), (0, 13), (4, 8)],
     "llama": [(15, 16), (2, 12), (0, 12), (4, 8)],
     "mistral": [(16, 14), (2, 12), (0, 12), (4, 8)],
     "mixtral": [(6, 4), (2, 22), (0, 22), (4, 8)],
@@ -240,6 +290,7 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "phi3": [(15, 16), (2, 9), (0, 9), (4, 8)],
     "qwen2": [(16, 17), (2, 15), (0, 15), (4, 8)],
     "qwen3": [(16, 18), (2, 14), (0, 14), (4, 7)],
+    "qwen3_5_text": [(6, 17), (1, 18), (0, 17), (4, 8)],
     "seed_oss": [(15, 16), (2, 15), (0, 15), (4, 8)],
     "smollm3": [(18, 19), (2, 12), (0, 12), (4, 8)],
 }
@@ -265,9 +316,9 @@ def served(folder: Path) -> Any:
         model = load_model(str(folder), LoadOptions(compact_weights=False))
     except ModelLoadError as error:
         return str(error)
-    runner = ModelRunner.build(model, num_blocks=4, block_size=4)
+    runner = ModelRunner.build(model, num_blocks=4, block_size=4, num_state_slots=1)
     table = BlockTable()
-    table.block_ids = [2, 0, 3, 1]
+    table.block_ids, table.state_slot = [2, 0, 3, 1], 0
     return runner.forward([Span(table, IDS, len(IDS))]).logits
 
 

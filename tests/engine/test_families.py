@@ -129,9 +129,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
         "rwkv models cannot be served: their recurrent layers keep a running state",
     ),
-    "LFM2, a hybrid that does not call itself one": (
-        "lfm2",
-        {**SHAPE, "layer_types": ["conv", "full_attention"]},
+    "LFM2-MoE, a hybrid that does not call itself one": (
+        "lfm2_moe",
+        {**SHAPE, "layer_types": ["conv", "full_attention"], "num_experts": 4, "moe_intermediate_size": 24},
         "1 of their 2 layers keep a running state",
     ),
     "Falcon-H1, a hybrid with attention in every layer": (

@@ -1,0 +1,246 @@
+"""GGUF files of hybrid models with one thing changed: what llama.cpp computes from them, or a refusal."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.test_gguf_mutations import (
+    CONTEXT,
+    HEAD_SIZE,
+    HIDDEN,
+    IDS,
+    INNER,
+    VOCAB_SIZE,
+    Content,
+    outcome,
+    removed_tensors,
+    reshaped_tensors,
+)
+from tests.llama_cpp_graph import RefusedError
+from tests.llama_cpp_hybrids import HybridGraph
+
+# The first layer has a state, the second one attention.
+LAYERS, HEADS, KV_HEADS = 2, 4, 2
+KEY_HEADS, VALUE_HEADS, SIZE, WIDTH = 2, 4, 8, 4
+OF_STATE: dict[str, dict[str, Any]] = {
+    "lfm2": {"shortconv.l_cache": 3},
+    "qwen35": {
+        "ssm.conv_kernel": WIDTH,
+        "ssm.state_size": SIZE,
+        "ssm.group_count": KEY_HEADS,
+        "ssm.time_step_rank": VALUE_HEADS,
+        "ssm.inner_size": VALUE_HEADS * SIZE,
+        "full_attention_interval": 2,
+        "rope.dimension_count": 4,
+        "rope.dimension_sections": [1, 1, 0, 0],
+    },
+    "granitehybrid": {
+        "ssm.conv_kernel": WIDTH,
+        "ssm.state_size": SIZE,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 4,
+        "ssm.inner_size": 2 * HIDDEN,
+        "rope.scaling.finetuned": False,
+        "attention.scale": 0.3,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.5,
+        "logit_scale": 2.0,
+        "expert_shared_feed_forward_length": INNER,
+        "expert_count": 0,
+    },
+}
+
+
+def base(architecture: str) -> Content:
+    """A file as converters write it."""
+    draws = np.random.default_rng(1)
+
+    def drawn(*shape: int, mean: float = 0.0) -> Any:
+        return (mean + draws.normal(0, 0.25, shape)).astype(np.float32)
+
+    queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
+    doubled = 2 if architecture == "qwen35" else 1
+    attention = {
+        "attn_q.weight": drawn(doubled * queries, HIDDEN),
+        "attn_k.weight": drawn(keys, HIDDEN),
+        "attn_v.weight": drawn(keys, HIDDEN),
+        "attn_output.weight": drawn(HIDDEN, queries),
+    }
+    if architecture != "granitehybrid":
+        attention |= {f"attn_{part}_norm.weight": drawn(HEAD_SIZE, mean=1) for part in "qk"}
+    norm = "post_attention_norm" if architecture == "qwen35" else "ffn_norm"
+    last = "token_embd_norm" if architecture == "lfm2" else "output_norm"
+    tensors = {"token_embd.weight": drawn(VOCAB_SIZE, HIDDEN), f"{last}.weight": drawn(HIDDEN, mean=1)}
+    for layer, parts in enumerate((_recurrence(architecture, drawn), attention)):
+        of_layer = parts | {
+            "attn_norm.weight": drawn(HIDDEN, mean=1),
+            f"{norm}.weight": drawn(HIDDEN, mean=1),
+            "ffn_gate.weight": drawn(INNER, HIDDEN),
+            "ffn_up.weight": drawn(INNER, HIDDEN),
+            "ffn_down.weight": drawn(HIDDEN, INNER),
+        }
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in of_layer.items()}
+    metadata: dict[str, Any] = {
+        "block_count": LAYERS,
+        "context_length": CONTEXT,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS if architecture == "qwen35" else [0, KV_HEADS],
+        "attention.key_length": HEAD_SIZE,
+        "attention.value_length": HEAD_SIZE,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e4,
+        "rope.dimension_count": HEAD_SIZE,
+        "vocab_size": VOCAB_SIZE,
+    }
+    return Content(architecture, metadata | OF_STATE[architecture], tensors)
+
+
+def _recurrence(architecture: str, drawn: Callable[..., Any]) -> dict[str, Any]:
+    if architecture == "lfm2":
+        return {
+            "shortconv.in_proj.weight": drawn(3 * HIDDEN, HIDDEN),
+            "shortconv.conv.weight": drawn(HIDDEN, 3),
+            "shortconv.out_proj.weight": drawn(HIDDEN, HIDDEN),
+        }
+    if architecture == "qwen35":
+        keys, values = 2 * KEY_HEADS * SIZE, VALUE_HEADS * SIZE
+        return {
+            "attn_qkv.weight": drawn(keys + values, HIDDEN),
+            "attn_gate.weight": drawn(values, HIDDEN),
+            "ssm_beta.weight": drawn(VALUE_HEADS, HIDDEN),
+            "ssm_alpha.weight": drawn(VALUE_HEADS, HIDDEN),
+            "ssm_conv1d.weight": drawn(keys + values, WIDTH),
+            "ssm_dt.bias": drawn(VALUE_HEADS),
+            "ssm_a": -np.exp(drawn(VALUE_HEADS)),
+            "ssm_norm.weight": drawn(SIZE, mean=1),
+            "ssm_out.weight": drawn(HIDDEN, values),
+        }
+    inner, channels = 2 * HIDDEN, 2 * HIDDEN + 2 * 2 * SIZE
+    return {
+        "ssm_in.weight": drawn(inner + channels + 4, HIDDEN),
+        "ssm_conv1d.weight": drawn(channels, WIDTH),
+        "ssm_conv1d.bias": drawn(channels),
+        "ssm_dt.bias": drawn(4),
+        "ssm_a": -np.exp(drawn(4, 1)),
+        "ssm_d": drawn(4, 1),
+        "ssm_norm.weight": drawn(2, inner // 2, mean=1),
+        "ssm_out.weight": drawn(HIDDEN, inner),
+    }
+
+
+# Other values of keys than those that the file has; None removes it.
+VALUES: dict[str, list[Any]] = {
+    "block_count": [1],
+    "feed_forward_length": [INNER // 2, [INNER, INNER]],
+    "attention.head_count_kv": [[KV_HEADS, 0], [0, 1], [0, 0], [0], KV_HEADS, None],
+    "attention.key_length": [8],
+    "attention.layer_norm_rms_epsilon": [0.5],
+    "attention.recurrent_layers": [[True, False], [False, True], [True]],
+    "attention.scale": [0.7, 0.0],
+    "embedding_scale": [12.0, 0.0],
+    "expert_count": [2],
+    "expert_shared_feed_forward_length": [8],
+    "full_attention_interval": [1, 4],
+    "logit_scale": [8.0],
+    "nextn_predict_layers": [1, 2],
+    "residual_scale": [0.2],
+    "rope.dimension_count": [8, None],
+    "rope.dimension_sections": [[11, 11, 10, 0], [1, 0, 0, 1], [2], None],
+    "rope.freq_base": [100.0],
+    "rope.scaling.finetuned": [True, False, None],
+    "rope.scaling.type": ["su"],
+    "rope.scaling.factor": [4.0],
+    "shortconv.l_cache": [2, None],
+    "ssm.conv_kernel": [3, None],
+    "ssm.dt_b_c_rms": [True],
+    "ssm.group_count": [1, 4, 3],
+    "ssm.inner_size": [16, None],
+    "ssm.state_size": [4, None],
+    "ssm.time_step_rank": [2, 8],
+    "a_key_of_tomorrow": [1],
+}
+
+
+def key_mutations(content: Content) -> Iterator[Content]:
+    for key, values in VALUES.items():
+        for value in values:
+            changed = content.copy()
+            changed.metadata = {name: said for name, said in content.metadata.items() if name != key}
+            if value is not None:
+                changed.metadata[key] = value
+            if changed.metadata != content.metadata:
+                yield changed
+
+
+def added_tensors(content: Content) -> Iterator[Content]:
+    ones = np.ones(HIDDEN, dtype=np.float32)
+    names = ["shortconv.conv.bias", "ssm_conv1d.bias", "ssm_dt.weight", "ssm_a.weight", "ssm_in.bias"]
+    names += ["ssm_out.bias", "ssm_norm.bias", "attn_q.weight", "ffn_gate_inp.weight"]
+    changes = [{f"blk.0.{name}": ones} for name in names]
+    changes += [{f"blk.1.{name}.bias": ones} for name in ("attn_output", "ffn_down")]
+    changes += [
+        {"output.weight": np.flip(content.tensors["token_embd.weight"]).copy()},
+        {f"blk.{LAYERS}.nextn.enorm.weight": ones},
+        {"dense_2.weight": ones},
+    ]
+    for change in changes:
+        changed = content.copy()
+        changed.tensors = change | changed.tensors
+        if changed.tensors.keys() != content.tensors.keys():
+            yield changed
+    if content.architecture == "qwen35":
+        changed.tensors |= {f"blk.{LAYERS}.nextn.enorm.weight": ones}
+        changed.metadata |= {"block_count": LAYERS + 1, "nextn_predict_layers": 1}
+        del changed.tensors["dense_2.weight"]
+        yield changed
+
+
+MUTATIONS: dict[str, Callable[[Content], Iterator[Content]]] = {
+    "key changed": key_mutations,
+    "tensor removed": removed_tensors,
+    "tensor reshaped": reshaped_tensors,
+    "tensor added": added_tensors,
+}
+# Files served as by llama.cpp, and refused, by kind of mutation.
+COUNTS: dict[str, list[tuple[int, int]]] = {
+    "lfm2": [(9, 39), (0, 10), (0, 16), (1, 13)],
+    "qwen35": [(11, 39), (0, 16), (0, 24), (2, 13)],
+    "granitehybrid": [(13, 37), (1, 14), (0, 25), (1, 12)],
+}
+
+
+def reference(content: Content) -> Any:
+    """Logits, or None where llama.cpp refuses."""
+    try:
+        return HybridGraph(content.architecture, content.keys, content.tensors).logits(IDS)
+    except (RefusedError, ValueError, IndexError, ZeroDivisionError, KeyError, TypeError):
+        return None
+
+
+@pytest.mark.parametrize("kind", MUTATIONS)
+@pytest.mark.parametrize("architecture", OF_STATE)
+def test_mutated_files_are_the_reference_or_refused(architecture: str, kind: str, tmp_path: Path) -> None:
+    content = base(architecture)
+    if kind == "key changed":
+        assert outcome(content, tmp_path / "whole.gguf", reference) == "equal"
+    found: Counter[str] = Counter()
+    for number, changed in enumerate(MUTATIONS[kind](content)):
+        result = outcome(changed, tmp_path / f"{number}.gguf", reference)
+        change = {key: value for key, value in changed.metadata.items() if content.metadata.get(key) != value}
+        names = [name for name in changed.tensors if changed.tensors[name] is not content.tensors.get(name)]
+        assert result in ("equal", "refused"), (change, names)
+        found[result] += 1
+    assert (found["equal"], found["refused"]) == COUNTS[architecture][list(MUTATIONS).index(kind)]
+
+
+def test_the_table_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    for architecture, counts in COUNTS.items():
+        cells = " | ".join(f"{equal}, {refused}" for equal, refused in counts)
+        assert f"| {architecture} | {cells} |" in page

@@ -1,0 +1,130 @@
+"""GGUF files of hybrid models are the models that they were made from, and their value heads are in order."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+
+from tests.engine.test_hybrid_families import CUTS, expected_logits, logits_in
+from tests.families import save_random
+from tests.gguf_hybrids import save_hybrid_gguf
+from tests.hybrids import HYBRIDS, delta_net, granite
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.models.gguf import GgufCheckpoint
+from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.quantised import QuantisedLinear
+
+# Inputs of all linear layers are whole blocks, and rows that are stacked are whole panels.
+WHOLE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+DELTA_WHOLE = {**WHOLE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 16}
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LFM2": ("lfm2", {**HYBRIDS["LFM2"][1], **WHOLE}),
+    "Qwen3.5, 1 head a key": ("qwen3_5_text", {**delta_net(2, 2, 4), **DELTA_WHOLE}),
+    "Qwen3.5, 2 heads a key": ("qwen3_5_text", {**delta_net(2, 4, 4), **DELTA_WHOLE}),
+    "Qwen3.5, 3 heads a key": ("qwen3_5_text", {**delta_net(2, 6, 3), **DELTA_WHOLE}),
+    "Granite 4 H": ("granitemoehybrid", granite(**WHOLE, shared_intermediate_size=64)),
+    "Granite 4 H with angles": (
+        "granitemoehybrid",
+        granite(
+            **WHOLE,
+            shared_intermediate_size=64,
+            mamba_n_groups=2,
+            position_embedding_type="rope",
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+    ),
+}
+# Files mix types: outputs and decays have more bits than the rest.
+MIXED = {
+    "ssm_out.weight": "Q5_1",
+    "ssm_beta.weight": "Q8_0",
+    "ssm_alpha.weight": "Q8_0",
+    "attn_v.weight": "Q8_0",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a family, made once."""
+    root, folders = tmp_path_factory.mktemp("gguf_hybrids"), {}
+
+    def get(name: str) -> str:
+        if name not in folders:
+            folders[name] = save_random(root / str(len(folders)), *FILES[name])
+        return str(folders[name])
+
+    return get
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_the_models_they_were_made_from(
+    folder: Callable[[str], str], name: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "model.gguf")
+    expected = expected_logits(save_hybrid_gguf(Path(path), folder(name)))
+    scale = expected.abs().max()
+    ours = logits_in(load_model(path, LoadOptions(compact_weights=False)), CUTS[1])
+    assert (ours - expected).abs().max() < 2e-4 * scale
+    reference = expected_logits(load_causal_model(path, LoadOptions(), "eager"))
+    assert (reference - expected).abs().max() < 2e-4 * scale
+    theirs = logits_in(load_model(folder(name), LoadOptions(compact_weights=False)), CUTS[0])
+    assert (ours - theirs).abs().max() < 2e-4 * scale
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", FILES)
+def test_blocks_are_multiplied_as_they_are_stored(
+    folder: Callable[[str], str], name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    expected = expected_logits(save_hybrid_gguf(path, folder(name), "Q8_0", **MIXED))
+    model = load_model(str(path), LoadOptions())
+    assert all(isinstance(linear, QuantisedLinear) for linear in model.weights.linears)  # type: ignore[attr-defined]
+    whole, cut = (logits_in(model, sizes) for sizes in CUTS)
+    assert torch.equal(whole, cut)
+    assert 0 < (whole - expected).square().mean().sqrt() / expected.std() < 0.2
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5, 2 heads a key", "Qwen3.5, 3 heads a key"])
+def test_value_heads_in_the_other_order_are_another_model(
+    folder: Callable[[str], str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted bug, the classic one: nothing at load tells of it, for transformers' module has it, too."""
+    path = tmp_path / "model.gguf"
+    expected = expected_logits(save_hybrid_gguf(path, folder(name)))
+    honest = GgufCheckpoint.__init__
+
+    def grouped(self: Any, *others: Any) -> None:
+        honest(self, *others)
+        self.is_tiled = False
+
+    monkeypatch.setattr(GgufCheckpoint, "__init__", grouped)
+    ours = logits_in(load_model(str(path), LoadOptions(compact_weights=False)), CUTS[0])
+    assert (ours - expected).square().mean().sqrt() > 0.5 * expected.std()
+
+
+def test_layers_that_predict_further_tokens_are_left_out(
+    folder: Callable[[str], str], tmp_path: Path
+) -> None:
+    path, further = tmp_path / "model.gguf", np.ones((64, 128), dtype=np.float32)
+    expected = expected_logits(save_hybrid_gguf(path, folder("Qwen3.5, 2 heads a key"), further=further))
+    ours = logits_in(load_model(str(path), LoadOptions(compact_weights=False)), CUTS[0])
+    assert (ours - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_decays_that_grow_are_refused(folder: Callable[[str], str], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_hybrid_gguf(path, folder("Qwen3.5, 1 head a key"))
+    (place,) = (tensor for tensor in GGUFReader(path).tensors if tensor.name == "blk.0.ssm_a")
+    content = bytearray(path.read_bytes())
+    content[place.data_offset + 3] ^= 0x80  # the sign
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"A_log has decay rates that are not below zero"):
+        load_model(str(path), LoadOptions())
+    assert place.tensor_type == gguf.GGMLQuantizationType.F32

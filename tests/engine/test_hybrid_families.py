@@ -1,0 +1,82 @@
+"""Hybrid families compute transformers' logits, however a text is cut, and no cut changes a bit.
+
+The text has 200 tokens: the logits of each are those of a prompt that ends there.
+"""
+
+from collections.abc import Callable
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.families import VOCAB_SIZE, save_random
+from tests.hybrids import HYBRIDS
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.loader import check_config, load_model
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
+
+IDS = torch.randint(0, VOCAB_SIZE, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+BLOCK_SIZE, NUM_BLOCKS = 4, len(IDS) // 4
+# Sizes of passes: few tokens at a time, which cross every chunk's end in another way, then long ones.
+CUTS: list[list[int]] = [[len(IDS)], [*range(1, 10), 1, 1, 1, 16, 7, 40, 33, 56]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a family, made once."""
+    root, folders = tmp_path_factory.mktemp("hybrids"), {}
+
+    def get(family: str) -> str:
+        if family not in folders:
+            folders[family] = save_random(root / str(len(folders)), *HYBRIDS[family])
+        return str(folders[family])
+
+    return get
+
+
+def logits_in(model: Model, sizes: list[int]) -> torch.Tensor:
+    runner = ModelRunner.build(model, NUM_BLOCKS, BLOCK_SIZE, num_state_slots=2)
+    table = BlockTable()
+    table.block_ids, table.state_slot = list(range(NUM_BLOCKS))[::-1], 1
+    found, start = [], 0
+    for size in chain(sizes, repeat(1)):
+        if start == len(IDS):
+            return torch.cat(found)
+        found.append(runner.forward([Span(table, IDS[start : start + size], size)]).logits)
+        start += size
+    raise AssertionError
+
+
+@torch.inference_mode()
+def expected_logits(module: Any) -> torch.Tensor:
+    logits: torch.Tensor = module(input_ids=torch.tensor([IDS])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_logits_are_those_of_transformers(folder: Callable[[str], str], family: str) -> None:
+    path = folder(family)
+    expected = expected_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    model = load_model(path, LoadOptions())
+    assert isinstance(model, FusedDecoder)
+    whole, *others = (logits_in(model, cut) for cut in CUTS)
+    assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
+    for logits in others:
+        assert torch.equal(logits, whole) or not model.is_native
+
+
+def test_gates_that_transformers_ignores_are_refused(tmp_path: Path) -> None:
+    model_type, values = HYBRIDS["Qwen3.5, a value head for each key head"]
+    path = save_random(tmp_path, model_type, {**values, "output_gate_type": "swish"})
+    check_config(path, LoadOptions())
+    path = save_random(tmp_path, model_type, {**values, "output_gate_type": "sigmoid"})
+    with pytest.raises(ModelLoadError, match="output_gate_type 'sigmoid' cannot be served: only silu"):
+        check_config(path, LoadOptions())

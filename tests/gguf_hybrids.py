@@ -1,0 +1,210 @@
+"""GGUF files of hybrid models, written from transformers' modules as llama.cpp's converter does it.
+
+What it changes is written out here: norms of Qwen3.5 have one added, decay rates stand where transformers has
+the logarithms of their negatives, value heads are tiled, Granite's queries and keys turn neighbours, and
+what transformers joins is apart.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers import AutoModelForCausalLM
+
+ARCHITECTURES = {"lfm2": "lfm2", "qwen3_5_text": "qwen35", "granitemoehybrid": "granitehybrid"}
+ROOT = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+}
+# Names below a layer; those of one part by default end as transformers' do.
+LAYER = {
+    "operator_norm": "attn_norm",
+    "input_layernorm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "shared_mlp.output_linear": "ffn_down",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+}
+
+
+def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) -> Any:
+    """Returns transformers' module with the weights that the file stands for. ``kind``: of matrices whose
+    inputs are whole blocks; the others, and all that is no linear layer, are F32. ``more``: types of single
+    tensors, by the ends of their names in the file; ``further`` is a tensor of a layer that predicts further
+    tokens."""
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = module.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = GGUFWriter(path, architecture)
+    further = more.pop("further", None)
+    _add_metadata(writer, architecture, module, 0 if further is None else 1)
+    if further is not None:
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", further)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            stored = parameter.numpy()
+            if "linear_attn." in name:
+                stored = _tiled(name, stored, config)
+            for theirs, tensor in _converted(name, stored, architecture, config):
+                own = next((kind for end, kind in more.items() if theirs.endswith(end)), kind)
+                block, _ = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[own]]
+                is_linear = parameter.ndim == 2 and tensor.shape[-1] % block == 0
+                number = GGMLQuantizationType[own if is_linear else "F32"]
+                data = gguf.quantize(np.ascontiguousarray(tensor, dtype=np.float32), number)
+                writer.add_tensor(theirs, data, raw_dtype=number)
+                if is_linear:
+                    _take_back(name, parameter, theirs, gguf.dequantize(data, number), architecture, config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return module
+
+
+def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_further: int) -> None:
+    config = module.config
+    writer.add_block_count(config.num_hidden_layers + num_further)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(_mlp_size(module))
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
+    rope = config.rope_parameters or {}
+    writer.add_rope_freq_base(rope.get("rope_theta", 1e4))
+    heads = config.num_key_value_heads
+    if architecture == "qwen35":
+        values = config.linear_num_value_heads
+        writer.add_head_count_kv(heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(values)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * values)
+        interval = config.layer_types.index("full_attention") + 1
+        writer.add_uint32("qwen35.full_attention_interval", interval)
+        return
+    has_heads = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_array(f"{architecture}.attention.head_count_kv", [heads * each for each in has_heads])
+    if architecture == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        return
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _mlp_size(module: Any) -> int:
+    """Returns that of the weights, which a setting of LFM2 may make another than its config says."""
+    names = [name for name in module.state_dict() if name.endswith(("w2.weight", "down_proj.weight"))]
+    names += [name for name in module.state_dict() if name.endswith("shared_mlp.output_linear.weight")]
+    return int(module.get_parameter(names[0]).shape[1])
+
+
+def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[tuple[str, Any]]:
+    """Returns the file's tensors of transformers' ``name``."""
+    base, _, end = name.rpartition(".")
+    if base in ROOT:
+        shifted = stored + 1 if architecture == "qwen35" and stored.ndim == 1 else stored
+        return [(f"{ROOT[base]}.{end}", shifted)]
+    number, inner = name.removeprefix("model.layers.").split(".", 1)
+    prefix, part = f"blk.{number}", inner.rpartition(".")[0]
+    of_mamba = part == "mamba"
+    if end == "A_log":
+        rates = -np.exp(stored)
+        return [(f"{prefix}.ssm_a", rates[:, None] if of_mamba else rates)]
+    if end == "D":
+        return [(f"{prefix}.ssm_d", stored[:, None])]
+    if end == "dt_bias":
+        return [(f"{prefix}.ssm_dt.bias", stored)]
+    if part == "shared_mlp.input_linear":
+        gate, up = np.split(stored, 2)
+        return [(f"{prefix}.ffn_gate.weight", gate), (f"{prefix}.ffn_up.weight", up)]
+    theirs = LAYER[part]
+    if theirs == "post_attention_norm" and architecture == "granitehybrid":
+        theirs = "ffn_norm"
+    if stored.ndim == 3:
+        stored = stored[:, 0]
+    if part == "mamba.norm":
+        stored = stored.reshape(config.mamba_n_groups, -1)
+    if architecture == "qwen35" and part.endswith("norm") and part != "linear_attn.norm":
+        stored = stored + 1
+    if architecture == "granitehybrid" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+        heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
+        stored = stored.reshape(heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
+    return [(f"{prefix}.{theirs}.{end}", stored)]
+
+
+def _tiled(name: str, stored: Any, config: Any) -> Any:
+    """Moves value heads: what was [key head, one of those that share it] becomes [one of those, key head]."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+
+    def moved(values: Any, size: int) -> Any:
+        return values.reshape(keys, heads // keys, size, -1).swapaxes(0, 1).reshape(values.shape)
+
+    size, of_keys = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return np.concatenate([stored[:of_keys], moved(stored[of_keys:], size)])
+    if "in_proj_z" in name:
+        return moved(stored, size)
+    if "out_proj" in name:
+        return moved(stored.T, size).T
+    return stored if name.endswith("norm.weight") else moved(stored, 1)
+
+
+def _take_back(name: str, parameter: Any, theirs: str, dense: Any, architecture: str, config: Any) -> None:
+    """Gives the module the rounded weights: whatever was moved is found again by converting numbers."""
+    numbers = np.arange(parameter.numel()).reshape(parameter.shape)
+    if "linear_attn." in name:
+        numbers = _tiled(name, numbers, config)
+    for part, moved in _converted(name, numbers, architecture, config):
+        if part == theirs:
+            parameter.view(-1)[torch.from_numpy(np.ascontiguousarray(moved)).flatten()] = torch.from_numpy(
+                np.ascontiguousarray(dense)
+            ).flatten()

@@ -1,0 +1,77 @@
+"""Hybrid families as tiny random models: layers that keep a running state, and layers of attention."""
+
+from typing import Any
+
+from tests.families import SHAPE
+
+HYBRID = {**SHAPE, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+CONV_FIRST = {"layer_types": ["conv", "full_attention", "conv"]}
+DELTA_FIRST = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
+
+def delta_net(key_heads: int, heads: int, width: int) -> dict[str, Any]:
+    return {
+        **HYBRID,
+        **DELTA_FIRST,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": width,
+    }
+
+
+MAMBA_FIRST = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
+
+def granite(**more: Any) -> dict[str, Any]:
+    return {
+        **HYBRID,
+        **MAMBA_FIRST,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 2.0,
+        **more,
+    }
+
+
+# Family -> (transformers' model type, its config).
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LFM2": ("lfm2", {**HYBRID, **CONV_FIRST}),
+    "LFM2 with biases": ("lfm2", {**HYBRID, **CONV_FIRST, "conv_bias": True, "conv_L_cache": 4}),
+    "LFM3": (
+        "lfm3",
+        {
+            **HYBRID,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "sliding_window": 8,
+        },
+    ),
+    "LFM3 without gates and norms after branches": (
+        "lfm3",
+        {**HYBRID, **CONV_FIRST, "head_dim": 16, "use_attention_gate": False, "use_sandwich_norm": False},
+    ),
+    "Qwen3.5, a value head for each key head": ("qwen3_5_text", delta_net(3, 3, 4)),
+    "Qwen3.5, two value heads for each key head": ("qwen3_5_text", delta_net(2, 4, 3)),
+    "Qwen3.5, three value heads for each key head": ("qwen3_5_text", delta_net(2, 6, 7)),
+    "Granite 4 H": ("granitemoehybrid", granite()),
+    "Granite 4 H in groups, with angles and biases": (
+        "granitemoehybrid",
+        granite(
+            position_embedding_type="rope",
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            mamba_n_groups=2,
+            mamba_d_conv=3,
+            mamba_proj_bias=True,
+            attention_bias=True,
+            time_step_limit=[0.5, 2.0],
+        ),
+    ),
+}

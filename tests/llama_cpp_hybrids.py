@@ -1,0 +1,186 @@
+"""What llama.cpp computes from GGUF files of hybrid models, in numpy, token by token.
+
+Like ``llama_cpp_graph``, it is written from definitions of architectures and shares nothing with the engine.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tests.llama_cpp_graph import Array, Graph, RefusedError
+
+MAMBA = ("granitehybrid",)
+
+
+def silu(x: Array) -> Array:
+    y: Array = x / (1 + np.exp(-x))
+    return y
+
+
+def sigmoid(x: Array) -> Array:
+    y: Array = 1 / (1 + np.exp(-x))
+    return y
+
+
+class HybridGraph(Graph):
+    def says_positive(self, key: str) -> int:
+        value = int(self.says(key))
+        if value < 1:
+            raise RefusedError(key)
+        return value
+
+    def scale_of(self, key: str) -> float:
+        return float(self.says(key, 0.0)) or 1.0
+
+    def is_recurrent(self, layer: int) -> bool:
+        if self.architecture != "qwen35":
+            return self.kv_heads(layer) == 0
+        said = self.metadata.get("qwen35.attention.recurrent_layers")
+        if said is None:
+            return bool((layer + 1) % self.says("full_attention_interval", 4))
+        if len(said) != self.says("block_count"):
+            raise RefusedError("attention.recurrent_layers")
+        return bool(said[layer])
+
+    def logits(self, ids: list[int]) -> Array:
+        further = int(self.says("nextn_predict_layers", 0)) if self.architecture == "qwen35" else 0
+        layers = self.num_layers - further
+        if not 0 <= further < self.num_layers:
+            raise RefusedError("nextn_predict_layers")
+        table = self.all["token_embd.weight"].shape
+        x = self.tensor("token_embd.weight", table[0], self.hidden_size)[ids]
+        if self.architecture == "granitehybrid":
+            x = x * self.scale_of("embedding_scale")
+        for layer in range(layers):
+            x = self.layer(x, layer)
+        x = self.norm(x, "token_embd_norm" if self.architecture == "lfm2" else "output_norm")
+        head = "output.weight" if "output.weight" in self.all else "token_embd.weight"
+        logits: Array = x @ self.tensor(head, *table).T
+        if self.architecture == "granitehybrid":
+            logits = logits / self.scale_of("logit_scale")
+        if left := [name for name in self.left if not name.startswith(f"blk.{layers}.") or not further]:
+            raise RefusedError(f"wrong number of tensors: {min(left)}")
+        return logits
+
+    def layer(self, x: Array, layer: int) -> Array:
+        name, is_granite = f"blk.{layer}", self.architecture == "granitehybrid"
+        factor = self.scale_of("residual_scale") if is_granite else 1.0
+        inputs = self.norm(x, f"{name}.attn_norm")
+        x = x + factor * (self.recur if self.is_recurrent(layer) else self.attention)(inputs, layer)
+        norm = "post_attention_norm" if self.architecture == "qwen35" else "ffn_norm"
+        inputs, size = self.norm(x, f"{name}.{norm}"), int(self.of_layer("feed_forward_length", layer))
+        gate, up = (self.linear(inputs, layer, part, size) for part in ("ffn_gate", "ffn_up"))
+        return x + factor * self.linear(silu(gate) * up, layer, "ffn_down", self.hidden_size)
+
+    def recur(self, x: Array, layer: int) -> Array:
+        if self.architecture == "lfm2":
+            return self.short_conv(x, layer)
+        return self.delta_net(x, layer) if self.architecture == "qwen35" else self.mamba(x, layer)
+
+    def convolved(self, x: Array, name: str, width: int) -> Array:
+        weight = self.tensor(name, x.shape[1], width)
+        padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
+        return np.stack([(padded[at : at + width].T * weight).sum(1) for at in range(len(x))])
+
+    def short_conv(self, x: Array, layer: int) -> Array:
+        size, name = self.hidden_size, f"blk.{layer}.shortconv"
+        b, c, inner = np.split(self.linear(x, layer, "shortconv.in_proj", 3 * size), 3, axis=-1)
+        width = self.says_positive("shortconv.l_cache")
+        mixed = c * self.convolved(b * inner, f"{name}.conv.weight", width)
+        return self.linear(mixed, layer, "shortconv.out_proj", size)
+
+    def delta_net(self, x: Array, layer: int) -> Array:
+        size, keys, heads = (
+            self.says_positive(f"ssm.{key}") for key in ("state_size", "group_count", "time_step_rank")
+        )
+        if heads * size != self.says("ssm.inner_size") or heads % keys:
+            raise RefusedError("ssm.inner_size")
+        name, wide = f"blk.{layer}", (2 * keys + heads) * size
+        mixed = self.linear(x, layer, "attn_qkv", wide)
+        mixed = silu(
+            self.convolved(mixed, f"{name}.ssm_conv1d.weight", self.says_positive("ssm.conv_kernel"))
+        )
+        query, key, value = (
+            part.reshape(len(x), -1, size) for part in np.split(mixed, [keys * size, 2 * keys * size], axis=1)
+        )
+        query, key = (each / np.sqrt((each**2).sum(-1, keepdims=True) + 1e-6) for each in (query, key))
+        z = self.linear(x, layer, "attn_gate", heads * size)
+        beta = sigmoid(self.linear(x, layer, "ssm_beta", heads))
+        step = np.log1p(
+            np.exp(self.linear(x, layer, "ssm_alpha", heads) + self.tensor(f"{name}.ssm_dt.bias", heads))
+        )
+        decay = np.exp(step * self.tensor(f"{name}.ssm_a", heads))
+        state, out = np.zeros((heads, size, size)), np.zeros((len(x), heads, size))
+        for token in range(len(x)):
+            for head in range(heads):
+                k, q = key[token, head % keys], query[token, head % keys] * size**-0.5
+                state[head] *= decay[token, head]
+                state[head] += np.outer(k, beta[token, head] * (value[token, head] - k @ state[head]))
+                out[token, head] = q @ state[head]
+        out = self.norm(out, f"{name}.ssm_norm").reshape(len(x), -1)
+        return self.linear(out * silu(z), layer, "ssm_out", self.hidden_size)
+
+    def mamba(self, x: Array, layer: int) -> Array:
+        size, groups, heads, inner = (
+            self.says_positive(f"ssm.{key}")
+            for key in ("state_size", "group_count", "time_step_rank", "inner_size")
+        )
+        if inner != 2 * self.hidden_size or inner % heads or heads % groups:
+            raise RefusedError("ssm.inner_size")
+        name, of_groups = f"blk.{layer}", groups * size
+        mixed = self.linear(x, layer, "ssm_in", 2 * inner + 2 * of_groups + heads)
+        z, mixed, step = np.split(mixed, [inner, 2 * inner + 2 * of_groups], axis=1)
+        width = self.says_positive("ssm.conv_kernel")
+        mixed = self.convolved(mixed, f"{name}.ssm_conv1d.weight", width)
+        if f"{name}.ssm_conv1d.bias" in self.all:
+            mixed = mixed + self.tensor(f"{name}.ssm_conv1d.bias", inner + 2 * of_groups)
+        mixed = silu(mixed)
+        value, b, c = np.split(mixed, [inner, inner + of_groups], axis=1)
+        value = value.reshape(len(x), heads, -1)
+        b, c = (np.repeat(each.reshape(len(x), groups, size), heads // groups, axis=1) for each in (b, c))
+        step = np.log1p(np.exp(step + self.tensor(f"{name}.ssm_dt.bias", heads)))
+        decay = np.exp(step * self.tensor(f"{name}.ssm_a", heads, 1)[:, 0])
+        skip = self.tensor(f"{name}.ssm_d", heads, 1)
+        state, out = np.zeros((heads, inner // heads, size)), np.zeros_like(value)
+        for token in range(len(x)):
+            added = step[token][:, None, None] * value[token][:, :, None] * b[token][:, None]
+            state = decay[token][:, None, None] * state + added
+            out[token] = (state * c[token][:, None]).sum(-1) + skip * value[token]
+        gated = (out.reshape(len(x), -1) * silu(z)).reshape(len(x), groups, -1)
+        gated = gated / np.sqrt(
+            (gated**2).mean(-1, keepdims=True) + self.says("attention.layer_norm_rms_epsilon")
+        )
+        normed = gated * self.tensor(f"{name}.ssm_norm.weight", groups, inner // groups)
+        return self.linear(normed.reshape(len(x), -1), layer, "ssm_out", self.hidden_size)
+
+    def attention(self, x: Array, layer: int) -> Array:
+        heads, kv_heads, size, name = self.heads(layer), self.kv_heads(layer), self.head_size, f"blk.{layer}"
+        is_gated, gate = self.architecture == "qwen35", None
+        query = self.linear(x, layer, "attn_q", heads * size * (1 + is_gated)).reshape(len(x), heads, -1)
+        key, value = (
+            self.linear(x, layer, f"attn_{part}", kv_heads * size).reshape(len(x), -1, size) for part in "kv"
+        )
+        if is_gated:
+            query, gate = query[..., :size], query[..., size:].reshape(len(x), -1)
+        if self.architecture in ("qwen35", "lfm2"):
+            query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
+        if self.architecture != "granitehybrid" or self.says("rope.scaling.finetuned", True):
+            query, key = self.rotate(query, layer), self.rotate(key, layer)
+        key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
+        scale = self.says("attention.scale", 0.0) if self.architecture == "granitehybrid" else 0.0
+        scores = np.einsum("qhd,khd->hqk", query, key) * (scale or size**-0.5)
+        places = np.arange(len(x))
+        scores = np.where(places[None] > places[:, None], -np.inf, scores)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        attended = np.einsum("hqk,khd->qhd", weights, value).reshape(len(x), -1)
+        if gate is not None:
+            attended = attended * sigmoid(gate)
+        return self.linear(attended, layer, "attn_output", self.hidden_size)
+
+    def rotate(self, x: Array, layer: int) -> Array:
+        if self.architecture == "qwen35":
+            sections: Any = self.says("rope.dimension_sections")
+            if any(pair >= 3 * sections[pair % 3] for pair in range(self.rotated // 2)):
+                raise RefusedError("rope.dimension_sections")  # the fourth one's positions are no text's
+        return super().rotate(x, layer)
