@@ -172,8 +172,13 @@ class BlockPool:
             or num_published == table.num_shared_tokens
             or num_published - table.num_kept_tokens >= SNAPSHOT_DISTANCE
         ):
-            self.states.keep(table, table.hashes[-1])
+            self.states.keep(table, self._unfolded(table))
             table.num_kept_tokens = num_published
+
+    def _unfolded(self, table: BlockTable) -> list[BlockHash]:
+        """Returns the published blocks that end where its states are folded, or after that."""
+        first = max(self.blocks_for(table.num_folded_tokens), 1) - 1
+        return table.hashes[first:]
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Keeps room for the first ``num_tokens`` tokens, and those of them that are computed.
@@ -195,8 +200,7 @@ class BlockPool:
     def release(self, table: BlockTable) -> None:
         """Takes back all that ``table`` has. Its states stay as a snapshot if others can begin with them."""
         if self.states is not None and table.state_slot is not None:
-            is_good = 0 < len(table.hashes) * self.block_size >= table.num_folded_tokens
-            self.states.give_back(table, table.hashes[-1] if is_good else None)
+            self.states.give_back(table, self._unfolded(table))
         table.num_kept_tokens = 0
         self.truncate(table, 0)
 

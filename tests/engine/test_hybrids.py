@@ -169,8 +169,9 @@ def check_hits(answers: list[list[int]]) -> None:
     alone = hybrid_engine(hybrid(), num_speculative_tokens=0, prefix_caching=False)
     longer = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     few = structs.replace(GREEDY, max_tokens=2)
-    for _ in range(2):
+    for number in range(2):
         assert run_engine(core, PROMPTS, GREEDY) == answers
+        assert core.scheduler.num_prefix_hits >= number * (12 + 44 + 68)  # all but a token, in blocks of four
         assert run_engine(core, longer, few) == run_engine(alone, longer, few)
 
 
