@@ -85,7 +85,7 @@ def _dequantised(blocks: QuantisedBlocks) -> torch.Tensor:
 
 class ScaledCheckpoint(Checkpoint):
     """``source`` with its layers' matrices in 8-bit floating point, a scale for each row. What is quantised
-    already stays as it is; so do embeddings and output layer."""
+    already stays as it is; so do embeddings, output layer and experts with their routers."""
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source.files)
@@ -112,7 +112,7 @@ class ScaledCheckpoint(Checkpoint):
         return tensors
 
     def _scale(self, name: str) -> ScaledRows | None:
-        if name in OUTER or self.source.blocks(name) is not None:
+        if name in OUTER or name.endswith(ROUTERS) or self.source.blocks(name) is not None:
             return None
         stored = self.source.scaled_rows(name)
         if stored is not None:

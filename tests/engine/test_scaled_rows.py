@@ -12,6 +12,7 @@ import torch
 from tests.engine import test_eight_bit, torch_block_kernels
 from tests.engine.block_gates import rounds_rows
 from tests.engine.test_eight_bit import FORMATS, IDS, VOCAB_SIZE
+from tests.gguf_blocks import random_blocks
 from tests.models import make_engine, run_engine, save_random_llama
 from truedraft.engine.cuda.quantised import BlockLinears
 from truedraft.engine.cuda.scaled import DTYPE, ScaledLinear, is_right
@@ -20,12 +21,13 @@ from truedraft.engine.layers.linear import TorchLinear
 from truedraft.engine.layers.weight import ScaledRows, Weight
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import fused, loader
-from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.identity import weight_types
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.quantise import ROUTERS, ScaledCheckpoint
 from truedraft.engine.models.quantization import open_for_gpu
 
 CPU = torch.device("cpu")
@@ -108,6 +110,31 @@ def test_quantize_fp8(tmp_path: Path, as_on_a_gpu: None) -> None:
     core = make_engine(folder, "self:int4", dtype="bfloat16", quantize="none", num_speculative_tokens=2)
     assert core.draft is not None
     assert len(run_engine(core, [[1, 2, 3]], params)[0]) == 12
+
+
+def test_what_is_not_rounded() -> None:
+    """Embeddings, output layer, routers and stacks of experts stay; so does what is quantised already."""
+
+    class Source(Checkpoint):
+        def read(self, names: Any) -> dict[str, torch.Tensor]:
+            return {
+                name: torch.ones(2, 16, 16) if "experts" in name else torch.ones(16, 16) for name in names
+            }
+
+        def blocks(self, name: str) -> Any:
+            return random_blocks("Q4_0", 16, 32, seed=1) if "down_proj" in name else None
+
+    layer = "model.layers.0"
+    rounded, *others = (
+        f"{layer}.self_attn.q_proj.weight",
+        EMBEDDINGS,
+        HEAD,
+        *map(f"{layer}{{}}".format, ROUTERS),
+    )
+    others += [f"{layer}.mlp.experts.gate_up_proj", f"{layer}.mlp.down_proj.weight"]
+    checkpoint = ScaledCheckpoint(Source(dict.fromkeys((rounded, *others), "")))
+    assert checkpoint.scaled_rows(rounded) is not None
+    assert [name for name in others if checkpoint.scaled_rows(name) is not None] == []
 
 
 @pytest.mark.parametrize("name", FORMATS)
