@@ -24,9 +24,11 @@ from benchmarks.engine_runs import run_engine
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.cuda.quantised import COLUMNS, KINDS, PackedBlocks, is_right, random_blocks
 from truedraft.engine.cuda.quantised import pack as pack_blocks
+from truedraft.engine.cuda.scaled import ScaledLinear, multiplies_fp8
 from truedraft.engine.cuda.triton_run import find_kernels
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.layers.run import AttentionShape
+from truedraft.engine.layers.weight import ScaledRows
 from truedraft.engine.memory.batch import ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
@@ -272,6 +274,7 @@ class Bench:
             }
             libraries = ["cublas"] if self.device == "cpu" else ["cublas", "cublaslt"]
             libraries += PRODUCT_TYPES[: 1 if self.is_dry else None] if has_kernels(self.device) else ()
+            libraries += ["fp8"] if multiplies_fp8(self.dtype, torch.device(self.device)) else []
             for library in libraries:
                 whole = dict.fromkeys(PRODUCT_ROWS, 0.0)
                 num_bytes = 0.0
@@ -287,7 +290,7 @@ class Bench:
                 passes = {str(rows): f"{1000 * took:.2f}" for rows, took in whole.items() if took}
                 table.append({"model": name, "product": "a pass, ms", "by": library, **passes})
                 print(table[-1], flush=True)
-                if library in PRODUCT_TYPES:
+                if library in (*PRODUCT_TYPES, "fp8"):
                     self._judge_pass(name, library, num_bytes / copy, whole)
         print_table(table, "Products: weights read a second, as a share of the copy, by rows")
 
@@ -314,6 +317,18 @@ class Bench:
 
             def multiply(x: torch.Tensor, weight: Any) -> torch.Tensor:
                 product: torch.Tensor = kernels.multiply(x, [weight], None, 1.0, None)
+                return product
+
+        elif library == "fp8":
+            kernels = import_module("truedraft.engine.cuda.quantised_kernels")
+            num_bytes = float(outputs * inputs)
+            number = max(2, int(most // num_bytes))
+            drawn = ScaledRows.of(torch.randn(outputs, inputs, device=self.device))
+            copies = (ScaledRows(drawn.values.clone(), drawn.scales) for _ in range(number))
+            weights = [ScaledLinear(kernels.round_rows, [rows], None) for rows in copies]
+
+            def multiply(x: torch.Tensor, weight: Any) -> torch.Tensor:
+                product: torch.Tensor = weight(x)
                 return product
 
         else:

@@ -75,11 +75,12 @@ class ModelSettings(BaseModel):
         "sampling in C, compiled once where a C compiler is installed. They are compared "
         "with torch's operations at load and left out if they differ.",
     )
-    quantize: Literal["none", "int8", "int4"] = Field(
+    quantize: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
         description="Quantise the weights of Llama-shaped models, target and draft, at load: to 8 or 4 "
         "bits in groups of 32 (embeddings and output layer to 8), on a CPU with the inputs "
-        "of layers in 8 bits. The target then differs from the checkpoint. "
+        "of layers in 8 bits; fp8 (a GPU of compute capability 8.9): layers in 8-bit floating "
+        "point, weights and inputs. The target then differs from the checkpoint. "
         "Quantised weights of GGUF files that have no more bits stay as they are.",
     )
     cuda_graphs: bool = Field(

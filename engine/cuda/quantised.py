@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType
 
+from truedraft.engine.cuda import scaled
+from truedraft.engine.cuda.scaled import RoundRows, ScaledLinear, can_scale, multiplies_fp8
 from truedraft.engine.cuda.triton_run import TOLERANCES, serves
 from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings, Linear, TorchLinear
 from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
@@ -233,6 +235,8 @@ class BlockKernels(Protocol):
         to ``dtype``."""
         ...
 
+    round_rows: RoundRows
+
 
 class PackedLinear:
     """Multiplies by blocks. ``parts`` of the same number of inputs may be of several types."""
@@ -286,11 +290,15 @@ class PackedEmbeddings:
 
 
 class BlockLinears:
-    """Is a ``Linears`` backend that keeps blocks as they are, and everything else in ``dtype``."""
+    """Is a ``Linears`` backend that keeps blocks as they are, 8-bit floating point where ``has_fp8``, and
+    everything else in ``dtype``."""
 
     takes_halves, takes_blocks = False, True
 
-    def __init__(self, kernels: BlockKernels, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, kernels: BlockKernels, dtype: torch.dtype, device: torch.device, has_fp8: bool = False
+    ) -> None:
+        self.takes_scaled_rows = has_fp8
         self.kernels = kernels
         self.dtype = dtype
         self.device = device
@@ -304,6 +312,9 @@ class BlockLinears:
         parts = [part for part in packed if part is not None]
         if len(parts) == len(weights):
             return PackedLinear(self.kernels, parts, bias, multiplier)
+        rows = [weight.scaled_rows.to(self.device) for weight in weights if weight.scaled_rows is not None]
+        if len(rows) == len(weights) and all(can_scale(weight.shape) for weight in weights):
+            return ScaledLinear(self.kernels.round_rows, rows, bias, multiplier)
         dense = [weight.dense() for weight in weights]
         return TorchLinear(dense[0].contiguous() if len(dense) == 1 else torch.cat(dense), bias, multiplier)
 
@@ -342,7 +353,8 @@ def find_linears(dtype: torch.dtype, device: torch.device) -> BlockLinears | Non
     except Exception as error:  # compilers and drivers fail in many ways; dense weights need none of this
         logger.warning("The kernels for quantised weights cannot be used: %s", error, exc_info=True)
         return None
-    return BlockLinears(kernels, dtype, device)
+    has_fp8 = multiplies_fp8(dtype, device) and scaled.is_right(kernels.round_rows, device)
+    return BlockLinears(kernels, dtype, device, has_fp8)
 
 
 @torch.inference_mode()

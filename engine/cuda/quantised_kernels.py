@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from truedraft.engine.cuda.kernels import num_multiprocessors
+from truedraft.engine.cuda.kernels import NORMED_BY_A_WARP, num_multiprocessors
 from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, PackedBlocks
+from truedraft.engine.layers.weight import FP8, LARGEST_FP8
 
 # Sizes of a program's tile of rows; more rows take several of the largest. Products of float32 numbers have
 # no matrix units, and need registers for all of them.
@@ -230,6 +231,26 @@ def unpack_block(
         tl.store(output + at, weights.to(output.dtype.element_ty), mask=is_number)
 
 
+@triton.jit
+def round_row(
+    values,  # FP8 [rows, SIZE]
+    scales,  # float32 [rows]
+    x,  # [rows, SIZE]
+    LARGEST: tl.constexpr,  # number of FP8
+    SMALLEST: tl.constexpr,  # number that anything is divided by
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, PADDED_SIZE)
+    is_number = number < SIZE
+    numbers = tl.load(x + row * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(numbers), 0), SMALLEST) / LARGEST
+    quotients = tl.minimum(tl.maximum(numbers / scale, -LARGEST), LARGEST)
+    tl.store(values + row * SIZE + number, quotients.to(values.dtype.element_ty), mask=is_number)
+    tl.store(scales + row, scale)
+
+
 def multiply(
     x: torch.Tensor,
     parts: Sequence[PackedBlocks],
@@ -311,6 +332,26 @@ def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor)
             **_constants(packed),
         )
     return output
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes as ``RoundRows`` says."""
+    x = x.contiguous()
+    values = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    padded_size = triton.next_power_of_2(x.shape[1])
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        round_row[(len(x),)](
+            values,
+            scales,
+            x,
+            LARGEST=LARGEST_FP8,
+            SMALLEST=torch.finfo(torch.float32).tiny,
+            SIZE=x.shape[1],
+            PADDED_SIZE=padded_size,
+            num_warps=min(8, max(1, padded_size // NORMED_BY_A_WARP)),
+        )
+    return values, scales
 
 
 def _constants(packed: PackedBlocks) -> dict[str, int]:

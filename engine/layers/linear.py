@@ -40,11 +40,12 @@ class Embeddings(Protocol):
 
 
 class Linears(Protocol):
-    """Makes the layers of one backend, which says what it takes: weights in 16 bits, quantised blocks.
-    Others come in the type of the hidden states."""
+    """Makes the layers of one backend, which says what it takes: weights in 16 bits, quantised blocks,
+    8-bit floating point. Others come in the type of the hidden states."""
 
     takes_halves: bool
     takes_blocks: bool
+    takes_scaled_rows: bool
 
     def make(self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0) -> Linear:
         """Makes one layer of weights with the same inputs; their outputs lie one after the other.
@@ -115,7 +116,7 @@ class OneDnnLinear:
 class TorchLinears:
     """Makes layers of weights that are in the type of the hidden states, on their device."""
 
-    takes_halves = takes_blocks = False
+    takes_halves = takes_blocks = takes_scaled_rows = False
 
     def make(self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0) -> Linear:
         dense = [weight.dense() for weight in weights]

@@ -55,7 +55,7 @@ LARGEST = {
     "max_position_embeddings": 1 << 40,
 }
 # Bytes of a weight in memory at the least, by the setting ``quantize``.
-SMALLEST = {"int8": 1.0, "int4": 0.5}
+SMALLEST = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
 
 
 @dataclass(frozen=True)

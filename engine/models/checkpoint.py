@@ -9,6 +9,7 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
+from truedraft.engine.layers.weight import ScaledRows
 
 # What transformers calls them in every Llama-shaped model.
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -37,6 +38,10 @@ class Checkpoint:
         """Returns the matrix ``number`` of a stack as it is quantised, in parts that lie one after the other;
         an empty list if it is not."""
         return []
+
+    def scaled_rows(self, name: str) -> ScaledRows | None:
+        """Returns the tensor in 8-bit floating point; None if it is not stored so."""
+        return None
 
     def rotary_factors(self) -> torch.Tensor | None:
         """What the rotary frequencies of the config are divided by, if the checkpoint has that."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from truedraft.engine.cuda.quantised import PackedLinear
+from truedraft.engine.cuda.scaled import ScaledLinear
 from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.layers.mlp import Experts
 from truedraft.engine.layers.rotary import Rotary
@@ -43,8 +44,8 @@ class FusedDecoder(Model):
         self.begin = begin
         self.is_native = isinstance(begin, NativeKernels)
         linears = list(weights.linears)
-        # Kernels in C round what quantised layers get to 8 bits; those on a GPU do not.
-        self.rounds_inputs = any(isinstance(linear, QuantisedLinear) for linear in linears)
+        # Kernels in C round what quantised layers get to 8 bits; on a GPU only layers in FP8 do.
+        self.rounds_inputs = any(isinstance(linear, QuantisedLinear | ScaledLinear) for linear in linears)
         self.is_quantised = self.rounds_inputs or any(isinstance(linear, PackedLinear) for linear in linears)
         backend = "C" if self.is_native else "torch" if begin is TorchRun else "Triton"
         self.way = f"fused layers in {backend}"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from truedraft.engine.errors import QuantizationError
+from truedraft.engine.layers.weight import FP8, ScaledRows
 from truedraft.engine.models.checkpoint import Checkpoint
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -57,6 +58,24 @@ class EightBitCheckpoint(Checkpoint):
             name: self._dequantised(name, tensor) if tensor.dtype in TYPES else tensor
             for name, tensor in tensors.items()
         }
+
+    def scaled_rows(self, name: str) -> ScaledRows | None:
+        """Returns a weight as it is stored, if its scale is one for the tensor or one for each row."""
+        stored = self.source.read([name])[name]
+        if stored.dtype != FP8 or stored.dim() != 2:
+            return None
+        scale_name = self.scale_of(name)
+        scales = self.source.read([scale_name])[scale_name]
+        rows = len(stored)
+        if self.block is not None or scales.dtype == torch.uint8 or scales.numel() not in (1, rows):
+            return None
+        return ScaledRows(stored, scales.float().flatten().expand(rows).contiguous())
+
+    @property
+    def is_scaled_by_rows(self) -> bool:
+        """Tells whether ``scaled_rows`` has all that is stored in 8 bits."""
+        weights = [name for name in self.files if name.endswith(".weight") and self._is_scaled(name)]
+        return all(self.scaled_rows(name) is not None for name in weights)
 
     def scale_of(self, name: str) -> str:
         """Returns the name of the tensor that scales an 8-bit weight."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.cuda.quantised import PackedBlocks, PackedEmbeddings, PackedLinear
+from truedraft.engine.cuda.scaled import ScaledLinear
 from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.layers.linear import DenseEmbeddings, OneDnnLinear, TorchLinear
 from truedraft.engine.layers.quantised_blocks import TYPES
@@ -118,6 +119,8 @@ def _types(part: Any) -> Iterator[tuple[str, int]]:
             yield TYPE_NAMES[part.blocks.type], len(part.blocks.data) * part.blocks.in_features
         case PackedLinear():
             yield from (found for blocks in part.parts for found in _types(blocks))
+        case ScaledLinear():
+            yield from _types(part.values)
         case PackedEmbeddings():
             yield from _types(part.packed)
         case PackedBlocks():

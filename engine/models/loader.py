@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
+from truedraft.engine.cuda.scaled import multiplies_fp8
 from truedraft.engine.cuda.triton_run import serves
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
@@ -47,7 +48,7 @@ from truedraft.engine.models.load_errors import check_folder, stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.packed import PackedCheckpoint
 from truedraft.engine.models.positions import choose_rotary_factors
-from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
+from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint, ScaledCheckpoint
 from truedraft.engine.models.quantization import (
     check_method,
     dequantise_for_cpu,
@@ -64,6 +65,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 NOT_QUANTISED = (
     "{} cannot be quantised: that needs a Llama-shaped model, in float32 and with a C compiler on a CPU, or "
     "on a GPU of compute capability 8.0 with Triton"
+)
+NO_FP8 = (
+    "{} cannot be quantised to fp8: that needs bfloat16 and Triton on a GPU of compute capability 8.9 or "
+    "higher; quantize to int8 instead"
 )
 
 
@@ -122,6 +127,8 @@ def load_model(path: str, options: LoadOptions) -> Model:
         raise ModelLoadError(
             f"{path} cannot be quantised: that needs dtype auto, native_kernels and no device_map"
         )
+    if options.quantize == "fp8" and not multiplies_fp8(options.dtype, options.device):
+        raise ModelLoadError(NO_FP8.format(path))
     if is_gguf(path):
         return _load_gguf(path, options)
     found = _find(path, options)
@@ -218,6 +225,8 @@ def _load_gguf(path: str, options: LoadOptions) -> FusedDecoder:
 def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
     if options.quantize == "none":
         return checkpoint
+    if options.quantize == "fp8":
+        return ScaledCheckpoint(checkpoint)
     return QuantisedCheckpoint(checkpoint, LAYER_TYPES[options.quantize])
 
 
@@ -326,7 +335,7 @@ def _find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoi
         if is_on_cpu:
             opened = open_quantised(source, quantization, options.compact_weights)
         else:
-            opened = open_for_gpu(source, quantization)
+            opened = open_for_gpu(source, quantization, multiplies_fp8(options.dtype, options.device))
     return None if opened is None else (opened, config)
 
 

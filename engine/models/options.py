@@ -10,8 +10,8 @@ class LoadOptions:
     """With a ``device_map`` accelerate places the layers, and ``device`` has no say. ``compact_weights``:
     keep quantised weights quantised, and on a CPU others in 16 bits where that loses nothing.
     ``bf16_linears``: linear layers round their weights and inputs to bfloat16, in kernels that multiply in
-    it. ``self_check``: refuse a model that over our cache deviates from itself. ``quantize``: to int8 or
-    int4, or ``none``.
+    it. ``self_check``: refuse a model that over our cache deviates from itself. ``quantize``: to fp8,
+    int8 or int4, or ``none``.
     ``max_model_len``: tokens of the longest text that will be served, None: the model's context."""
 
     dtype: torch.dtype = torch.float32

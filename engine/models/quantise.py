@@ -8,6 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
+from truedraft.engine.layers.weight import ScaledRows
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.stacks import DOWN, GATE_UP
 
@@ -83,6 +84,44 @@ class QuantisedCheckpoint(Checkpoint):
 
 def _dequantised(blocks: QuantisedBlocks) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(blocks.data, GGMLQuantizationType(blocks.type)))
+
+
+class ScaledCheckpoint(Checkpoint):
+    """``source`` with its layers' matrices in 8-bit floating point, a scale for each row. What is quantised
+    already stays as it is; so do embeddings, output layer and experts with their routers."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        super().__init__(source.files)
+        self.source = source
+        self.made = lru_cache(KEPT)(self._scale)
+
+    def blocks(self, name: str) -> QuantisedBlocks | None:
+        return self.source.blocks(name)
+
+    def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
+        return self.source.expert_blocks(name, number)
+
+    def scaled_rows(self, name: str) -> ScaledRows | None:
+        return self.made(name)
+
+    def rotary_factors(self) -> torch.Tensor | None:
+        return self.source.rotary_factors()
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            rows = self.made(name)
+            tensors |= self.source.read([name]) if rows is None else {name: rows.dense()}
+        return tensors
+
+    def _scale(self, name: str) -> ScaledRows | None:
+        if name in OUTER or name.endswith(ROUTERS) or self.source.blocks(name) is not None:
+            return None
+        stored = self.source.scaled_rows(name)
+        if stored is not None:
+            return stored
+        tensor = self.source.read([name])[name]
+        return ScaledRows.of(tensor.float()) if tensor.dim() == 2 else None
 
 
 def _bits(kind: int) -> float:

@@ -36,12 +36,16 @@ def open_quantised(source: Checkpoint, quantization: Any, compact_weights: bool)
         raise QuantizationError("its quantization_config has another form than any that is known") from error
 
 
-def open_for_gpu(source: Checkpoint, quantization: Any) -> Checkpoint | None:
-    """Returns a checkpoint whose weights stay in blocks on a GPU, or None: transformers has modules for
-    others there, of layouts that our readers refuse, too."""
+def open_for_gpu(source: Checkpoint, quantization: Any, has_fp8: bool) -> Checkpoint | None:
+    """Returns a checkpoint whose weights stay as they are on a GPU, in blocks, or in 8-bit floating point
+    where the device ``has_fp8``, or None: transformers has modules for others there, of layouts that our
+    readers refuse, too."""
     try:
         _refuse_more_than_weights(quantization)
-        return open_packed(source, quantization)
+        if (packed := open_packed(source, quantization)) is not None or not has_fp8:
+            return packed
+        eight_bit = open_eight_bit(source, quantization, compact=False)
+        return eight_bit if eight_bit is not None and eight_bit.is_scaled_by_rows else None
     except (AttributeError, KeyError, TypeError, QuantizationError) as error:
         logger.warning("It is left to transformers' layers, which are slower: %s", error)
         return None

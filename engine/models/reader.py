@@ -188,7 +188,8 @@ class Reader:
         """Returns a matrix, which is read when it is first asked for, and kept as long as the weight is."""
         rows, columns = self.skeleton.get_parameter(name).shape
         blocks = self.checkpoint.blocks(name) if self.linears.takes_blocks else None
-        return Weight(name, (rows, columns), cache(partial(self._tensor, name)), blocks)
+        scaled_rows = self.checkpoint.scaled_rows(name) if self.linears.takes_scaled_rows else None
+        return Weight(name, (rows, columns), cache(partial(self._tensor, name)), blocks, scaled_rows)
 
     def _tensor(self, name: str) -> torch.Tensor:
         """Returns a copy, on the device: in the checkpoint's 16 bits if the linear layers take them."""

@@ -17,6 +17,8 @@ class NativeLinears:
     loses nothing, and quantised blocks as they are; else all are in float32. With ``bf16`` those that are not
     quantised are in bfloat16, to which their inputs are rounded, too."""
 
+    takes_scaled_rows = False
+
     def __init__(self, library: ctypes.CDLL, compact: bool, bf16: bool = False) -> None:
         self.library = library
         self.takes_blocks = compact

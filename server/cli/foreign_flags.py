@@ -45,7 +45,7 @@ USE: Mapping[str, str] = {
     "--ssl-cert-file": "--ssl-certfile",
     "--ssl-key-file": "--ssl-keyfile",
     "--allowed-origins": "--cors-origins",
-    "--quantization": "--quantize int8 or int4",
+    "--quantization": "--quantize int8, int4 or fp8",
     "--cache-type-k": "--dtype: caches have the model's",
     "--kv-cache-dtype": "--dtype: caches have the model's",
     "--tool-call-parser": "no flag: the chat template tells how tools are called",

@@ -8,6 +8,7 @@ from gguf import GGMLQuantizationType
 from tests.gguf_blocks import random_blocks
 from truedraft.engine.cuda.quantised import BlockKernels, PackedBlocks, pack
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
+from truedraft.engine.layers.weight import FP8, ScaledRows
 
 # Shares of a product's size, by what is summed: float32 rounds sums of 800 numbers; the others are rounded to
 # their type once more.
@@ -83,3 +84,20 @@ def rows_by_themselves(
     for rows in numbers:
         assert torch.equal(product(x[:rows]), whole[:rows])
         assert torch.equal(product(x[-rows:]), whole[-rows:])
+
+
+def rounds_rows(kernels: BlockKernels, device: str = "cpu") -> None:
+    """Rows become FP8 by their largest number, whatever the others are; zeros stay zeros."""
+    x = torch.randn(5, 272, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 5)[:, None]
+    x[2] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        given = x.to(device, dtype)
+        values, scales = kernels.round_rows(given)
+        expected = ScaledRows.of(given.float())
+        assert values.dtype == FP8
+        assert torch.allclose(scales, expected.scales, rtol=1e-6)
+        steps = (values.view(torch.uint8).int() - expected.values.view(torch.uint8).int()).abs()
+        assert int(steps[2].max()) == 0
+        # A quotient in the middle of two numbers may become either.
+        assert int(steps.max()) <= 1
+        assert float(steps.ne(0).float().mean()) < 0.01

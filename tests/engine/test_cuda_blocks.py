@@ -12,6 +12,7 @@ from tests.engine import block_gates
 from tests.engine.gates import PROMPTS
 from tests.engine.test_blocks_on_a_device import SERVED, save_mixed
 from tests.models import make_engine, run_engine
+from truedraft.engine.cuda.scaled import is_right
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 
@@ -39,6 +40,14 @@ def test_kernels_unpack_and_multiply(name: str, kernels: Any) -> None:
 @pytest.mark.parametrize("name", SERVED)
 def test_rows_do_not_depend_on_their_number(name: str, dtype: torch.dtype, kernels: Any) -> None:
     block_gates.rows_by_themselves(kernels, name, dtype, (1, 2, 16, 17, 33, 64, 65, 320), DEVICE)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="there is no FP8"
+)
+def test_fp8(kernels: Any) -> None:
+    block_gates.rounds_rows(kernels, DEVICE)
+    assert is_right(kernels.round_rows, torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

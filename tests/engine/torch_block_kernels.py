@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from truedraft.engine.cuda.quantised import SCALE, SCALE_MIN, SUPER, PackedBlocks
+from truedraft.engine.layers.weight import ScaledRows
 
 
 def multiply(
@@ -29,6 +30,11 @@ def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor)
     if isinstance(rows, range):
         return weights[rows.start : rows.stop].to(dtype)
     return weights.index_select(0, rows).to(dtype)
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded = ScaledRows.of(x.float())
+    return rounded.values, rounded.scales
 
 
 def _weights(packed: PackedBlocks) -> torch.Tensor:

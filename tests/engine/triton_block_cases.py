@@ -16,6 +16,7 @@ from tests.engine.triton_bugs import planted_in
 from truedraft.engine.cuda import quantised_kernels as kernels
 from truedraft.engine.cuda.quantised import KINDS, is_right
 from truedraft.engine.layers.quantised_blocks import TYPES
+from truedraft.engine.layers.weight import ScaledRows
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
@@ -73,6 +74,14 @@ def test_products_in_16_bits(name: str, rows: int) -> None:
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, (1, 17)), (torch.float16, (1, 33, 70))])
 def test_rows_by_themselves(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
     block_gates.rows_by_themselves(kernels, "Q4_0", dtype, rows)
+
+
+def test_rows_become_fp8() -> None:
+    """The interpreter is wrong about numbers just below a power of two; the others are right."""
+    x = torch.randn(3, 272, generator=torch.Generator().manual_seed(1))
+    (values, scales), expected = kernels.round_rows(x), ScaledRows.of(x)
+    assert torch.allclose(scales, expected.scales, rtol=1e-6)
+    assert float((values.float() == expected.values.float()).float().mean()) > 0.95
 
 
 def test_the_check_at_load_finds_it_right() -> None:

@@ -54,6 +54,19 @@ def compile_rows(name: str, capability: int, output: torch.dtype, has_ids: bool)
     return made
 
 
+def compile_rounding(capability: int) -> None:
+    constants = {"LARGEST": 448.0, "SMALLEST": 1e-38, "SIZE": 14336, "PADDED_SIZE": 16384}
+    types = {"values": "*fp8e4nv", "scales": "*fp32", "x": "*bf16"}
+    names = kernels.round_row.arg_names
+    source = ASTSource(
+        kernels.round_row,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    check(made, "rounding", capability)
+
+
 if __name__ == "__main__":
     compile_one("Q4_K", 90, torch.bfloat16, 64)
     compile_one("Q6_K", 89, torch.bfloat16, 16)
@@ -61,3 +74,4 @@ if __name__ == "__main__":
     compile_one("Q8_0", 120, torch.float32, 16)
     compile_rows("Q6_K", 90, torch.bfloat16, has_ids=True)
     compile_rows("Q5_1", 80, torch.float32, has_ids=False)
+    compile_rounding(89)
