@@ -171,7 +171,7 @@ def find_kernels(
 def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> bool:
     """Tells whether the kernels are made for such layers on such a device, and triton is installed."""
     return (
-        _is_fit(device)
+        is_fit(device)
         and dtype in TOLERANCES
         and all(_is_served(shape) for shape in shapes)
         and find_spec("triton") is not None
@@ -190,7 +190,7 @@ def _is_served(shape: AttentionShape) -> bool:
     )
 
 
-def _is_fit(device: torch.device) -> bool:
+def is_fit(device: torch.device) -> bool:
     # AMD's devices are called cuda as well; nothing was compiled for them, not even to look at it.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

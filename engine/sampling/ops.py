@@ -38,7 +38,16 @@ def exp_below(x: torch.Tensor) -> torch.Tensor:
 
 def units(x: torch.Tensor, unit: float) -> torch.Tensor:
     """Returns how many whole ``unit`` s each of ``x`` has, int64."""
-    return (x / unit).long()
+    return (x * (1 / unit)).long()
+
+
+def in_width(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Returns a draft's ``logits`` [rows, its vocabulary] in the target's width: ids only one of both knows
+    have probability zero."""
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return F.pad(logits, (0, missing), value=-torch.inf)
+    return logits if missing == 0 else logits[:, :vocab_size]
 
 
 def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

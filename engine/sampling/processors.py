@@ -109,7 +109,7 @@ def _top_candidates(weights: torch.Tensor, sampling: SamplingTensors, goal: torc
     vocab_size = weights.shape[-1]
     num_candidates = max(1, sampling.largest_top_k)
     if sampling.any_top_p:
-        num_candidates = max(num_candidates, TOP_P_CANDIDATES)
+        num_candidates = max(num_candidates, TOP_P_CANDIDATES if sampling.may_wait else vocab_size)
     num_candidates = min(num_candidates, vocab_size)
     if num_candidates > 1 and vocab_size <= MAX_SORTED and weights.device.type == "cpu" and sampling.may_wait:
         top = torch.from_numpy(np.sort(weights.numpy(), -1)[..., ::-1][..., :num_candidates].copy())

@@ -74,7 +74,7 @@ def test_on_a_cpu_nothing_is_tried() -> None:
 def test_without_triton_nothing_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "is_fit", lambda device: True)
     monkeypatch.setattr(triton_run, "find_spec", lambda name: None)
     assert find_kernels([SHAPE], torch.float32, torch.device("cpu")) is None
     assert not caplog.text
@@ -84,7 +84,7 @@ def test_without_triton_nothing_is_tried(
 def test_what_it_is_not_made_for_is_not_tried(
     dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "is_fit", lambda device: True)
     shape = AttentionShape(0, 4, 2, size, 0.25, None, None)
     assert find_kernels([shape], dtype, torch.device("cpu")) is None
     assert not caplog.text
@@ -105,7 +105,7 @@ def test_what_it_is_not_made_for_is_not_tried(
 def test_one_layer_without_kernels_leaves_all_to_torch(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "is_fit", lambda device: True)
     monkeypatch.setattr(triton_run, "find_spec", lambda name: True)
     assert serves([SHAPE], torch.float32, torch.device("cpu"))
     assert not serves([SHAPE, replace(SHAPE, **more)], torch.float32, torch.device("cpu"))

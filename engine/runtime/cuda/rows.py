@@ -6,40 +6,16 @@ still) is computed there. The host sends a few integers a row and those entries 
 """
 
 from collections.abc import Hashable, Sequence
-from enum import IntEnum, auto
 
 import torch
 
+from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
-from truedraft.engine.sampling.processors import SMALLEST, SamplingTensors
+from truedraft.engine.sampling.processors import SMALLEST
 
 TARGET, DRAFT = 0, 1  # whose block tables
-
-
-class Field(IntEnum):
-    """The numbers of a row, int64; the last three are float64 by their bits. Token ids follow: the one before
-    the pending one, the pending one, then the drafts."""
-
-    NUM_STORED = 0  # tokens in the target's cache, which is the position of the pending one
-    NUM_DRAFTS = auto()  # to be scored; -1: there is no row
-    NUM_DRAWN = auto()  # the draft model draws so many of them: all or none
-    NUM_SKIPPED = auto()  # 1: the draft's cache has the token before the pending one
-    SEED = auto()
-    RULE = auto()
-    TOP_K = auto()
-    TEMPERATURE = auto()
-    TOP_P = auto()
-    MIN_P = auto()
-    IDS = auto()
-
-
-class RuleCode(IntEnum):
-    EXACT_MATCH = 0
-    REJECTION = 1
-    COUPLED = 2
-    BLOCK = 3
 
 
 class DeviceRows:
@@ -61,7 +37,7 @@ class DeviceRows:
         self.block_size = block_size
         self.scratch_slot = scratch_slot
         self.tables = torch.zeros(2, max_rows, max_blocks, dtype=torch.int64, device=device)
-        self.width = Field.IDS + 2 + max_drafts
+        self.width = DRAFTS + max_drafts
         # It holds the number of the draft model's pass, then the rows.
         self.sent = SentNumbers(1 + max_rows * self.width, device, capture)
         self.pass_number = self.sent.numbers[:1]
@@ -151,22 +127,6 @@ class DeviceRows:
     def ids(self, num_rows: int) -> torch.Tensor:
         """int64 [rows, 2 + most drafts], as sent, or drawn since."""
         return self.numbers[:num_rows, Field.IDS :]
-
-    def sampling(self, num_rows: int, cuts: bool, num_sorted: int) -> SamplingTensors:
-        """``cuts``: some rows have top-k, top-p or min-p, which look at ``num_sorted`` most likely tokens."""
-        floats = self.numbers.view(torch.float64)[:num_rows, Field.TEMPERATURE : Field.IDS].float()
-        temperature, top_p, min_p = floats.unbind(1)
-        return SamplingTensors(
-            temperature[:, None],
-            self.field(num_rows, Field.TOP_K)[:, None],
-            top_p[:, None],
-            min_p[:, None],
-            largest_top_k=num_sorted if cuts else 0,
-            any_top_p=cuts,
-            any_min_p=cuts,
-            any_uncut=cuts,
-            may_wait=False,
-        )
 
     def batch(
         self,
