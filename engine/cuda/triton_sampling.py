@@ -1,19 +1,45 @@
-"""Finds what draws and judges captured rows: kernels, where they do bit for bit what torch's operations do."""
+"""Finds what draws and judges captured rows: kernels, where they do exactly what torch does."""
 
 import logging
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from truedraft.engine.cuda import torch_sampling, triton_run
 from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
 
-# Rows, drafts of each, and positions of the text, of the comparison.
-CHECK_ROWS, CHECK_DRAFTS, CHECK_STORED = 16, 2, 41
-CHECK_TEMPERATURES, CHECK_MIN_PS = (1.0, 0.6, 1.7), (0.0, 0.0, 0.05)
-CHECK_TOP_KS, CHECK_TOP_PS = (0, 20, 0, 3, 50), (1.0, 0.9, 0.95, 0.5)
+# Drafts of each row of the comparison, and the tokens before them.
+CHECK_DRAFTS, CHECK_STORED = 3, 41
+
+
+class Check(NamedTuple):
+    """Describes one row of the comparison: what is drawn how, and what its logits are like."""
+
+    rule: RuleCode
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    logits: Literal["any", "equal", "with ties", "one", "few", "NaN", "none"] = "any"
+
+
+CHECKS = (
+    Check(RuleCode.EXACT_MATCH, logits="equal"),
+    Check(RuleCode.EXACT_MATCH, logits="NaN"),
+    Check(RuleCode.REJECTION, 0.6, 5, logits="with ties"),
+    Check(RuleCode.COUPLED, 1.7, 9, 0.7, logits="with ties"),
+    Check(RuleCode.BLOCK, top_p=0.9),
+    Check(RuleCode.REJECTION, top_p=0.5, logits="equal"),
+    Check(RuleCode.COUPLED, min_p=0.1),
+    Check(RuleCode.BLOCK, logits="none"),
+    Check(RuleCode.REJECTION, 2.5, 12, 0.6),
+    Check(RuleCode.BLOCK, 1.2, 4, logits="with ties"),
+    Check(RuleCode.COUPLED, 1e-30, top_p=0.95, logits="one"),
+    Check(RuleCode.REJECTION, 3.0, 20, 0.99, logits="few"),
+    *[Check(rule, 3.0, logits="few") for rule in (RuleCode.BLOCK, RuleCode.REJECTION) * 3],
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +77,22 @@ def is_right(sampling: Sampling, vocab_size: int, device: torch.device) -> bool:
     """Tells whether ``sampling`` draws and judges like torch's operations, by every rule, with all cuts, over
     logits with ties, few tokens or none."""
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = 4 * torch.randn(CHECK_ROWS, CHECK_DRAFTS + 1, vocab_size, generator=generator)
-    logits[1::4] = logits[1::4].round()  # equal ones on both sides of every cut
-    logits[2, :, 1:] = -torch.inf
-    logits[3] = -torch.inf
-    logits[3, :, vocab_size // 2] = 1.5
-    logits[4] = 0.0
-    logits[5, 1, vocab_size // 3] = torch.nan
-    logits[6, 1] = -torch.inf
+    logits = 3 * torch.randn(len(CHECKS), CHECK_DRAFTS + 1, vocab_size, generator=generator)
+    for row, check in zip(logits, CHECKS, strict=True):
+        if check.logits == "with ties":
+            row.round_()
+        elif check.logits == "equal":
+            row.zero_()
+        elif check.logits in ("one", "few"):
+            row[:, 1 if check.logits == "one" else 3 :] = -torch.inf
+        elif check.logits in ("NaN", "none"):
+            row[1, vocab_size // 3 if check.logits == "NaN" else slice(None)] = (
+                torch.nan if check.logits == "NaN" else -torch.inf
+            )
     # Drafts are drawn from something close, so that some stand.
-    draft_logits = (logits[:, :CHECK_DRAFTS].nan_to_num() + 0.5).to(device)
+    near = logits[:, :CHECK_DRAFTS].nan_to_num(nan=0.0, neginf=-torch.inf)
+    near = near + torch.randn(near.shape, generator=generator)
+    draft_logits = near.to(device)
     logits = logits.to(device)
     for is_drawn in (True, False):
         results = [
@@ -89,21 +121,18 @@ def _drawn_and_judged(
 
 
 def check_rows(vocab_size: int, is_drawn: bool) -> torch.Tensor:
-    """Returns rows of every rule with drafts, which the draft model draws or which are certain."""
-    numbers = torch.zeros(CHECK_ROWS, DRAFTS + CHECK_DRAFTS, dtype=torch.int64)
+    """Returns the rows of the comparison with drafts, which the draft model draws or which are certain."""
+    numbers = torch.zeros(len(CHECKS), DRAFTS + CHECK_DRAFTS, dtype=torch.int64)
     floats = numbers.view(torch.float64)
-    for row in range(CHECK_ROWS):
+    for row, check in enumerate(CHECKS):
         numbers[row, Field.NUM_STORED] = CHECK_STORED + row
         numbers[row, Field.NUM_DRAFTS] = CHECK_DRAFTS
         numbers[row, Field.NUM_DRAWN] = CHECK_DRAFTS * is_drawn
         numbers[row, Field.SEED] = (-1) ** row * (row << 40) + row
-        numbers[row, Field.RULE] = row // 2 % len(RuleCode)
-        for field, values in (
-            (Field.TEMPERATURE, CHECK_TEMPERATURES),
-            (Field.TOP_P, CHECK_TOP_PS),
-            (Field.MIN_P, CHECK_MIN_PS),
-        ):
-            floats[row, field] = values[row % len(values)]
-        numbers[row, Field.TOP_K] = CHECK_TOP_KS[row % len(CHECK_TOP_KS)]
-        numbers[row, DRAFTS:] = torch.tensor([row * 7, vocab_size // 2]) % vocab_size
+        numbers[row, Field.RULE] = check.rule
+        numbers[row, Field.TOP_K] = check.top_k
+        floats[row, Field.TEMPERATURE] = check.temperature
+        floats[row, Field.TOP_P] = check.top_p
+        floats[row, Field.MIN_P] = check.min_p
+        numbers[row, DRAFTS:] = torch.tensor([row % 3, (row + 1) % 3, row // 3 % 3])
     return numbers

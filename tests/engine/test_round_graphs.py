@@ -23,6 +23,7 @@ import tests.models
 from tests.engine import grammars, graph_gates, torch_kernels
 from tests.engine.conftest import Models
 from tests.engine.graph_gates import PROMPTS, graphs_of, same_as_eager
+from tests.engine.sampling_stand_in import on_tape
 from tests.engine.test_llama import CONFIGS, ROPE, SHAPE, save
 from tests.models import outputs_by_choice, run_engine, save_random_llama
 from tests.tape import NotCapturableError, Tape, TapeCapture
@@ -337,6 +338,17 @@ def test_traced_rows_go_by_phases_in_the_same_step(
     assert watched.by_phases == {"1"}
     assert pair[1].stats.num_rows.keys() == {"phases"}
     assert min(pair[0].stats.num_rows[runner] for runner in ("cuda_graphs", "phases")) > 0
+
+
+def test_nothing_is_sorted_in_a_graph(models: Models, taped: None, monkeypatch: Patch) -> None:
+    """With the kernels, for which one operation each stands in: a draw is one launch, a verdict as well."""
+    monkeypatch.setattr(plan_module, "find_sampling", lambda *_: on_tape(torch_sampling))
+    core = make_engine(models.target, models.close_draft)
+    names = set(graphs_of(core).capture.names)
+    assert not {name for name in names if name.startswith(("sort", "topk", "argsort", "kthvalue"))}
+    assert len([name for name in names if name.startswith(("draw_", "judge_"))]) == 2
+    eager = make_engine(models.target, models.close_draft, cuda_graphs=False)
+    graph_gates.same_tokens(core, eager, [*PARAMS["every rule"][:3], QWEN, OTHERS["Llama's defaults"]])
 
 
 def few_shapes(patch: Patch, **limits: int) -> None:
@@ -746,7 +758,7 @@ def passes_of(planned: list[Captured]) -> list[Shape]:
 
 @pytest.mark.parametrize("max_rows", [32, 48, 64, 128, 256])
 def test_passes_hold_any_batch(max_rows: int) -> None:
-    """Any batch up to 128 rows is judged by graphs in one piece, and with four drafts where weights are what a
+    """Any batch of 128 rows is judged by graphs in one piece, and with four drafts where weights are what a
     pass reads."""
     planned = plan_shapes(max_rows, "auto", has_draft=True)
     assert len(set(planned)) == len(planned)
