@@ -85,10 +85,10 @@ def is_right(sampling: Sampling, vocab_size: int, device: torch.device) -> bool:
             row.zero_()
         elif check.logits in ("one", "few"):
             row[:, 1 if check.logits == "one" else 3 :] = -torch.inf
-        elif check.logits in ("NaN", "none"):
-            row[1, vocab_size // 3 if check.logits == "NaN" else slice(None)] = (
-                torch.nan if check.logits == "NaN" else -torch.inf
-            )
+        elif check.logits == "NaN":
+            row[0, vocab_size // 3] = torch.nan
+        elif check.logits == "none":
+            row[-1] = -torch.inf
     # Drafts are drawn from something close, so that some stand.
     near = logits[:, :CHECK_DRAFTS].nan_to_num(nan=0.0, neginf=-torch.inf)
     near = near + torch.randn(near.shape, generator=generator)
