@@ -36,10 +36,10 @@ class ModelSettings(BaseModel):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Number type of weights and activations. auto: bfloat16 on a GPU; float32 on a "
-        "CPU, with the weights of a 16-bit checkpoint kept in 16 bits, which loses "
-        "nothing. bfloat16 on a CPU with AVX512-BF16: only matrix multiplications of "
-        "Llama-shaped models use it; sums and everything else stay float32.",
+        description="Number type of weights and activations. auto: bfloat16 on a GPU, or float16 on one "
+        "below compute capability 8.0, which has no bfloat16; float32 on a CPU, with the weights of a 16-bit "
+        "checkpoint kept in 16 bits, which loses nothing. bfloat16 on a CPU with AVX512-BF16: only matrix "
+        "multiplications of Llama-shaped models use it; sums and everything else stay float32.",
     )
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
         None,

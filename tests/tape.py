@@ -85,7 +85,7 @@ class TapeCapture:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_recorded = 0
-        self.names: list[str] = []  # of all operations that were recorded
+        self.names: list[str] = []  # recorded operations
         self._late: list[Callable[[], object]] = []
 
     def host_buffer(self, size: int) -> torch.Tensor:

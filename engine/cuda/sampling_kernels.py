@@ -41,7 +41,7 @@ _EXACT_MATCH = tl.constexpr(int(RuleCode.EXACT_MATCH))
 _REJECTION = tl.constexpr(int(RuleCode.REJECTION))
 _COUPLED = tl.constexpr(int(RuleCode.COUPLED))
 _BLOCK = tl.constexpr(int(RuleCode.BLOCK))
-# How many units are in 1, and 1 unit; they are powers of two, whose products are exact.
+# Units of 1, and a unit, are powers of two, whose products are exact.
 _WEIGHT_UNITS, _WEIGHT_UNIT = tl.constexpr(1 / ops.WEIGHT_UNIT), tl.constexpr(ops.WEIGHT_UNIT)
 _PROB_UNITS, _PROB_UNIT = tl.constexpr(1 / ops.PROB_UNIT), tl.constexpr(ops.PROB_UNIT)
 _LOWEST_EXPONENT, _ROUNDER = tl.constexpr(ops.LOWEST_EXPONENT), tl.constexpr(ops.ROUNDER)
@@ -149,8 +149,8 @@ def mass_of_top(weights, lowest, num, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def cut(weights, goal, lowest, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """The highest weight from which on all together are ``goal`` or more, by their units or their number.
-    Those from ``lowest`` on are."""
+    """Returns the highest weight from which on all together are ``goal`` or more, by their units or their
+    number. Those from ``lowest`` on are."""
     low = lowest.to(tl.int32, bitcast=True)
     high = low * 0 + _BITS_ABOVE
     while high - low > 1:
@@ -217,7 +217,7 @@ def distribute(
 
 @triton.jit
 def race(probs, key, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """The token with the highest ratio of probability and noise, the first among equals."""
+    """Returns the token with the highest ratio of probability and noise, the first among equals."""
     top = tl.zeros([TILE], tl.float64) - 1
     ids = tl.zeros([TILE], tl.int32)
     highest = tl.max(top, 0)
@@ -225,7 +225,7 @@ def race(probs, key, VOCAB: tl.constexpr, TILE: tl.constexpr):
         token = start + tl.arange(0, TILE)
         prob = tl.load(probs + token, mask=token < VOCAB, other=0.0)
         hashed = mixed(key + (token + 1).to(tl.int64) * _WEYL)
-        # As -log(u) > 1 - u, most tokens are out of it, and most tiles, without a logarithm.
+        # Most tokens are out of it, and most tiles, without a logarithm, as -log(u) > 1 - u.
         rest = (((1 << 24) - 1) - shifted(hashed, 40)).to(tl.float32) * 5.9604644775390625e-08
         may_win = (token < VOCAB) & (prob * 1.0001 >= highest.to(tl.float32) * rest)
         if tl.max(may_win.to(tl.int32), 0) > 0:
@@ -258,7 +258,7 @@ def mass_left(target, draft, scale, end, certain, VOCAB: tl.constexpr, TILE: tl.
 
 @triton.jit
 def draw(target, draft, scale, end, certain, uniform, total, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """The first token up to which more than its share ``uniform`` of ``total`` units are left."""
+    """Returns the first token up to which more than its share ``uniform`` of ``total`` units are left."""
     goal = goal_of(uniform, total)
     before = total * 0
     start = certain * 0
@@ -369,8 +369,8 @@ def judge_row(
             spent = key_of(seed, first, _ROUND)
         accepted = num_drafts * 0
         goes_on = num_drafts >= 0
-        scale = spent.to(tl.float64) * 0 + 1  # of the prefix that stands
-        weight = scale  # of every prefix, one after the other
+        scale = spent.to(tl.float64) * 0 + 1  # belongs to the prefix that stands
+        weight = scale  # belongs to every prefix, one after the other
         for position in range(num_drafts):
             drafted = tl.load(drafts + position)
             tl.store(verdicts + 3 + position, drafted)

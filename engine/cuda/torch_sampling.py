@@ -24,7 +24,7 @@ from truedraft.engine.sampling.verify import (
 def draw_drafts(
     logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, pass_number: torch.Tensor
 ) -> None:
-    """Does as ``sampling_kernels.draw_drafts``, and keeps the distributions of all rows."""
+    """Does as ``sampling_kernels.draw_drafts``, and keeps greedy rows' distributions, too."""
     vocab_size = probs.shape[2]
     logits, _ = _replace_broken(in_width(logits, vocab_size))
     drawn_from = to_probs(logits[:, None], _sampling(numbers))[:, 0]
@@ -38,9 +38,10 @@ def draw_drafts(
     ids = torch.where(rule == RuleCode.EXACT_MATCH, logits.argmax(-1), ids)
     drafts = numbers[:, DRAFTS:]
     before = drafts.index_select(1, pass_number).squeeze(1)
-    ids = torch.where(pass_number < numbers[:, Field.NUM_DRAWN], ids, before)
-    drafts.index_copy_(1, pass_number, ids[:, None])
-    probs.index_copy_(1, pass_number, drawn_from[:, None])
+    drafts_still = pass_number < numbers[:, Field.NUM_DRAWN]
+    drafts.index_copy_(1, pass_number, torch.where(drafts_still, ids, before)[:, None])
+    kept = probs.index_select(1, pass_number)
+    probs.index_copy_(1, pass_number, torch.where(drafts_still[:, None, None], drawn_from[:, None], kept))
 
 
 def judge(

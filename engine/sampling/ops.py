@@ -8,15 +8,15 @@ tokens and draws the same one.
 import torch
 import torch.nn.functional as F
 
-# What is added up is counted in units of 2 to these powers: weights beside the highest, which is 1, in
-# vocabularies below 2**19 tokens; and probabilities, of which all together are about 1.
+# What is added up is counted in these units: weights, of which the highest is 1, in vocabularies below 2**19
+# tokens; and probabilities, of which all together are about 1.
 WEIGHT_UNIT, PROB_UNIT = 2.0**-44, 2.0**-56
 # An exponential below this is taken for 0: no draw could find it, as random numbers have 52 bits.
 LOWEST_EXPONENT = -60.0
 # These make exponentials: exp(x) = 2**n * exp(x - n * log(2)), and six terms of a series for the rest.
 LOG2_E, LOG_2_HIGH, LOG_2_LOW = 1.44269504, 0.693145752, 1.42860677e-6
 TERMS = 1.38888889e-3, 8.33333333e-3, 4.16666667e-2, 1.66666667e-1, 0.5, 1.0, 1.0
-# A number of 24 bits that is added to it has no digits behind the point.
+# A number of 24 bits that is added to it has no digits after the point.
 ROUNDER = 12582912.0
 # Size of the parts of a vocabulary that ``inverse_cdf`` sums first.
 CHUNK = 256

@@ -1,9 +1,9 @@
 """Logits to the distribution that is sampled: temperature, top-k, top-p, min-p, in this order.
 
 The same function makes the target's and the draft's distributions, for every drafted position at once.
-Cuts are thresholds on what a token weighs beside the most likely one: tokens that tie with the last one kept
-are kept as well, so that the result does not depend on how a sort breaks ties, nor, as sums are of integers
-(``ops``), on the order in which anything is added.
+Cuts are thresholds on what a token weighs, if the most likely one weighs 1: tokens that tie with the last
+one kept are kept as well, so that the result does not depend on how a sort breaks ties. Nor does it depend on
+the order in which anything is added, as sums are of integers (``ops``).
 """
 
 from functools import lru_cache
