@@ -23,9 +23,10 @@ class Check(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     logits: Literal["any", "equal", "with ties", "one", "few", "NaN", "none"] = "any"
+    seed: int = 0
 
 
-CHECKS = (
+_CHECKS = (
     Check(RuleCode.EXACT_MATCH, logits="equal"),
     Check(RuleCode.EXACT_MATCH, logits="NaN"),
     Check(RuleCode.REJECTION, 0.6, 5, logits="with ties"),
@@ -40,6 +41,7 @@ CHECKS = (
     Check(RuleCode.REJECTION, 3.0, 20, 0.99, logits="few"),
     *[Check(rule, 3.0, logits="few") for rule in (RuleCode.BLOCK, RuleCode.REJECTION) * 3],
 )
+CHECKS = tuple(check._replace(seed=seed) for seed, check in enumerate(_CHECKS))
 
 logger = logging.getLogger(__name__)
 
@@ -76,24 +78,8 @@ def find_sampling(vocab_size: int, device: torch.device) -> Sampling:
 def is_right(sampling: Sampling, vocab_size: int, device: torch.device) -> bool:
     """Tells whether ``sampling`` draws and judges like torch's operations, by every rule, with all cuts, over
     logits with ties, few tokens or none."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = 3 * torch.randn(len(CHECKS), CHECK_DRAFTS + 1, vocab_size, generator=generator)
-    for row, check in zip(logits, CHECKS, strict=True):
-        if check.logits == "with ties":
-            row.round_()
-        elif check.logits == "equal":
-            row.zero_()
-        elif check.logits in ("one", "few"):
-            row[:, 1 if check.logits == "one" else 3 :] = -torch.inf
-        elif check.logits == "NaN":
-            row[0, vocab_size // 3] = torch.nan
-        elif check.logits == "none":
-            row[-1] = -torch.inf
-    # Drafts are drawn from something close, so that some stand.
-    near = logits[:, :CHECK_DRAFTS].nan_to_num(nan=0.0, neginf=-torch.inf)
-    near = near + torch.randn(near.shape, generator=generator)
-    draft_logits = near.to(device)
-    logits = logits.to(device)
+    made = [_logits_of(check, vocab_size) for check in CHECKS]
+    logits, draft_logits = (torch.stack(each).to(device) for each in zip(*made, strict=True))
     for is_drawn in (True, False):
         results = [
             _drawn_and_judged(one, logits, draft_logits, check_rows(vocab_size, is_drawn).to(device))
@@ -102,6 +88,25 @@ def is_right(sampling: Sampling, vocab_size: int, device: torch.device) -> bool:
         if not all(map(torch.equal, *results)):
             return False
     return True
+
+
+def _logits_of(check: Check, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the target's logits [drafts + 1, V], and the draft's [drafts, V], close enough that some drafts
+    stand."""
+    generator = torch.Generator().manual_seed(check.seed)
+    logits = 3 * torch.randn(CHECK_DRAFTS + 1, vocab_size, generator=generator)
+    if check.logits == "with ties":
+        logits.round_()
+    elif check.logits == "equal":
+        logits.zero_()
+    elif check.logits in ("one", "few"):
+        logits[:, 1 if check.logits == "one" else 3 :] = -torch.inf
+    elif check.logits == "NaN":
+        logits[0, vocab_size // 3] = torch.nan
+    elif check.logits == "none":
+        logits[-1] = -torch.inf
+    near = logits[:-1].nan_to_num(nan=0.0, neginf=-torch.inf)
+    return logits, near + torch.randn(near.shape, generator=generator)
 
 
 def _drawn_and_judged(
@@ -125,14 +130,14 @@ def check_rows(vocab_size: int, is_drawn: bool) -> torch.Tensor:
     numbers = torch.zeros(len(CHECKS), DRAFTS + CHECK_DRAFTS, dtype=torch.int64)
     floats = numbers.view(torch.float64)
     for row, check in enumerate(CHECKS):
-        numbers[row, Field.NUM_STORED] = CHECK_STORED + row
+        numbers[row, Field.NUM_STORED] = CHECK_STORED + check.seed
         numbers[row, Field.NUM_DRAFTS] = CHECK_DRAFTS
         numbers[row, Field.NUM_DRAWN] = CHECK_DRAFTS * is_drawn
-        numbers[row, Field.SEED] = (-1) ** row * (row << 40) + row
+        numbers[row, Field.SEED] = (-1) ** check.seed * (check.seed << 40) + check.seed
         numbers[row, Field.RULE] = check.rule
         numbers[row, Field.TOP_K] = check.top_k
         floats[row, Field.TEMPERATURE] = check.temperature
         floats[row, Field.TOP_P] = check.top_p
         floats[row, Field.MIN_P] = check.min_p
-        numbers[row, DRAFTS:] = torch.tensor([row % 3, (row + 1) % 3, row // 3 % 3])
+        numbers[row, DRAFTS:] = (torch.arange(CHECK_DRAFTS) + check.seed) % 3
     return numbers

@@ -73,10 +73,7 @@ BUGS = {
         "accepted = tl.where(stands & (accepted == position), length, accepted)",
     ),
     "drafts after one that fell may stand": ("goes_on = goes_on & (uniform", "goes_on = (uniform"),
-    "all failures count": (
-        "for position in range(0, accepted + 1)",
-        "for position in range(0, num_drafts + 1)",
-    ),
+    "all failures count": ("in range(accepted + 1)", "in range(num_drafts + 1)"),
 }
 
 
