@@ -34,6 +34,7 @@ from truedraft.engine.cuda.fields import Field
 from truedraft.engine.cuda.triton_run import _is_served
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.decoder import FusedDecoder
@@ -487,9 +488,11 @@ def tables_keep_their_end(patch: Patch) -> None:
     """Entries are sent once for ever."""
     set_table = DeviceRows.set_table
 
-    def once(self: DeviceRows, cache: int, row: int, block_ids: list[int]) -> None:
-        known = self._known.get((cache, row), [])
-        set_table(self, cache, row, [*known, *block_ids[len(known) :]])
+    def once(self: DeviceRows, cache: int, row: int, table: BlockTable) -> None:
+        if (cache, row) in self._known:
+            known = self._known[cache, row]
+            known.table, known.num_cuts = table, table.num_cuts
+        set_table(self, cache, row, table)
 
     patch.setattr(DeviceRows, "set_table", once)
 
@@ -803,6 +806,7 @@ def test_the_smallest_that_holds_the_batch() -> None:
 def test_tables_are_sent_as_far_as_they_are_new() -> None:
     capture = TapeCapture(torch.device("cpu"))
     rows = DeviceRows(2, 2, 4, 4, 99, torch.device("cpu"), capture)
+    table = BlockTable()
     for block_ids, sent in (
         ([5, 6], 2),
         ([5, 6], 0),
@@ -812,7 +816,9 @@ def test_tables_are_sent_as_far_as_they_are_new() -> None:
         ([9, 6, 8, 2, 3], 4),  # more than is ever used
     ):
         rows.begin()
-        rows.set_table(1, 1, block_ids)
+        table.num_cuts += table.block_ids != block_ids[: len(table.block_ids)]
+        table.block_ids = block_ids
+        rows.set_table(1, 1, table)
         assert len(rows._places) == sent
         rows.send(2)
         rows.sent.wait()

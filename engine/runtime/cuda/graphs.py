@@ -206,7 +206,7 @@ class ScorePass:
         for row, span in enumerate(spans):
             length = len(span.token_ids)
             rows.set_row(row, span.table.num_computed_tokens, [0, *span.token_ids], length - 1)
-            rows.set_table(TARGET, row, span.table.block_ids)
+            rows.set_table(TARGET, row, span.table)
             end = row * shape.queries + length
             index += range(end - span.num_logits, end)
         rows.send(shape.rows)
@@ -239,7 +239,7 @@ class DraftPass:
             num_skipped = DRAFT_TOKENS - len(span.token_ids)
             last = span.table.num_computed_tokens + len(span.token_ids) - 1
             rows.set_row(row, last, [0] * num_skipped + span.token_ids, 1, 1, num_skipped)
-            rows.set_table(DRAFT, row, span.table.block_ids)
+            rows.set_table(DRAFT, row, span.table)
         rows.send(shape.rows)
         if ids_on_device is not None:
             last_ids = rows.ids(len(spans))[:, 1]

@@ -84,7 +84,7 @@ def plan_graphs(
         return None
     if draft is not None and not (_can_be_captured(draft) and draft.device == target.device):
         draft = None
-    k, num_rows = config.num_speculative_tokens, config.max_num_sequences
+    k, num_rows = config.num_speculative_tokens, config.num_sequences_on(target.device.type)
     planned = plan_shapes(num_rows, k, draft is not None)
     sampling = find_sampling(target.vocab_size, target.device)
     judged_bytes = TORCH_BYTES if sampling is torch_sampling else KERNEL_BYTES

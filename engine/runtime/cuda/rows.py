@@ -6,16 +6,27 @@ still) is computed there. The host sends a few integers a row and those entries 
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
 from truedraft.engine.sampling.processors import SMALLEST
 
 TARGET, DRAFT = 0, 1  # whose block tables
+
+
+@dataclass(slots=True)
+class _KnownTable:
+    """Holds what was last sent of a row's table, and when that was."""
+
+    block_ids: list[int] = field(default_factory=list)
+    table: BlockTable | None = None
+    num_cuts: int = 0
 
 
 class DeviceRows:
@@ -46,7 +57,7 @@ class DeviceRows:
         self.numbers = self._rows_of(self.sent.numbers)
         self._host = self._rows_of(self.sent.host).numpy()
         self._host_floats = self._rows_of(self.sent.host.view(torch.float64)).numpy()
-        self._known: dict[tuple[int, int], list[int]] = {}  # entries of tables, by cache and row
+        self._known: dict[tuple[int, int], _KnownTable] = {}  # by cache and row
         self._places: list[int] = []
         self._entries: list[int] = []
         self._row_of: dict[Hashable, int] = {}
@@ -95,18 +106,21 @@ class DeviceRows:
         temperature = max(params.temperature or 1.0, SMALLEST)
         self._host_floats[row, Field.TEMPERATURE : Field.IDS] = temperature, params.top_p, params.min_p
 
-    def set_table(self, cache: int, row: int, block_ids: list[int]) -> None:
-        block_ids = block_ids[: self.tables.shape[2]]  # more may be reserved, and will not be used
-        known = self._known.get((cache, row), [])
-        if known == block_ids:
-            return
-        first = min(len(known), len(block_ids))
-        if block_ids[:first] != known[:first]:
+    def set_table(self, cache: int, row: int, table: BlockTable) -> None:
+        """Sends what the row's table on the device lacks. Of a table that has only grown nothing else is
+        looked at: texts may be long."""
+        known = self._known.setdefault((cache, row), _KnownTable())
+        end = min(len(table.block_ids), self.tables.shape[2])  # more may be reserved, and will not be used
+        first = min(len(known.block_ids), end)
+        has_only_grown = known.table is table and known.num_cuts == table.num_cuts
+        if not has_only_grown and known.block_ids[:first] != table.block_ids[:first]:
             first = 0
+        added = table.block_ids[first:end]
         place = (cache * self.max_rows + row) * self.tables.shape[2]
-        self._places += range(place + first, place + len(block_ids))
-        self._entries += block_ids[first:]
-        self._known[cache, row] = block_ids
+        self._places += range(place + first, place + end)
+        self._entries += added
+        known.block_ids[first:] = added
+        known.table, known.num_cuts = table, table.num_cuts
 
     def send(self, num_rows: int) -> None:
         """The first ``num_rows``, before whatever is launched next."""

@@ -8,7 +8,7 @@ tokens, or goes in two halves.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import repeat
 from operator import add
@@ -52,6 +52,7 @@ class CudaRunner:
         self.draft = graphs.draft
         self.drafting = None if graphs.draft is None else drafting
         self.phases = phases
+        self.when_launched: Callable[[], None] = lambda: None
         self._adjuster = Adjuster(graphs)
 
     @torch.inference_mode()
@@ -64,6 +65,7 @@ class CudaRunner:
             return self.phases.run(plan)
         launched = [self._launch(group) for group in groups]
         ours = {part.sequence for part in parts}
+        self.when_launched()
         by_phases = self._run_others(plan, ours)
         done = _joined([each.read() for each in launched])
         if by_phases.rounds:
@@ -147,10 +149,10 @@ class CudaRunner:
         table = self._draft_table(sequence)
         has_before = table.num_computed_tokens >= last
         rows.set_row(row, last, known, length, num_drawn, int(has_before))
-        rows.set_table(TARGET, row, sequence.target_blocks.block_ids)
+        rows.set_table(TARGET, row, sequence.target_blocks)
         sequence.target_blocks.num_computed_tokens = last + 1 + length
         if num_drawn:
-            rows.set_table(DRAFT, row, table.block_ids)
+            rows.set_table(DRAFT, row, table)
             table.num_computed_tokens = last + num_drawn
 
     def _draft_table(self, sequence: Sequence) -> BlockTable:
