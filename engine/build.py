@@ -213,7 +213,7 @@ def make_core(
         runner=runner,
         scheduler=Scheduler(
             target_pool=memory.target_pool,
-            max_num_sequences=config.max_num_sequences,
+            max_num_sequences=config.num_sequences_on(target.device.type),
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=SpeculationPlanner(costs, lookups, proposers),
             proposers=proposers,
@@ -244,7 +244,7 @@ def _costs(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer], 
     step_seconds = config.step_seconds if isinstance(runner, NativeRunner) else 0.0
     if config.num_speculative_tokens != "auto":
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
-    max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
+    max_tokens = config.num_sequences_on(memory.target.device.type) * (max(AUTO_LIMITS.values()) + 1)
     drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
     if memory.head is not None:
         drafts[EAGLE] = memory.head, memory.head_pool
@@ -377,13 +377,14 @@ def _cache_sizes(
     if graphs is not None:
         budget -= bytes_per_block
     longest = -(-max_model_len // config.block_size)
+    num_sequences = config.num_sequences_on(models[0].device.type)
     sizes = cache_sizes(
         budget,
         bytes_per_block,
         state_bytes,
         config.block_size,
-        config.max_num_sequences,
-        longest * config.max_num_sequences,
+        num_sequences,
+        longest * num_sequences,
     )
     if sizes.num_blocks < 1:
         states = f" and the states of one sequence ({state_bytes} bytes)" if state_bytes else ""

@@ -85,6 +85,7 @@ class TapeCapture:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_recorded = 0
+        self.names: list[str] = []  # recorded operations
         self._late: list[Callable[[], object]] = []
 
     def host_buffer(self, size: int) -> torch.Tensor:
@@ -108,6 +109,7 @@ class TapeCapture:
         with tape:
             function()
         self.num_recorded += 1
+        self.names += [func.overloadpacket.__name__ for func, *_ in tape.calls]
 
         def replay() -> None:
             self._arrive()

@@ -195,6 +195,7 @@ class BlockPool:
         for block in reversed(table.block_ids[num_kept:]):
             self._drop(block)
         del table.block_ids[num_kept:]
+        table.num_cuts += 1
         del table.hashes[num_kept:]
 
     def release(self, table: BlockTable) -> None:

@@ -1,6 +1,7 @@
 """What executes a step: drafts, scores and verifies what the scheduler has planned."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from truedraft.engine.core.needs import Needs
 from truedraft.engine.core.step import StepPlan, StepResult
@@ -17,3 +18,10 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one round, or several up to ``plan.max_rounds`` where they are short."""
+
+
+@runtime_checkable
+class LaunchingRunner(Runner, Protocol):
+    """Calls ``when_launched`` when the device is at work on a step, and the host would only wait for it."""
+
+    when_launched: Callable[[], None]

@@ -152,7 +152,8 @@ def find_kernels(
             shared = shape.num_heads // shape.num_kv_heads
             # The largest number of new tokens for every size of program.
             queries = {kernels.tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
-            look = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.scaling, shape.sliding_window
+            heads = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.norm is None
+            look = *heads, shape.scaling, shape.sliding_window
             if look in checked:
                 continue
             checked.add(look)
@@ -171,7 +172,7 @@ def find_kernels(
 def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> bool:
     """Tells whether the kernels are made for such layers on such a device, and triton is installed."""
     return (
-        _is_fit(device)
+        is_fit(device)
         and dtype in TOLERANCES
         and all(_is_served(shape) for shape in shapes)
         and find_spec("triton") is not None
@@ -190,7 +191,7 @@ def _is_served(shape: AttentionShape) -> bool:
     )
 
 
-def _is_fit(device: torch.device) -> bool:
+def is_fit(device: torch.device) -> bool:
     # AMD's devices are called cuda as well; nothing was compiled for them, not even to look at it.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
@@ -216,9 +217,10 @@ def is_right(
         [torch.randn(tokens, *heads, generator=generator).to(device, dtype) for _ in range(2)]
         for tokens in (len(stored), len(batch.slots))
     )
-    # Side by side with keys, as in a layer: the kernel is compiled for the distance from token to token.
-    both = shape.num_heads + shape.num_kv_heads
-    query = torch.randn(len(batch.slots), both, shape.head_size, generator=generator)
+    # Side by side with keys, as in a layer, and with values where no norm has made a copy: the kernel is
+    # compiled for the distance from token to token.
+    others = shape.num_kv_heads * (2 if shape.norm is None else 1)
+    query = torch.randn(len(batch.slots), shape.num_heads + others, shape.head_size, generator=generator)
     # Some keys matter much more than others, so that none can be missed.
     query = (query * (4 / (shape.scaling * shape.head_size**0.5))).to(device, dtype)[:, : shape.num_heads]
     outputs = []

@@ -128,7 +128,9 @@ def attend_group(
 def _has_flash(query: torch.Tensor, values: torch.Tensor) -> bool:
     """Tells whether torch's flash kernel is made for these, and for their device."""
     size = query.shape[-1]
-    is_fit = query.is_cuda and query.dtype.itemsize == 2 and values.shape[-1] == size <= MAX_FLASH_HEAD_SIZE
+    # AMD's devices are called cuda as well; what torch has for them was never tried.
+    is_nvidia = query.is_cuda and torch.version.hip is None
+    is_fit = is_nvidia and query.dtype.itemsize == 2 and values.shape[-1] == size <= MAX_FLASH_HEAD_SIZE
     return is_fit and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
 
 

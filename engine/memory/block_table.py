@@ -11,7 +11,8 @@ class BlockTable:
     cross-attention looks at. ``state_slot`` is where recurrent layers keep the sequence's states, which are
     folded over its first ``num_folded_tokens``; later ones of the computed tokens may be taken back. The
     newest snapshot of the states is good for the first ``num_kept_tokens``; another text was found to have
-    the first ``num_shared_tokens``, or 0 if there is a snapshot near by.
+    the first ``num_shared_tokens``, or 0 if there is a snapshot near by. Blocks have been taken away
+    ``num_cuts`` times; others are only added at the end.
     """
 
     def __init__(self, num_encoder_tokens: int = 0) -> None:
@@ -23,3 +24,4 @@ class BlockTable:
         self.num_folded_tokens = 0
         self.num_kept_tokens = 0
         self.num_shared_tokens = 0
+        self.num_cuts = 0

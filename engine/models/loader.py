@@ -62,6 +62,8 @@ from truedraft.engine.native.linears import NativeLinears
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The first NVIDIA devices that compute in bfloat16.
+BFLOAT16_CAPABILITY = (8, 0)
 NOT_QUANTISED = (
     "{} cannot be quantised: that needs a Llama-shaped model, in float32 and with a C compiler on a CPU, or "
     "on a GPU of compute capability 8.0 with Triton"
@@ -82,9 +84,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[name]
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    has_bfloat16 = not is_nvidia or torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
+    return torch.bfloat16 if has_bfloat16 else torch.float16
 
 
 def load_options(config: EngineConfig) -> LoadOptions:

@@ -22,6 +22,7 @@ from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.runner import LaunchingRunner
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.messages import (
@@ -56,7 +57,8 @@ STATE_SECONDS = 0.5
 
 
 class Worker:
-    """``outbox`` says which outputs are sent after a step. None stay in it when no step follows."""
+    """``outbox`` says which outputs are sent after a step. None stay in it when no step follows. Where the
+    runner tells when the device is at work, they are encoded and sent meanwhile, a launch later."""
 
     def __init__(self, core: EngineCore, connection: Connection, outbox: Outbox) -> None:
         self.core = core
@@ -64,6 +66,10 @@ class Worker:
         self.outbox = outbox
         self.running = True
         self.next_state = 0.0
+        self.unsent: list[StepOutput | Failed] = []
+        self.sends_late = isinstance(core.runner, LaunchingRunner)
+        if isinstance(core.runner, LaunchingRunner):
+            core.runner.when_launched = self._send_rest
         self.heartbeat = Heartbeats()
         # Each request has itself, its grammar while that is compiled, and what was aborted of it meanwhile.
         self.compiling: dict[str, tuple[Generate, Future[Any], list[Abort]]] = {}
@@ -74,8 +80,11 @@ class Worker:
                 self.heartbeat.beat()
                 self._drain_inbox()
                 if self.core.has_work:
-                    self._send_step(self.core.step())
+                    results = self.core.step()
+                    self._send_rest()  # if nothing was launched
+                    self._send_step(results)
         finally:  # an error leaves what was computed before as good as ever
+            self._send_rest()
             if left := self.outbox.empty():
                 self.connection.send(StepOutput(left, self.core.snapshot()))
 
@@ -85,12 +94,18 @@ class Worker:
         if failures or not self.core.has_work:
             due += self.outbox.empty()
         if due or failures:
-            self.connection.send(StepOutput(due, self.core.snapshot()))
-        for failure in failures:
-            self.connection.send(failure)
+            self.unsent.append(StepOutput(due, self.core.snapshot()))
+        self.unsent += failures
+        if not (self.sends_late and self.core.has_work):
+            self._send_rest()
         if not self.core.has_work or time.monotonic() > self.next_state:
             self.next_state = time.monotonic() + STATE_SECONDS
             self.connection.send(SpeculationState(self.core.speculation()))
+
+    def _send_rest(self) -> None:
+        unsent, self.unsent = self.unsent, []
+        for message in unsent:
+            self.connection.send(message)
 
     def _drain_inbox(self) -> None:
         """Handle what has arrived; with nothing to do, wait for something, but not for ever."""
@@ -134,6 +149,7 @@ class Worker:
         self.core.abort(message.request_id, message.index)
         self.outbox.forget(message.request_id, message.index)
         if not self.core.has_work:  # no step will follow to tell what is in use now
+            self._send_rest()
             self.connection.send(StepOutput(self.outbox.empty(), self.core.snapshot()))
 
     def _handle(self, data: bytes) -> None:
@@ -175,6 +191,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         if limits is None
         else EncoderDecoderLengths(limits.max_prompt_len, limits.max_output_len, len(limits.start_ids)),
         forward=core.target.model.way,
+        max_num_sequences=core.scheduler.max_num_sequences,
         num_state_slots=max(pool.states.num_slots if pool.states else 0 for pool in pools),
         state_bytes=sum(model.model.state_bytes_per_sequence for model in (core.target, core.draft) if model),
     )

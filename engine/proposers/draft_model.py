@@ -9,7 +9,6 @@ from collections.abc import Sequence as Sequences
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.needs import Need
@@ -21,6 +20,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DRAFT_MODEL
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
+from truedraft.engine.sampling.ops import in_width
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 
@@ -104,12 +104,3 @@ class DraftModelProposer(Proposer):
             replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
             for span in spans
         ]
-
-
-def in_width(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """A draft's ``logits`` [rows, its vocabulary] in the target's width: ids only one of both knows have
-    probability zero."""
-    missing = vocab_size - logits.shape[-1]
-    if missing > 0:
-        return F.pad(logits, (0, missing), value=-torch.inf)
-    return logits if missing == 0 else logits[:, :vocab_size]

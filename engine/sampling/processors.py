@@ -1,8 +1,9 @@
 """Logits to the distribution that is sampled: temperature, top-k, top-p, min-p, in this order.
 
 The same function makes the target's and the draft's distributions, for every drafted position at once.
-Cuts are thresholds on the probability: tokens that tie with the last one kept are kept as well, so that
-the result does not depend on how a sort breaks ties.
+Cuts are thresholds on what a token weighs, if the most likely one weighs 1: tokens that tie with the last
+one kept are kept as well, so that the result does not depend on how a sort breaks ties. Nor does it depend on
+the order in which anything is added, as sums are of integers (``ops``).
 """
 
 from functools import lru_cache
@@ -13,6 +14,7 @@ import torch
 
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.sampling.ops import WEIGHT_UNIT, exp_below, goal_of, units
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
 TOP_P_CANDIDATES = 1024
@@ -68,54 +70,57 @@ def to_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     logits = logits.float()
     # The maximum goes first: a temperature next to zero would make infinities of the logits.
     logits = logits - logits.amax(-1, keepdim=True)
-    probs = (logits / sampling.temperature[..., None]).softmax(-1)
-    if not (sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p):
-        return probs
-    threshold = _threshold(probs, sampling)
-    probs = torch.where(probs >= threshold, probs, 0.0)
-    return probs / probs.sum(-1, keepdim=True)
+    weights = exp_below(logits / sampling.temperature[..., None])
+    if sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p:
+        weights = torch.where(weights >= _threshold(weights, sampling), weights, 0.0)
+    total = units(weights, WEIGHT_UNIT).sum(-1, keepdim=True)
+    return weights / (total.double() * WEIGHT_UNIT).float()
 
 
-def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """The smallest probability that is kept: [batch, positions, 1]."""
+def _threshold(weights: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+    """The smallest weight that is kept: [batch, positions, 1]. The most likely token weighs 1."""
     if not (sampling.largest_top_k or sampling.any_top_p):
-        return sampling.min_p[..., None] * probs.amax(-1, keepdim=True)
-    top = _top_candidates(probs, sampling)
-    top_k, top_p = sampling.top_k[..., None], sampling.top_p[..., None]
+        return sampling.min_p[..., None]
+    top_k, top_p = sampling.top_k[..., None], sampling.top_p[..., None].double()
+    goal = torch.zeros_like(top_k)
+    if sampling.any_top_p:
+        goal = goal_of(top_p, units(weights, WEIGHT_UNIT).sum(-1, keepdim=True))
+    top = _top_candidates(weights, sampling, goal)
+    masses = units(top, WEIGHT_UNIT)
     if not sampling.largest_top_k:
-        kept = top.cumsum(-1) - top < top_p
+        kept = masses.cumsum(-1) - masses < goal.clamp(min=1)
     else:
-        kept = (top_k == 0) | (torch.arange(top.shape[-1], device=probs.device) < top_k)
+        kept = (top_k == 0) | (torch.arange(top.shape[-1], device=top.device) < top_k)
         if sampling.any_top_p:
-            mass = torch.where(kept, top, 0.0)
-            total = torch.where(top_k == 0, 1.0, mass.sum(-1, keepdim=True))
-            mass_before = mass.cumsum(-1) - mass
-            kept = kept & ((mass_before < top_p * total) | (top_p >= 1))
+            kept_masses = torch.where(kept, masses, 0)
+            goal = torch.where(top_k == 0, goal, goal_of(top_p, kept_masses.sum(-1, keepdim=True)))
+            before = kept_masses.cumsum(-1) - kept_masses
+            kept = kept & ((before < goal.clamp(min=1)) | (top_p >= 1))
     smallest = torch.where(kept, top, torch.inf).amin(-1, keepdim=True)
     if sampling.any_uncut:
         smallest = torch.where((top_k == 0) & (top_p >= 1), 0.0, smallest)
     if sampling.any_min_p:
-        smallest = torch.maximum(smallest, sampling.min_p[..., None] * top[..., :1])
+        smallest = torch.maximum(smallest, sampling.min_p[..., None])
     return smallest
 
 
-def _top_candidates(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """The highest probabilities in falling order, as many as the cuts may look at."""
-    vocab_size = probs.shape[-1]
+def _top_candidates(weights: torch.Tensor, sampling: SamplingTensors, goal: torch.Tensor) -> torch.Tensor:
+    """The highest weights in falling order, as many as the cuts may look at; top-p keeps ``goal`` units."""
+    vocab_size = weights.shape[-1]
     num_candidates = max(1, sampling.largest_top_k)
     if sampling.any_top_p:
-        num_candidates = max(num_candidates, TOP_P_CANDIDATES)
+        num_candidates = max(num_candidates, TOP_P_CANDIDATES if sampling.may_wait else vocab_size)
     num_candidates = min(num_candidates, vocab_size)
-    if num_candidates > 1 and vocab_size <= MAX_SORTED and probs.device.type == "cpu" and sampling.may_wait:
-        top = torch.from_numpy(np.sort(probs.numpy(), -1)[..., ::-1][..., :num_candidates].copy())
+    if num_candidates > 1 and vocab_size <= MAX_SORTED and weights.device.type == "cpu" and sampling.may_wait:
+        top = torch.from_numpy(np.sort(weights.numpy(), -1)[..., ::-1][..., :num_candidates].copy())
     elif num_candidates == vocab_size:
-        top = probs.sort(-1, descending=True).values
+        top = weights.sort(-1, descending=True).values
     else:
-        top = probs.topk(num_candidates).values
+        top = weights.topk(num_candidates).values
     if sampling.any_top_p and num_candidates < vocab_size and sampling.may_wait:
-        uncovered = top.sum(-1) < sampling.top_p
+        uncovered = units(top, WEIGHT_UNIT).sum(-1) < goal.squeeze(-1)
         if sampling.largest_top_k or sampling.any_uncut:
             uncovered = uncovered & (sampling.top_k == 0) & (sampling.top_p < 1)
         if uncovered.any():
-            return probs.sort(-1, descending=True).values
+            return weights.sort(-1, descending=True).values
     return top

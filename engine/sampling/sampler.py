@@ -312,8 +312,8 @@ class Sampler:
         if sampling is None:
             params = [self.rows[i].params for i in indices]
             sampling = self._sampling[key] = SamplingTensors.build(params, self.device)
-        # Any distribution will do for a draft, as the verdict knows it; only a trace must be reproducible.
-        if is_draft and not self.traced and self.device.type != "cpu":
+        # A draft model's next pass must not wait for the host.
+        if is_draft and self.device.type != "cpu":
             sampling = sampling._replace(may_wait=False)
         return self.backend.probs(logits, sampling)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from truedraft.engine.sampling.ops import inverse_cdf
+from truedraft.engine.sampling.ops import PROB_UNIT, inverse_cdf, units
 
 
 class Verdict(NamedTuple):
@@ -199,7 +199,8 @@ def block_stand_probs(
         weights.append(weight)
     prefix_weights = torch.stack(weights, dim=1)
     scaled_target = prefix_weights[:, :-1, None] * target_probs[:, :-1]
-    mass = (scaled_target - draft_probs).clamp(min=0).sum(-1)
+    left = units((scaled_target - draft_probs).clamp(min=0), PROB_UNIT)
+    mass = left.sum(-1).double() * PROB_UNIT
     slack = mass + 1 - prefix_weights[:, :-1]
     stand = torch.where(slack > 0, mass / slack, 1.0)
     stand = torch.cat([stand, prefix_weights[:, -1:]], dim=1)
@@ -214,7 +215,8 @@ def residual(target_row: torch.Tensor, draft_row: torch.Tensor, weight: torch.Te
     rejection there has probability zero in exact arithmetic, and the target's row is the limit.
     """
     left = (weight[..., None] * target_row - draft_row).clamp(min=0)
-    return torch.where(left.sum(-1, keepdim=True) > 0, left, target_row.double())
+    mass = units(left, PROB_UNIT).sum(-1, keepdim=True)
+    return torch.where(mass > 0, left, target_row.double())
 
 
 def probs_of_draft(

@@ -301,7 +301,7 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
     """Returns lines that say what the loaded pair can take: what drafts, and what fits into the cache."""
     longest = longest_request(worker)
     blocks_per_request = -(-longest // worker.block_size)
-    num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)
+    num_requests = min(worker.num_target_blocks // blocks_per_request, worker.max_num_sequences)
     states = []
     if worker.num_state_slots:
         num_requests = min(num_requests, worker.num_state_slots)

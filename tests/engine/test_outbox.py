@@ -1,5 +1,6 @@
 """Which outputs wait in the worker, and that none is lost, doubled, overtaken or held without need."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
@@ -7,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from truedraft.engine.core.needs import EVERY_NEED
+from truedraft.engine.core.step import StepResult
 from truedraft.engine.messages import (
     Abort,
     DraftCounts,
@@ -114,6 +117,7 @@ class ScriptedCore:
     def __init__(self, steps: "list[list[TokenOutput | Failed] | Exception]") -> None:
         self.steps = steps
         self.has_work = False
+        self.runner: object = None
 
     def add(self, request: Generate) -> None:
         self.has_work = True
@@ -187,6 +191,63 @@ def run(
 END = output(A, 4, end="stop")
 # A message is looked for once before each step and once more after each that came: None ends the looking.
 ONE, TWO, THREE = ([GENERATE, *[None] * number] for number in (1, 2, 3))
+
+
+class Launching:
+    """Is a runner that launches."""
+
+    supports = EVERY_NEED
+
+    def __init__(self) -> None:
+        self.when_launched: Callable[[], None] = lambda: None
+
+    def run(self, plan: object) -> StepResult:
+        raise AssertionError("the core is scripted")
+
+
+def test_a_message_is_sent_when_the_next_step_is_launched() -> None:
+    """The device does not wait for the host to encode it; where no step follows, it is sent at once."""
+    core, connection = ScriptedCore([[FIRST], [SECOND], [], [END]]), ScriptedConnection([GENERATE])
+    core.runner = runner = Launching()
+    worker = Worker(core, connection, Outbox(0))  # type: ignore[arg-type]
+    seen: list[list[int]] = []
+
+    def sent() -> list[int]:
+        steps = [message for message in connection.sent if isinstance(message, StepOutput)]
+        return [token_id for step in steps for output in step.outputs for token_id in output.token_ids]
+
+    step = core.step
+
+    def launched() -> list[TokenOutput | Failed]:
+        seen.append(sent())
+        if len(core.steps) != 2:  # one step launches nothing
+            runner.when_launched()
+        seen.append(sent())
+        worker.running = len(core.steps) > 1
+        return step()
+
+    core.step = launched  # type: ignore[method-assign]
+    worker.run()
+    assert seen == [[], [], [], [1], [1], [1], [1, 2], [1, 2]]
+    assert sent() == [1, 2, 4]
+
+
+def test_many_streams_are_sent_less_often() -> None:
+    """A front end would not keep up; with few streams the setting is kept to, and 0 always is."""
+    for interval, num_streams, expected in (
+        (0.01, 60, 0.01),
+        (0.01, 200, 0.03),
+        (0.01, 9000, 0.05),
+        (0, 9, 0),
+    ):
+        clock = Clock()
+        outbox = Outbox(interval, clock)
+        outbox.empty()
+        outputs = [output((str(number), 0), 1) for number in range(num_streams)]
+        clock.now = 0.999 * expected
+        assert bool(outbox.put(outputs)) == (expected == 0)
+        clock.now = 1.001 * expected
+        assert outbox.put(outputs)
 
 
 def test_without_an_interval_every_step_is_sent() -> None:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from truedraft.engine.cuda.triton_run import find_kernels, serves
 from truedraft.engine.layers import attention
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.run import AttentionShape
+from truedraft.engine.layers.torch_run import TorchPointwise
+from truedraft.engine.models.loader import resolve_dtype
 
 ROOT = Path(__file__).parent.parent.parent
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -56,8 +59,8 @@ def test_long_chunks_without_a_mask(
 @needs_triton
 def test_in_the_interpreter() -> None:
     """In a process of its own, as triton must know before it is imported."""
-    cases = "tests/engine/triton_cases.py"
-    run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    cases = "tests/engine/triton_cases.py", "tests/engine/triton_sampling_cases.py"
+    run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases, TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -74,17 +77,60 @@ def test_on_a_cpu_nothing_is_tried() -> None:
 def test_without_triton_nothing_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "is_fit", lambda device: True)
     monkeypatch.setattr(triton_run, "find_spec", lambda name: None)
     assert find_kernels([SHAPE], torch.float32, torch.device("cpu")) is None
     assert not caplog.text
+
+
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_kernels_are_checked_with_the_distances_that_serve(is_normed: bool) -> None:
+    """What is compiled for another distance from token to token would be compiled while serving."""
+    seen: list[int] = []
+
+    def attend(output: torch.Tensor, query: torch.Tensor, *others: Any) -> None:
+        seen.append(query.stride(0))
+        torch_kernels.attend_rows(output, query, *others)
+
+    shape = replace(SHAPE, norm=Norm(torch.ones(6, 16), 1e-6) if is_normed else None)
+    assert triton_run.is_right(attend, shape, torch.float32, torch.device("cpu"), queries=2)
+    query_key, _ = TorchPointwise().split_heads(shape, torch.ones(3, (4 + 2 * 2) * 16))
+    assert set(seen) == {query_key.stride(0)}
+
+
+@pytest.mark.parametrize(("hip", "is_used"), [(None, True), ("6.4", False)])
+def test_the_flash_kernel_is_for_nvidias_devices(
+    hip: str | None, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 64), device="cuda")
+    assert attention._has_flash(query, query) == is_used  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "dtype"),
+    [
+        ((7, 5), None, torch.float16),
+        ((8, 0), None, torch.bfloat16),
+        ((7, 5), "6.4", torch.bfloat16),
+    ],
+)
+def test_devices_without_bfloat16_compute_in_float16(
+    capability: tuple[int, int], hip: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_dtype("auto", torch.device("cuda")) == dtype
+    assert resolve_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 16), (torch.float32, 320)])
 def test_what_it_is_not_made_for_is_not_tried(
     dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "is_fit", lambda device: True)
     shape = AttentionShape(0, 4, 2, size, 0.25, None, None)
     assert find_kernels([shape], dtype, torch.device("cpu")) is None
     assert not caplog.text
@@ -105,7 +151,7 @@ def test_what_it_is_not_made_for_is_not_tried(
 def test_one_layer_without_kernels_leaves_all_to_torch(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "is_fit", lambda device: True)
     monkeypatch.setattr(triton_run, "find_spec", lambda name: True)
     assert serves([SHAPE], torch.float32, torch.device("cpu"))
     assert not serves([SHAPE, replace(SHAPE, **more)], torch.float32, torch.device("cpu"))

@@ -120,7 +120,7 @@ def test_splits_by_shape() -> None:
 @pytest.fixture
 def on_the_cpu(monkeypatch: Patch) -> None:
     """The CPU counts as a device for the kernel, in the interpreter."""
-    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "is_fit", lambda device: True)
 
 
 # Bugs, planted in the kernels' text.
@@ -229,7 +229,7 @@ def eager_engines_gather(monkeypatch: Patch) -> Callable[..., Any]:
     def build(target: str, draft: str | None, cuda_graphs: bool, **config: Any) -> Any:
         with monkeypatch.context() as patch:
             if not cuda_graphs:
-                patch.setattr(triton_run, "_is_fit", lambda device: False)
+                patch.setattr(triton_run, "is_fit", lambda device: False)
             core = make_engine(target, draft, cuda_graphs=cuda_graphs, **config)
         assert reads_in_place(core.target) == cuda_graphs
         return core
@@ -253,7 +253,7 @@ def test_same_tokens(models: Models, on_the_cpu: None, monkeypatch: Patch) -> No
     prompts = [[1, 2, 3], [4], list(range(16)) * 3]
     monkeypatch.setattr(triton_run, "is_right", lambda *_: True)  # other cases look
     ours = make_engine(models.target, models.close_draft, native_kernels=False)
-    monkeypatch.setattr(triton_run, "_is_fit", lambda device: False)
+    monkeypatch.setattr(triton_run, "is_fit", lambda device: False)
     theirs = make_engine(models.target, models.close_draft, native_kernels=False)
     assert reads_in_place(ours.target)
     assert not reads_in_place(theirs.target)

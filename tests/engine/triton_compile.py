@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from truedraft.engine.cuda import kernels
+from truedraft.engine.cuda import kernels, sampling_kernels
 
 # The least that a program may have on any of them, of which some driver's share is taken off.
 SHARED_MEMORY = 96 << 10
@@ -87,6 +87,26 @@ def compile_small(capability: int, dtype: torch.dtype, size: int) -> None:
     check(compiled(kernels.rms_norm_row, capability, dtype, norm, own), capability, dtype, size)
 
 
+def compile_sampling(capability: int, vocab_size: int) -> None:
+    """Nothing may be fused: a product would keep digits that torch's operations round off."""
+    sizes = {"VOCAB": vocab_size, "WIDTH": 29, "TILE": sampling_kernels.TILE}
+    for kernel, more in (
+        (sampling_kernels.draw_row, {"NUM_LOGITS": vocab_size, "MAX_DRAWN": 8}),
+        (sampling_kernels.judge_position, {}),
+        (sampling_kernels.judge_row, {"QUERIES": 5, "MAX_DRAWN": 8, "VERDICT_WIDTH": 19}),
+    ):
+        given = sizes | more
+        floats = ("logits", "probs", "draft_probs")
+        types = {name: "*fp32" if name in floats else "*i64" for name in kernel.arg_names}
+        types |= dict.fromkeys(given, "constexpr")
+        constants = {(kernel.arg_names.index(name),): value for name, value in given.items()}
+        options = {"num_warps": sampling_kernels.NUM_WARPS, "enable_fp_fusion": False}
+        source = ASTSource(kernel, types, constants)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        check(made, capability, kernel)
+        assert not {"fma.rn.f32", "div.full.f32"} & {*made.asm["ptx"].split()}
+
+
 def check(made: Any, *what: Any) -> None:
     assert made.asm["cubin"]
     assert made.metadata.shared <= SHARED_MEMORY, (*what, made.metadata.shared)
@@ -104,3 +124,5 @@ if __name__ == "__main__":
     compile_small(90, torch.bfloat16, 128)
     compile_small(80, torch.float16, 96)
     compile_small(89, torch.float32, 8)
+    compile_sampling(90, 128_256)
+    compile_sampling(80, 151_936)

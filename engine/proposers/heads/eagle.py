@@ -20,8 +20,8 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import EAGLE
 from truedraft.engine.models.heads.eagle import EagleHead
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.draft_model import in_width
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
+from truedraft.engine.sampling.ops import in_width
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 # What a place holds depends on the token after it.

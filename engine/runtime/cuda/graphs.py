@@ -2,8 +2,8 @@
 
 On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. One graph for
 each number of rows is a draft model's pass, one for each number of rows and tokens is the target's. What is
-drawn from their logits, and judged by them, is captured apart, for each kind of rows: between a pass and its
-verdict the logits of rows that ask for more are adjusted. What no captured shape holds runs by phases,
+drawn from their logits, and judged by them, is captured apart: between a pass and its verdict the logits of
+rows that ask for more are adjusted. What no captured shape holds runs by phases,
 through the same caches.
 
 The smallest and the largest pass of each kind are compared with the usual one on a short text, and their
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from truedraft.engine.cuda.fields import Field, RuleCode
+from truedraft.engine.cuda.triton_sampling import Sampling
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
@@ -24,10 +26,8 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.agreement import TOLERANCES, same_logits
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.draft_model import in_width
 from truedraft.engine.runtime.cuda.capture import Capture
-from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows, Field, RuleCode
-from truedraft.engine.runtime.cuda.sampling import Draws, draw_draft, verdict
+from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows
 from truedraft.engine.runtime.cuda.shapes import (
     DRAFT_TOKENS,
     Captured,
@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 class RoundGraphs:
     """The captured passes of a target and, if there is one, its draft model, over their caches. ``rows`` are
-    what they read and, where drafts are drawn, write. ``enabled`` is for comparisons."""
+    what they read and, where drafts are drawn, write; ``sampling`` draws and judges. ``enabled`` is for
+    comparisons."""
 
     def __init__(
         self,
@@ -54,11 +55,13 @@ class RoundGraphs:
         rows: DeviceRows,
         planned: Sequence[Captured],
         max_drawn: int,
+        sampling: Sampling,
         capture: Capture,
     ) -> None:
         self.target = target
         self.draft = draft
         self.rows = rows
+        self.sampling = sampling
         self.capture = capture
         self.max_drawn = max_drawn
         device, vocab_size = target.device, target.vocab_size
@@ -74,7 +77,7 @@ class RoundGraphs:
         self.num_replays = 0  # counts passes
         self.num_misses = 0
         self._passes: dict[tuple[int, int | None], Shape | None] = {}
-        self._stages: dict[tuple[Draws, int, int | None], Stage | None] = {}
+        self._stages: dict[tuple[int, int | None], Stage | None] = {}
 
     def find_pass(self, num_rows: int, queries: int | None) -> Shape | None:
         """Returns the captured pass for a batch; None if there is none."""
@@ -85,18 +88,18 @@ class RoundGraphs:
             self._passes[key] = smallest(*key, self.replays)
         return self._passes[key]
 
-    def find(self, draws: Draws, num_rows: int, queries: int | None) -> Stage | None:
+    def find(self, num_rows: int, queries: int | None) -> Stage | None:
         """Returns the captured draws or verdicts for a batch, whose pass is captured, too; None without."""
         if not self.enabled:
             return None
-        key = draws, num_rows, queries
+        key = num_rows, queries
         if key not in self._stages:
             self._stages[key] = smallest_stage(*key, self.replays)
         return self._stages[key]
 
-    def most_queries(self, draws: Draws, num_rows: int, queries: int) -> int:
+    def most_queries(self, num_rows: int, queries: int) -> int:
         """Returns how many of ``queries`` tokens a row can be judged at once; 0 if not even one."""
-        return next((n for n in range(queries, 0, -1) if self.find(draws, num_rows, n)), 0)
+        return next((n for n in range(queries, 0, -1) if self.find(num_rows, n)), 0)
 
     def replay(self, item: Captured) -> None:
         self.num_replays += isinstance(item, Shape)
@@ -144,16 +147,9 @@ class RoundGraphs:
 
     def _draw(self, stage: Stage) -> None:
         """Draws the next token of rows that still draft."""
-        rows, num_rows = self.rows, stage.shape.rows
-        number, ids = rows.pass_number, rows.ids(num_rows)
-        drafts_still = number < rows.field(num_rows, Field.NUM_DRAWN)
-        logits = in_width(self.draft_logits[:num_rows], self.target.vocab_size)
-        drawn, probs = draw_draft(stage.draws, logits, rows, number)
-        place = number + DRAFT_TOKENS
-        kept = torch.where(drafts_still, drawn, ids.index_select(1, place).squeeze(1))
-        ids.index_copy_(1, place, kept[:, None])
-        if probs is not None:
-            self.draft_probs[:num_rows].index_copy_(1, number, probs[:, None])
+        num_rows, number = stage.shape.rows, self.rows.pass_number
+        numbers = self.rows.numbers[:num_rows]
+        self.sampling.draw_drafts(self.draft_logits[:num_rows], self.draft_probs[:num_rows], numbers, number)
         # It stays within the tensors however often this runs: warm-ups are no rounds.
         number.add_(1).remainder_(self.max_drawn)
 
@@ -177,15 +173,9 @@ class RoundGraphs:
 
     def _judge(self, stage: Stage) -> None:
         """Decides what becomes of the drafts, and which token follows them."""
-        shape, rows, num_rows = stage.shape, self.rows, stage.shape.rows
-        assert shape.queries is not None
-        num_drafts, ids = shape.queries - 1, rows.ids(num_rows)
-        num_there = rows.field(num_rows, Field.NUM_DRAFTS)[:, None]
-        is_draft = torch.arange(num_drafts, device=ids.device) < num_there
-        draft_ids = torch.where(is_draft, ids[:, 2 : 2 + num_drafts], 0)
-        probs = self.draft_probs[:num_rows, :num_drafts]
-        self.verdicts[:num_rows, :3] = verdict(stage.draws, self.logits_of(shape), draft_ids, probs, rows)
-        self.verdicts[:num_rows, 3 : 3 + num_drafts] = draft_ids
+        logits, num_rows = self.logits_of(stage.shape), stage.shape.rows
+        numbers, verdicts = self.rows.numbers[:num_rows], self.verdicts[:num_rows]
+        self.sampling.judge(logits, self.draft_probs[:num_rows], numbers, verdicts)
 
 
 class ScorePass:
@@ -216,7 +206,7 @@ class ScorePass:
         for row, span in enumerate(spans):
             length = len(span.token_ids)
             rows.set_row(row, span.table.num_computed_tokens, [0, *span.token_ids], length - 1)
-            rows.set_table(TARGET, row, span.table.block_ids)
+            rows.set_table(TARGET, row, span.table)
             end = row * shape.queries + length
             index += range(end - span.num_logits, end)
         rows.send(shape.rows)
@@ -249,7 +239,7 @@ class DraftPass:
             num_skipped = DRAFT_TOKENS - len(span.token_ids)
             last = span.table.num_computed_tokens + len(span.token_ids) - 1
             rows.set_row(row, last, [0] * num_skipped + span.token_ids, 1, 1, num_skipped)
-            rows.set_table(DRAFT, row, span.table.block_ids)
+            rows.set_table(DRAFT, row, span.table)
         rows.send(shape.rows)
         if ids_on_device is not None:
             last_ids = rows.ids(len(spans))[:, 1]
@@ -303,8 +293,8 @@ def _is_right(graphs: RoundGraphs, item: Captured, num_blocks: int, number: int)
 
 
 def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
-    """Compares draws and verdicts bit for bit: over the logits of the last pass, by every rule that the kind
-    of rows has. Each row drafts as much as there is place for, or one token less."""
+    """Compares draws and verdicts bit for bit: over the logits of the last pass, by every rule. Each row
+    drafts as much as there is place for, or one token less."""
     rows, shape = graphs.rows, stage.shape
     num_drafts = graphs.max_drawn if shape.queries is None else shape.queries - 1
     found = []
@@ -313,7 +303,7 @@ def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
         for row in range(shape.rows):
             length = max(0, num_drafts - row % 2)
             rows.set_row(row, CHECK_CONTEXT, list(range(2 + length)), length, length)
-            rows.set_sampling(row, *_rule_to_check(stage.draws, row))
+            rows.set_sampling(row, *_rule_to_check(row))
         rows.send(shape.rows)
         run()
         written = rows.ids(shape.rows), graphs.draft_probs[: shape.rows], graphs.verdicts[: shape.rows]
@@ -322,12 +312,10 @@ def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
     return all(map(torch.equal, *found))
 
 
-def _rule_to_check(draws: Draws, row: int) -> tuple[SamplingParams, int, RuleCode]:
-    rules = [RuleCode.EXACT_MATCH, RuleCode.REJECTION, RuleCode.COUPLED, RuleCode.BLOCK][: draws + 1]
-    params = SamplingParams(max_tokens=1, temperature=0.8)
-    if draws.cuts:
-        params = SamplingParams(max_tokens=1, temperature=0.8, top_k=3 * (row % 2), top_p=0.9, min_p=0.01)
-    return params, row + 1, rules[row % len(rules)]
+def _rule_to_check(row: int) -> tuple[SamplingParams, int, RuleCode]:
+    cuts = {"top_k": 3 * (row % 2), "top_p": 0.9, "min_p": 0.01} if row % 3 else {}
+    params = SamplingParams(max_tokens=1, temperature=0.8, **cuts)  # type: ignore[arg-type]
+    return params, row + 1, RuleCode(row % len(RuleCode))
 
 
 def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:

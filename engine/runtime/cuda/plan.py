@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.cuda import torch_sampling
+from truedraft.engine.cuda.triton_sampling import Sampling, find_sampling
 from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
@@ -16,10 +18,9 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.runtime.cuda.capture import Capture, make_capture
 from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
 from truedraft.engine.runtime.cuda.rows import DeviceRows
-from truedraft.engine.runtime.cuda.sampling import Draws
 from truedraft.engine.runtime.cuda.shapes import Captured, Shape, Stage, max_drafts, plan_shapes
 
-# What the driver keeps for one pass of some thousand kernels, and for one stage of up to some hundred:
+# What the driver keeps for one pass of some thousand kernels, and for one stage of a few or some hundred:
 # guesses, which have not been measured.
 GRAPH_BYTES, STAGE_BYTES = 8 << 20, 2 << 20
 # What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
@@ -27,8 +28,9 @@ GRAPH_BYTES, STAGE_BYTES = 8 << 20, 2 << 20
 FIXED_BYTES = 128 << 20
 # The most that graphs may take of the memory that is free once the models are loaded.
 MAX_SHARE = 0.25
-# Bytes of numbers that are alive together, for each position and token of the vocabulary, by what is drawn.
-DRAWS_BYTES = {Draws.GREEDY: 4, Draws.PLAIN: 28, Draws.COUPLED: 44, Draws.ANY: 60}
+# Bytes of numbers that are alive together, for each position and token of the vocabulary, where they are
+# judged: by a kernel, which keeps distributions, and by torch's operations.
+KERNEL_BYTES, TORCH_BYTES = 4, 76
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class GraphPlan:
     max_drafts: int
     max_drawn: int
     max_blocks: int
+    sampling: Sampling
     seconds: float
     memory: int
     has_draft: bool
@@ -61,7 +64,9 @@ class GraphPlan:
             self.capture,
         )
         captured = draft if self.has_draft else None
-        graphs = RoundGraphs(target, captured, rows, self.planned, self.max_drawn, self.capture)
+        graphs = RoundGraphs(
+            target, captured, rows, self.planned, self.max_drawn, self.sampling, self.capture
+        )
         deadline, min_free = started + self.seconds, free - self.memory
         if not capture_rounds(graphs, self.planned, num_blocks, deadline, min_free):
             return target, draft, None
@@ -79,19 +84,22 @@ def plan_graphs(
         return None
     if draft is not None and not (_can_be_captured(draft) and draft.device == target.device):
         draft = None
-    k, num_rows = config.num_speculative_tokens, config.max_num_sequences
-    planned = plan_shapes(num_rows, target.vocab_size, k, draft is not None)
+    k, num_rows = config.num_speculative_tokens, config.num_sequences_on(target.device.type)
+    planned = plan_shapes(num_rows, k, draft is not None)
+    sampling = find_sampling(target.vocab_size, target.device)
+    judged_bytes = TORCH_BYTES if sampling is torch_sampling else KERNEL_BYTES
     longest, drawn = max_drafts(k, draft is not None)
     max_blocks = -(-max_model_len // config.block_size)
     tables = 4 * 8 * num_rows * max_blocks  # both models have them twice: on the device, and as sent
     limit = int(MAX_SHARE * free_memory(target.device)) - tables
-    planned = _affordable(target, planned, drawn, limit)
+    planned = _affordable(target, planned, drawn, judged_bytes, limit)
     if not planned:
         logger.warning("CUDA graphs need more memory than there is, and are not used")
         return None
-    memory = _memory(target, planned, drawn) + tables
+    memory = _memory(target, planned, drawn, judged_bytes) + tables
     seconds = config.cuda_graph_seconds
-    return GraphPlan(capture, planned, longest, drawn, max_blocks, seconds, memory, draft is not None)
+    has_draft = draft is not None
+    return GraphPlan(capture, planned, longest, drawn, max_blocks, sampling, seconds, memory, has_draft)
 
 
 def _can_be_captured(model: Model) -> bool:
@@ -99,18 +107,21 @@ def _can_be_captured(model: Model) -> bool:
     return isinstance(model, FusedDecoder) and model.reads_in_place and not model.needs_host
 
 
-def _affordable(model: Model, planned: list[Captured], max_drawn: int, limit: int) -> list[Captured]:
+def _affordable(
+    model: Model, planned: list[Captured], max_drawn: int, judged_bytes: int, limit: int
+) -> list[Captured]:
     """Leaves out what needs most by itself, until the rest needs no more than ``limit`` bytes."""
-    while planned and _memory(model, planned, max_drawn) > limit:
-        largest = max(planned, key=lambda item: (_own_bytes(model, item), isinstance(item, Shape)))
+    while planned and _memory(model, planned, max_drawn, judged_bytes) > limit:
+        sizes = {item: (_own_bytes(model, item, judged_bytes), isinstance(item, Shape)) for item in planned}
+        largest = max(planned, key=lambda item: sizes[item])
         planned = [item for item in planned if largest not in (item, getattr(item, "shape", None))]
     return planned
 
 
-def _own_bytes(model: Model, item: Captured) -> int:
+def _own_bytes(model: Model, item: Captured, judged_bytes: int) -> int:
     """Returns the bytes of the tensors that live while ``item`` runs."""
     if isinstance(item, Stage):
-        return int(item.shape.num_tokens * DRAWS_BYTES[item.draws] * model.vocab_size)
+        return item.shape.num_tokens * judged_bytes * model.vocab_size
     logits = 2 * item.num_tokens * model.vocab_size * model.dtype.itemsize
     if isinstance(model, FusedDecoder) and model.is_quantised:
         logits += 4 * item.num_tokens * model.vocab_size  # products before they are joined
@@ -118,7 +129,7 @@ def _own_bytes(model: Model, item: Captured) -> int:
     return int(logits + activations)
 
 
-def _memory(model: Model, planned: list[Captured], max_drawn: int) -> int:
+def _memory(model: Model, planned: list[Captured], max_drawn: int, judged_bytes: int) -> int:
     """Returns bytes, from above: what lies next to the graphs, the largest one's tensors in the common pool,
     and what the driver keeps for each."""
     passes = [item for item in planned if isinstance(item, Shape)]
@@ -126,6 +137,6 @@ def _memory(model: Model, planned: list[Captured], max_drawn: int) -> int:
         return 0
     num_tokens, max_rows = max(item.num_tokens for item in passes), max(item.rows for item in passes)
     static = (num_tokens + max_rows * (1 + max_drawn)) * model.vocab_size * 4
-    largest = max(_own_bytes(model, item) for item in planned)
+    largest = max(_own_bytes(model, item, judged_bytes) for item in planned)
     kept = len(passes) * GRAPH_BYTES + (len(planned) - len(passes)) * STAGE_BYTES
     return FIXED_BYTES + static + largest + kept

@@ -6,40 +6,27 @@ still) is computed there. The host sends a few integers a row and those entries 
 """
 
 from collections.abc import Hashable, Sequence
-from enum import IntEnum, auto
+from dataclasses import dataclass, field
 
 import torch
 
+from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
-from truedraft.engine.sampling.processors import SMALLEST, SamplingTensors
+from truedraft.engine.sampling.processors import SMALLEST
 
 TARGET, DRAFT = 0, 1  # whose block tables
 
 
-class Field(IntEnum):
-    """The numbers of a row, int64; the last three are float64 by their bits. Token ids follow: the one before
-    the pending one, the pending one, then the drafts."""
+@dataclass(slots=True)
+class _KnownTable:
+    """Holds what was last sent of a row's table, and when that was."""
 
-    NUM_STORED = 0  # tokens in the target's cache, which is the position of the pending one
-    NUM_DRAFTS = auto()  # to be scored; -1: there is no row
-    NUM_DRAWN = auto()  # the draft model draws so many of them: all or none
-    NUM_SKIPPED = auto()  # 1: the draft's cache has the token before the pending one
-    SEED = auto()
-    RULE = auto()
-    TOP_K = auto()
-    TEMPERATURE = auto()
-    TOP_P = auto()
-    MIN_P = auto()
-    IDS = auto()
-
-
-class RuleCode(IntEnum):
-    EXACT_MATCH = 0
-    REJECTION = 1
-    COUPLED = 2
-    BLOCK = 3
+    block_ids: list[int] = field(default_factory=list)
+    table: BlockTable | None = None
+    num_cuts: int = 0
 
 
 class DeviceRows:
@@ -61,7 +48,7 @@ class DeviceRows:
         self.block_size = block_size
         self.scratch_slot = scratch_slot
         self.tables = torch.zeros(2, max_rows, max_blocks, dtype=torch.int64, device=device)
-        self.width = Field.IDS + 2 + max_drafts
+        self.width = DRAFTS + max_drafts
         # It holds the number of the draft model's pass, then the rows.
         self.sent = SentNumbers(1 + max_rows * self.width, device, capture)
         self.pass_number = self.sent.numbers[:1]
@@ -70,7 +57,7 @@ class DeviceRows:
         self.numbers = self._rows_of(self.sent.numbers)
         self._host = self._rows_of(self.sent.host).numpy()
         self._host_floats = self._rows_of(self.sent.host.view(torch.float64)).numpy()
-        self._known: dict[tuple[int, int], list[int]] = {}  # entries of tables, by cache and row
+        self._known: dict[tuple[int, int], _KnownTable] = {}  # by cache and row
         self._places: list[int] = []
         self._entries: list[int] = []
         self._row_of: dict[Hashable, int] = {}
@@ -119,18 +106,21 @@ class DeviceRows:
         temperature = max(params.temperature or 1.0, SMALLEST)
         self._host_floats[row, Field.TEMPERATURE : Field.IDS] = temperature, params.top_p, params.min_p
 
-    def set_table(self, cache: int, row: int, block_ids: list[int]) -> None:
-        block_ids = block_ids[: self.tables.shape[2]]  # more may be reserved, and will not be used
-        known = self._known.get((cache, row), [])
-        if known == block_ids:
-            return
-        first = min(len(known), len(block_ids))
-        if block_ids[:first] != known[:first]:
+    def set_table(self, cache: int, row: int, table: BlockTable) -> None:
+        """Sends what the row's table on the device lacks. Of a table that has only grown nothing else is
+        looked at: texts may be long."""
+        known = self._known.setdefault((cache, row), _KnownTable())
+        end = min(len(table.block_ids), self.tables.shape[2])  # more may be reserved, and will not be used
+        first = min(len(known.block_ids), end)
+        has_only_grown = known.table is table and known.num_cuts == table.num_cuts
+        if not has_only_grown and known.block_ids[:first] != table.block_ids[:first]:
             first = 0
+        added = table.block_ids[first:end]
         place = (cache * self.max_rows + row) * self.tables.shape[2]
-        self._places += range(place + first, place + len(block_ids))
-        self._entries += block_ids[first:]
-        self._known[cache, row] = block_ids
+        self._places += range(place + first, place + end)
+        self._entries += added
+        known.block_ids[first:] = added
+        known.table, known.num_cuts = table, table.num_cuts
 
     def send(self, num_rows: int) -> None:
         """The first ``num_rows``, before whatever is launched next."""
@@ -151,22 +141,6 @@ class DeviceRows:
     def ids(self, num_rows: int) -> torch.Tensor:
         """int64 [rows, 2 + most drafts], as sent, or drawn since."""
         return self.numbers[:num_rows, Field.IDS :]
-
-    def sampling(self, num_rows: int, cuts: bool, num_sorted: int) -> SamplingTensors:
-        """``cuts``: some rows have top-k, top-p or min-p, which look at ``num_sorted`` most likely tokens."""
-        floats = self.numbers.view(torch.float64)[:num_rows, Field.TEMPERATURE : Field.IDS].float()
-        temperature, top_p, min_p = floats.unbind(1)
-        return SamplingTensors(
-            temperature[:, None],
-            self.field(num_rows, Field.TOP_K)[:, None],
-            top_p[:, None],
-            min_p[:, None],
-            largest_top_k=num_sorted if cuts else 0,
-            any_top_p=cuts,
-            any_min_p=cuts,
-            any_uncut=cuts,
-            may_wait=False,
-        )
 
     def batch(
         self,

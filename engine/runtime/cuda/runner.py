@@ -8,7 +8,7 @@ tokens, or goes in two halves.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import repeat
 from operator import add
@@ -20,14 +20,14 @@ from truedraft.engine.core.needs import Need
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.cuda.fields import RuleCode
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, RuleCode
-from truedraft.engine.runtime.cuda.sampling import Draws
+from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET
 from truedraft.engine.runtime.cuda.shapes import Shape
 from truedraft.engine.sampling.logprobs import token_logprobs
 
@@ -52,6 +52,7 @@ class CudaRunner:
         self.draft = graphs.draft
         self.drafting = None if graphs.draft is None else drafting
         self.phases = phases
+        self.when_launched: Callable[[], None] = lambda: None
         self._adjuster = Adjuster(graphs)
 
     @torch.inference_mode()
@@ -64,6 +65,7 @@ class CudaRunner:
             return self.phases.run(plan)
         launched = [self._launch(group) for group in groups]
         ours = {part.sequence for part in parts}
+        self.when_launched()
         by_phases = self._run_others(plan, ours)
         done = _joined([each.read() for each in launched])
         if by_phases.rounds:
@@ -97,10 +99,9 @@ class CudaRunner:
 
     def _groups(self, parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]] | None:
         """Returns the rows as captured passes hold them, all together if one does; None if none does."""
-        draws = max(_draws_of(part.sequence) for part in parts)
         draws_drafts = any(part.draft.num_tokens and not part.draft.known for part in parts)
         models = [1, None] if draws_drafts else [1]
-        if all(self.graphs.find(draws, len(parts), queries) for queries in models):
+        if all(self.graphs.find(len(parts), queries) for queries in models):
             return [parts]
         half = len(parts) // 2
         halves = [self._groups(some) for some in (parts[:half], parts[half:])] if half else [None]
@@ -109,13 +110,12 @@ class CudaRunner:
     def _launch(self, parts: list[ScheduledSequence]) -> "_Launched":
         """Launches a round of rows that captured passes hold, with as many drafts as they hold."""
         graphs, rows = self.graphs, self.graphs.rows
-        draws = max(_draws_of(part.sequence) for part in parts)
         wanted = [part.draft.num_first_drafts for part in parts]
-        most = graphs.most_queries(draws, len(parts), max(wanted) + 1) - 1
+        most = graphs.most_queries(len(parts), max(wanted) + 1) - 1
         lengths = [min(length, most) for length in wanted]
         drawn = [0 if part.draft.known else length for part, length in zip(parts, lengths, strict=True)]
-        verdicts = graphs.find(draws, len(parts), max(lengths) + 1)
-        draft = graphs.find(draws, len(parts), None) if any(drawn) else None
+        verdicts = graphs.find(len(parts), max(lengths) + 1)
+        draft = graphs.find(len(parts), None) if any(drawn) else None
         assert verdicts is not None
         score = verdicts.shape
         num_rows = [score.rows] if draft is None else [score.rows, draft.shape.rows]
@@ -149,10 +149,10 @@ class CudaRunner:
         table = self._draft_table(sequence)
         has_before = table.num_computed_tokens >= last
         rows.set_row(row, last, known, length, num_drawn, int(has_before))
-        rows.set_table(TARGET, row, sequence.target_blocks.block_ids)
+        rows.set_table(TARGET, row, sequence.target_blocks)
         sequence.target_blocks.num_computed_tokens = last + 1 + length
         if num_drawn:
-            rows.set_table(DRAFT, row, table.block_ids)
+            rows.set_table(DRAFT, row, table)
             table.num_computed_tokens = last + num_drawn
 
     def _draft_table(self, sequence: Sequence) -> BlockTable:
@@ -217,15 +217,6 @@ class _Launched:
             failed=failed if any(failed) else None,
             logprobs=logprobs if any(kept is not None for kept in self.kept) else None,
         )
-
-
-def _draws_of(sequence: Sequence) -> Draws:
-    params = sequence.params
-    if sequence.greedy:
-        return Draws.GREEDY
-    if params.top_k or params.top_p < 1 or params.min_p:
-        return Draws.ANY
-    return {"rejection": Draws.PLAIN, "coupled": Draws.COUPLED}.get(sequence.verification, Draws.ANY)
 
 
 def _rule_of(sequence: Sequence) -> RuleCode:

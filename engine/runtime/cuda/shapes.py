@@ -2,7 +2,7 @@
 
 A captured pass has one shape for ever, so a batch takes the smallest one that holds it and leaves the rest
 empty. How long the rows' texts are is no part of a shape: kernels stop where a row's keys end. What is drawn
-from a pass's logits, or judged by them, is captured apart from it, once for each kind of rows.
+from a pass's logits, or judged by them, is captured apart from it, for rows of every rule.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from truedraft.engine.core.planning import PROPOSER_LIMIT
-from truedraft.engine.runtime.cuda.sampling import Draws
 
 # Tokens that a draft model's pass takes of a row: after a full acceptance it lacks the one before the last.
 DRAFT_TOKENS = 2
@@ -18,8 +17,6 @@ DRAFT_TOKENS = 2
 OPEN_QUERIES = (1, 3, 5, 9, 17)
 # Up to about here a pass costs what it takes to read the weights; beyond, padding costs what it computes.
 MAX_TOKENS = 320
-# Positions x vocabulary, where every rule is computed: each of these numbers needs some 60 bytes.
-MAX_NUMBERS = 1 << 25
 MAX_PASSES = 64
 # Largest numbers of rows between powers of two: a batch of 17 rows should not pay for 32.
 FINE_ROWS = (24, 48, 96)
@@ -41,7 +38,6 @@ class Shape:
 class Stage:
     """What follows a pass of this ``shape``: the draft model's draws, or the verdicts on what was scored."""
 
-    draws: Draws
     shape: Shape
 
 
@@ -55,22 +51,16 @@ def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int,
     return OPEN_QUERIES[-1] - 1, PROPOSER_LIMIT if has_draft else 0
 
 
-def plan_shapes(
-    max_rows: int, vocab_size: int, num_speculative_tokens: int | str, has_draft: bool
-) -> list[Captured]:
-    """Returns at most ``MAX_PASSES`` passes, each followed by its stages of every kind. Those of most rows
-    come first, which hold any batch; then the smallest ones, which are needed most."""
+def plan_shapes(max_rows: int, num_speculative_tokens: int | str, has_draft: bool) -> list[Captured]:
+    """Returns at most ``MAX_PASSES`` passes, each followed by its stage. Those of most rows come first, which
+    hold any batch; then the smallest ones, which are needed most."""
     longest, _ = max_drafts(num_speculative_tokens, has_draft)
     fixed = isinstance(num_speculative_tokens, int)
     queries = dict.fromkeys((1, longest + 1)) if fixed else dict.fromkeys(OPEN_QUERIES)
     passes = [None, *queries] if has_draft and longest else [*queries]
     columns = [_column(each, max_rows) for each in passes]
     shapes = [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
-    planned: list[Captured] = []
-    for shape in shapes[:MAX_PASSES]:
-        planned.append(shape)
-        planned += [Stage(draws, shape) for draws in Draws if _is_small(draws, shape, vocab_size)]
-    return planned
+    return [item for shape in shapes[:MAX_PASSES] for item in (shape, Stage(shape))]
 
 
 def _column(queries: int | None, max_rows: int) -> list[Shape]:
@@ -79,10 +69,6 @@ def _column(queries: int | None, max_rows: int) -> list[Shape]:
     rising = sorted(sizes | {max_rows})
     fitting = [shape for rows in rising if (shape := Shape(rows, queries)).num_tokens <= MAX_TOKENS]
     return fitting[-1:] + fitting[:-1]
-
-
-def _is_small(draws: Draws, shape: Shape, vocab_size: int) -> bool:
-    return not draws.cuts or shape.num_tokens * vocab_size <= MAX_NUMBERS
 
 
 def holds(shape: Shape, rows: int, queries: int | None) -> bool:
@@ -97,13 +83,7 @@ def smallest(rows: int, queries: int | None, captured: Iterable[Captured]) -> Sh
     return min(fitting, key=lambda shape: shape.num_tokens, default=None)
 
 
-def smallest_stage(
-    draws: Draws, rows: int, queries: int | None, captured: Iterable[Captured]
-) -> Stage | None:
-    """Returns the stage of the smallest pass that draws or judges what such rows need; None without one."""
-    fitting = (
-        item
-        for item in captured
-        if isinstance(item, Stage) and item.draws >= draws and holds(item.shape, rows, queries)
-    )
-    return min(fitting, key=lambda stage: (stage.shape.num_tokens, stage.draws), default=None)
+def smallest_stage(rows: int, queries: int | None, captured: Iterable[Captured]) -> Stage | None:
+    """Returns the stage of the smallest pass that holds such rows; None without one."""
+    fitting = (item for item in captured if isinstance(item, Stage) and holds(item.shape, rows, queries))
+    return min(fitting, key=lambda stage: stage.shape.num_tokens, default=None)

@@ -1,0 +1,108 @@
+"""Draws and verdicts of rows by torch's operations, of all rows alike and without a look at any number: what
+``sampling_kernels`` must do, bit for bit, and what a graph holds in their place.
+
+The rules are those of ``engine.sampling``, of whose parts these are made. A row gets what its own rule says;
+what other rules would have said of it is computed and dropped.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
+from truedraft.engine.sampling.ops import in_width, inverse_cdf
+from truedraft.engine.sampling.processors import SamplingTensors, to_probs
+from truedraft.engine.sampling.random import Stream, noise_on_device, round_seeds_on_device, uniform_on_device
+from truedraft.engine.sampling.verify import (
+    Accepted,
+    draw_next,
+    leading_on_device,
+    longest_block,
+    probs_of_draft,
+)
+
+
+def draw_drafts(
+    logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, pass_number: torch.Tensor
+) -> None:
+    """Does as ``sampling_kernels.draw_drafts``, and keeps greedy rows' distributions, too."""
+    vocab_size = probs.shape[2]
+    logits, _ = _replace_broken(in_width(logits, vocab_size))
+    drawn_from = to_probs(logits[:, None], _sampling(numbers))[:, 0]
+    rule, seeds = numbers[:, Field.RULE], numbers[:, Field.SEED]
+    first = numbers[:, Field.NUM_STORED] + 1
+    positions = first + pass_number
+    spent = torch.where(rule == RuleCode.BLOCK, round_seeds_on_device(seeds, first), seeds)
+    ids = inverse_cdf(drawn_from, uniform_on_device(spent, positions, Stream.DRAFT))
+    coupled = (drawn_from / noise_on_device(seeds, positions, vocab_size)).argmax(-1)
+    ids = torch.where(rule == RuleCode.COUPLED, coupled, ids)
+    ids = torch.where(rule == RuleCode.EXACT_MATCH, logits.argmax(-1), ids)
+    drafts = numbers[:, DRAFTS:]
+    before = drafts.index_select(1, pass_number).squeeze(1)
+    drafts_still = pass_number < numbers[:, Field.NUM_DRAWN]
+    drafts.index_copy_(1, pass_number, torch.where(drafts_still, ids, before)[:, None])
+    kept = probs.index_select(1, pass_number)
+    probs.index_copy_(1, pass_number, torch.where(drafts_still[:, None, None], drawn_from[:, None], kept))
+
+
+def judge(
+    logits: torch.Tensor, draft_probs: torch.Tensor, numbers: torch.Tensor, verdicts: torch.Tensor
+) -> None:
+    """Does as ``sampling_kernels.judge``."""
+    vocab_size, num_positions = logits.shape[2], logits.shape[1]
+    num_drafts = numbers[:, Field.NUM_DRAFTS]
+    is_draft = torch.arange(num_positions - 1, device=logits.device) < num_drafts[:, None]
+    draft_ids = torch.where(is_draft, numbers[:, DRAFTS : DRAFTS + num_positions - 1], 0)
+    logits, broken = _replace_broken(logits)
+    probs = to_probs(logits, _sampling(numbers))
+    rule, seeds = numbers[:, Field.RULE], numbers[:, Field.SEED]
+    first = numbers[:, Field.NUM_STORED] + 1
+    positions = first[:, None] + torch.arange(num_positions, device=logits.device)
+    coupled = (probs / noise_on_device(seeds[:, None], positions, vocab_size)).argmax(-1)
+    target_ids = torch.where((rule == RuleCode.COUPLED)[:, None], coupled, logits.argmax(-1))
+    num_equal = leading_on_device(target_ids[:, :-1] == draft_ids, num_drafts)
+
+    drawn = F.pad(draft_probs, (0, 0, 0, max(0, num_positions - 1 - draft_probs.shape[1])))
+    drawn = drawn[:, : num_positions - 1]
+    certain = torch.zeros_like(drawn).scatter_(2, draft_ids[..., None], 1.0)
+    drawn = torch.where((numbers[:, Field.NUM_DRAWN] > 0)[:, None, None], drawn, certain)
+    is_block = rule == RuleCode.BLOCK
+    spent = torch.where(is_block, round_seeds_on_device(seeds, first), seeds)
+    accept = uniform_on_device(spent[:, None], positions[:, :-1], Stream.ACCEPT)
+    of_target, of_draft = probs_of_draft(probs, draft_ids, drawn)
+    leading = leading_on_device(accept * of_draft < of_target, num_drafts)
+    longest, weights = longest_block(probs, draft_ids, drawn, num_drafts, accept)
+    stand = torch.where(is_block, longest, leading)
+    weights = torch.where(is_block, weights, 1.0)
+    recover = uniform_on_device(seeds[:, None], positions, Stream.RECOVER)
+    drawn_next = draw_next(Accepted(probs, drawn, num_drafts, stand, weights, recover))
+
+    by_probs = (rule == RuleCode.REJECTION) | is_block
+    num_accepted = torch.where(by_probs, stand, num_equal)
+    next_token = torch.where(by_probs, drawn_next, target_ids.gather(1, num_equal[:, None]).squeeze(1))
+    reached = torch.arange(num_positions, device=logits.device) <= num_accepted[:, None]
+    failed = (broken & reached).any(1).long()
+    verdicts[:, :3] = torch.stack([num_accepted, next_token, failed], dim=1)
+    verdicts[:, 3 : 2 + num_positions] = draft_ids
+
+
+def _sampling(numbers: torch.Tensor) -> SamplingTensors:
+    """The rows' parameters, of which each may be cut in every way."""
+    floats = numbers.view(torch.float64)[:, Field.TEMPERATURE : Field.IDS].float()
+    temperature, top_p, min_p = floats.unbind(1)
+    return SamplingTensors(
+        temperature[:, None],
+        numbers[:, Field.TOP_K, None],
+        top_p[:, None],
+        min_p[:, None],
+        largest_top_k=1,  # some; as top-p is, too, everything is sorted
+        any_top_p=True,
+        any_min_p=True,
+        any_uncut=True,
+        may_wait=False,
+    )
+
+
+def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what ``adjust.replace_broken`` does, without a look at any number."""
+    broken = ~logits.amax(-1).isfinite()
+    return torch.where(broken[..., None], 0.0, logits), broken
