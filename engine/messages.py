@@ -134,7 +134,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     fingerprint: str = ""  # what tokens depend on
     num_state_slots: int = 0  # in each cache whose model has recurrent layers
     state_bytes: int = 0  # what one sequence's states and records take in both caches
-    max_num_sequences: int = 32  # that run at the same time
+    max_num_sequences: int = 32  # so many run at the same time
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

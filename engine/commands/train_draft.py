@@ -123,7 +123,7 @@ class _Run:
         self.writer = writer
         self.validation = validation
         self.layer_inputs = layer_inputs
-        self.texts_per_batch = settings.max_num_sequences
+        self.texts_per_batch = settings.num_sequences_on(target.device.type)
         assert settings.out is not None
         self.out = settings.out
         self.out.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ class DeviceRows:
         self.numbers = self._rows_of(self.sent.numbers)
         self._host = self._rows_of(self.sent.host).numpy()
         self._host_floats = self._rows_of(self.sent.host.view(torch.float64)).numpy()
-        self._known: dict[tuple[int, int], _KnownTable] = {}  # by cache and row
+        self._known: dict[tuple[int, int], _KnownTable] = {}  # each is found by cache and row
         self._places: list[int] = []
         self._entries: list[int] = []
         self._row_of: dict[Hashable, int] = {}
