@@ -50,7 +50,6 @@ OF_STATE: dict[str, dict[str, Any]] = {
         "residual_scale": 0.5,
         "logit_scale": 2.0,
         "expert_shared_feed_forward_length": INNER,
-        "expert_count": 0,
     },
 }
 
