@@ -151,6 +151,10 @@ class NativeDecoder:
         layers = address(self._tapped, torch.int64, (len(taps),))
         return states, Taps(num_taps=len(taps), layers=layers, states=place)
 
+    @property
+    def has_states(self) -> bool:
+        return bool(self.decoder.num_state_slots)
+
     def holds(self, spans: Sequence[Span]) -> bool:
         return all(len(span.token_ids) <= MAX_GROUPED_QUERIES for span in spans)
 
@@ -162,7 +166,9 @@ class _Parts:
         self, kernels: NativeKernels, layer: DecoderLayer, cache: KVCache, hidden_size: int, inputs: int
     ) -> None:
         self.mixer = self._mixer(kernels, layer.mixer, cache, hidden_size, inputs)
-        self.mlp, self.of_mlp = (None, None) if layer.mlp is None else mlp_structure(layer.mlp, hidden_size)
+        self.mlp: Structure | None = None
+        if layer.mlp is not None:
+            self.mlp, self.of_mlp = mlp_structure(layer.mlp, hidden_size)
         self.layer = in_c.DecoderLayer(
             mixer=_part(self.mixer),
             mlp=Part() if self.mlp is None else _part(self.mlp),
