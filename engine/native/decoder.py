@@ -151,6 +151,10 @@ class NativeDecoder:
         layers = address(self._tapped, torch.int64, (len(taps),))
         return states, Taps(num_taps=len(taps), layers=layers, states=place)
 
+    @property
+    def has_states(self) -> bool:
+        return bool(self.decoder.num_state_slots)
+
     def holds(self, spans: Sequence[Span]) -> bool:
         return all(len(span.token_ids) <= MAX_GROUPED_QUERIES for span in spans)
 

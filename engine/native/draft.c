@@ -76,6 +76,27 @@ static void plan_next_pass(const Rounds *rounds, Scratch *scratch, int64_t num_a
     }
 }
 
+/* Runs the pass that is planned for the active rows. What the round stores is not certain before it is complete. */
+static int run_pass(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t num_active) {
+    for (int64_t i = 0; i < num_active; i++) {
+        const Row *row = rounds->rows[scratch->active[i]];
+        scratch->state_slot[i] = row->draft_state_slot;
+        scratch->num_folded[i] = row->num_draft_folded;
+        scratch->num_certain[i] = row->num_draft_computed + 1;
+    }
+    const NewTokens new = {
+        .num_spans = num_active, .num_tokens = scratch->query_lens, .num_stored = scratch->num_computed,
+        .num_logits = scratch->ones, .first_block = scratch->span_first_block,
+        .token_ids = scratch->token_ids, .blocks = scratch->blocks,
+        .state_slot = scratch->state_slot, .num_folded = scratch->num_folded, .num_certain = scratch->num_certain,
+    };
+    if (!decode(model, &new, NULL, scratch->draft_logits)) return 0;
+    for (int64_t i = 0; i < num_active; i++)
+        rounds->rows[scratch->active[i]]->num_draft_folded =
+            num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
+    return 1;
+}
+
 /* Draws of all rows that draft on, behind ``position`` drafts of each. */
 typedef struct {
     const Rounds *rounds;
@@ -98,12 +119,7 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
     const int64_t known = model->head->out_features, max_drafts = rounds->max_drafts;
     int64_t num_active = plan_first_pass(model, rounds, scratch);
     for (int64_t position = 0; num_active > 0; position++) {
-        const NewTokens new = {
-            .num_spans = num_active, .num_tokens = scratch->query_lens, .num_stored = scratch->num_computed,
-            .num_logits = scratch->ones, .first_block = scratch->span_first_block,
-            .token_ids = scratch->token_ids, .blocks = scratch->blocks,
-        };
-        if (!decode(model, &new, NULL, scratch->draft_logits)) return 0;
+        if (!run_pass(model, rounds, scratch, num_active)) return 0;
         run_task(draw_task, &(DraftDraws){ rounds, scratch, position, known }, num_active,
                  scratch->samples ? num_active * scratch->vocab * WORK_OF_A_DRAW : 0);
         for (int64_t i = 0; i < num_active; i++) {

@@ -52,6 +52,9 @@ static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, i
         { (void **)&scratch->query_lens, rows, integer },
         { (void **)&scratch->num_computed, rows, integer },
         { (void **)&scratch->span_first_block, rows, integer },
+        { (void **)&scratch->state_slot, rows, integer },
+        { (void **)&scratch->num_folded, rows, integer },
+        { (void **)&scratch->num_certain, rows, integer },
         { (void **)&scratch->active, rows, integer },
         { (void **)&scratch->num_scored, rows, integer },
         { (void **)&scratch->first_scored, rows, integer },
@@ -113,6 +116,9 @@ static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) 
         scratch->num_scored[i] = 1 + num_drafted;
         scratch->query_lens[i] = num_new + num_drafted;
         scratch->num_computed[i] = row->num_computed;
+        scratch->state_slot[i] = row->state_slot;
+        scratch->num_folded[i] = row->num_folded;
+        scratch->num_certain[i] = row->num_computed + 1;
         copy_ids(scratch->token_ids + size, row->token_ids + row->num_computed, num_new);
         copy_ids(scratch->token_ids + size + num_new, scratch->draft_ids + i * rounds->max_drafts, num_drafted);
         size += num_new + num_drafted;
@@ -122,8 +128,12 @@ static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) 
         .num_spans = rounds->num_rows, .num_tokens = scratch->query_lens, .num_stored = scratch->num_computed,
         .num_logits = scratch->num_scored, .first_block = scratch->first_block,
         .token_ids = scratch->token_ids, .blocks = scratch->blocks,
+        .state_slot = scratch->state_slot, .num_folded = scratch->num_folded, .num_certain = scratch->num_certain,
     };
-    return decode(target, &new, NULL, scratch->logits);
+    if (!decode(target, &new, NULL, scratch->logits)) return 0;
+    for (int64_t i = 0; i < rounds->num_rows; i++)
+        rounds->rows[i]->num_folded = num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
+    return 1;
 }
 
 /* Speculative sampling (Leviathan et al. 2211.17192, algorithm 1), as verify_rejection: whether a draft is

@@ -16,6 +16,8 @@ typedef struct {
     int64_t num_tokens;           /* the last one is pending: in no cache yet */
     int64_t num_computed;         /* tokens in the target's cache: of a prompt any number, else all but that one */
     int64_t num_draft_computed;   /* tokens in the draft model's cache */
+    int64_t num_folded, num_draft_folded; /* tokens that states in both caches are folded over: no more than are in
+                                             them when a round begins, so that it can be begun anew elsewhere */
     int64_t num_distinct;         /* entries of distinct_ids and counts */
     int64_t num_counted;          /* tokens that they count */
     /* The step's. */
@@ -24,6 +26,7 @@ typedef struct {
                                      model's */
     int64_t num_blocks, num_draft_blocks;
     const int64_t *blocks, *draft_blocks; /* block tables with room for all rounds */
+    int64_t state_slot, draft_state_slot; /* of caches with states, or -1 */
     int64_t num_masked, mask_words;
     const uint32_t *mask;         /* [max_drafts + 1, mask_words] a bit for each allowed token, by position of
                                      this round; beyond num_masked all are allowed. NULL: not constrained */
@@ -74,6 +77,7 @@ typedef struct {
     int64_t *blocks;              /* block tables of all rows */
     /* Spans of a pass. */
     int64_t *ones, *query_lens, *num_computed, *span_first_block;
+    int64_t *state_slot, *num_folded, *num_certain;
     int64_t *token_ids;           /* [tokens of a pass] */
     int64_t *active;              /* rows that draft on */
     int64_t *num_scored;          /* tokens with logits: the pending one and the drafts */

@@ -12,15 +12,20 @@ from tests.models import make_engine
 from truedraft.engine import build
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, GatedMlp, Recurrent
-from truedraft.engine.layers.linear import DenseEmbeddings, Linear, TorchLinear
+from truedraft.engine.layers.linear import DenseEmbeddings, Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape
+from truedraft.engine.layers.torch_run import TorchRun
+from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.linears import NativeLinears
+from truedraft.engine.native.native_run import NativeKernels
 from truedraft.engine.proposers.translated import pairing
 
 VOCAB_SIZE, HIDDEN, CONTEXT = 24, 48, 256
@@ -35,10 +40,12 @@ def hybrid(
     kinds: tuple[str, ...] = KINDS,
     vocab_size: int = VOCAB_SIZE,
     eos_token_id: int | None = None,
+    in_c: bool = False,
 ) -> FusedDecoder:
     """Makes a decoder with a layer of each of ``kinds``; with ``noise`` on its weights it is a draft that
     agrees with the one without it often, not always."""
-    make = _Weights(seed, noise)
+    library = load_library() if in_c else None
+    make = _Weights(seed, noise, TorchLinears() if library is None else NativeLinears(library, compact=False))
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=HIDDEN,
@@ -58,13 +65,14 @@ def hybrid(
         1.0,
         None,
     )
-    return FusedDecoder(facts, weights)
+    return FusedDecoder(facts, weights, TorchRun if library is None else NativeKernels(library))
 
 
 class _Weights:
     """Draws weights, and noise apart from them."""
 
-    def __init__(self, seed: int, noise: float) -> None:
+    def __init__(self, seed: int, noise: float, linears: Linears) -> None:
+        self.linears = linears
         self.drawn = torch.Generator().manual_seed(seed)
         self.noise = noise
         self.noises = torch.Generator().manual_seed(1000 + seed)
@@ -74,10 +82,11 @@ class _Weights:
         return weights + self.noise * torch.randn(shape, generator=self.noises)
 
     def linear(self, in_features: int, out_features: int) -> Linear:
-        return TorchLinear(self(out_features, in_features) * in_features**-0.5, None)
+        weight = self(out_features, in_features) * in_features**-0.5
+        return self.linears.make([Weight("drawn", (out_features, in_features), lambda: weight)], None)
 
-    def norm(self, size: int) -> Norm:
-        return Norm(1 + 0.2 * self(size), 1e-5)
+    def norm(self, *size: int) -> Norm:
+        return Norm(1 + 0.2 * self(*size), 1e-5)
 
 
 def _layer(make: _Weights, kind: str, number: int) -> DecoderLayer:
@@ -89,7 +98,7 @@ def _layer(make: _Weights, kind: str, number: int) -> DecoderLayer:
 
 def _attention(make: _Weights, number: int) -> Attention:
     shape = AttentionShape(
-        number, HEADS, 1, HEAD_SIZE, HEAD_SIZE**-0.5, None, make.norm(HEAD_SIZE), gated=True
+        number, HEADS, 1, HEAD_SIZE, HEAD_SIZE**-0.5, None, make.norm(HEADS + 1, HEAD_SIZE), gated=True
     )
     heads = 1, HEAD_SIZE
     return Attention(

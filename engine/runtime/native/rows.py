@@ -108,6 +108,7 @@ class NativeRow:
         sequence, row = part.sequence, self.row
         num_tokens = len(sequence.token_ids)
         row.num_computed = num_tokens - part.num_tokens
+        row.state_slot, row.num_folded = _states(sequence.target_blocks)
         if num_tokens != self._num_tokens:
             self._take_in(sequence)
         if sequence.target_blocks.block_ids != self._block_ids:
@@ -123,7 +124,14 @@ class NativeRow:
         if self._draft_table.block_ids != self._draft_block_ids:
             self._set_draft_blocks(self._draft_table.block_ids)
         num_computed = row.num_draft_computed = self._draft_table.num_computed_tokens
+        row.draft_state_slot, row.num_draft_folded = _states(self._draft_table)
         return num_tokens - num_computed if drafts_first else 0
+
+    def fold(self, sequence: Sequence) -> None:
+        """Says how far states are folded now, whether or not a round was complete."""
+        sequence.target_blocks.num_folded_tokens = self.row.num_folded
+        if self._uses_model:
+            self._draft_table.num_folded_tokens = self.row.num_draft_folded
 
     def commit(self, sequence: Sequence) -> list[int]:
         """What C has emitted. The sequence's tables count what the caches hold of its tokens now."""
@@ -210,3 +218,8 @@ class NativeRow:
     def _set_draft_ids(self, draft_ids: list[int]) -> None:
         self._draft_ids = array("q", draft_ids) if draft_ids else None
         self.row.draft_ids = None if self._draft_ids is None else address_of_integers(self._draft_ids)
+
+
+def _states(table: BlockTable) -> tuple[int, int]:
+    """Returns the slot of a table's states, -1 for none, and how many tokens they are folded over."""
+    return -1 if table.state_slot is None else table.state_slot, table.num_folded_tokens

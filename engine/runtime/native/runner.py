@@ -22,6 +22,7 @@ from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, S
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.pointers import address
+from truedraft.engine.memory.recurrent_state import ROLLBACK
 from truedraft.engine.messages import TokenLogprob
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.headers import Constrain
@@ -89,9 +90,9 @@ class NativeRunner:
         logits were no distribution or there was no memory: nothing has happened then but in the caches."""
         rows = [self._rows.get(part.sequence) or self._add(part.sequence) for part in plan.rows]
         num_missing = max(row.update(part) for row, part in zip(rows, plan.rows, strict=True))
-        if num_missing > MAX_GROUPED_QUERIES:
-            return []
         max_drafts = max(part.draft.max_num_drafts for part in plan.rows)
+        if not self._holds(plan, num_missing, max_drafts):
+            return []
         num_rounds = plan.max_rounds
         logits: dict[int, torch.Tensor] = {}
         if Need.LOGPROBS in plan.needs:
@@ -107,6 +108,17 @@ class NativeRunner:
         if rounds and logits:
             _add_logprobs(rounds, logits, plan.rows)
         return rounds
+
+    def _holds(self, plan: StepPlan, num_missing: int, max_drafts: int) -> bool:
+        """Tells whether C computes so many tokens of a row in one pass. Of those that a round stores none is
+        certain before it is complete: logs of states must hold them all."""
+        num_new = max(part.num_tokens for part in plan.rows) + max_drafts
+        if self.target.has_states and num_new - 1 > ROLLBACK:
+            return False
+        # The last draft is not stored.
+        if self.draft is not None and self.draft.has_states and num_missing + max_drafts - 2 > ROLLBACK:
+            return False
+        return num_missing <= MAX_GROUPED_QUERIES
 
     def _call(self, plan: StepPlan, rows: list[NativeRow], num_rounds: int, max_drafts: int) -> list[Round]:
         """Lets C run the rounds; returns those that it has done."""
@@ -125,6 +137,8 @@ class NativeRunner:
                 )
             ),
         )
+        for row, part in zip(rows, plan.rows, strict=True):
+            row.fold(part.sequence)
         if num_done == 0:
             return []
         emitted = [row.commit(part.sequence) for row, part in zip(rows, plan.rows, strict=True)]
