@@ -46,6 +46,13 @@ def test_peers_on_prompts_alone(benchmark: Benchmark, dtype: str) -> None:
     assert [row["ratio"] for row in document["ratios"]] == [f"{SPECULATIVE} / {PLAIN}"]
 
 
+def test_chat_turns(benchmark: Benchmark) -> None:
+    document = benchmark("chat_turns", "--turns", 2, "--turn-tokens", 50, "--max-tokens", 2, "--repeats", 1)
+    first, second = document["rows"]
+    assert (first["prompt"], first["cached"], second["prompt"], second["cached"]) == (50, 0, 100, 48)
+    assert document["facts"]["a state, MB"] == 0
+
+
 def test_offline_on_the_bundled_pair(benchmark: Benchmark) -> None:
     document = benchmark(
         *("offline", "--concurrency", 1, 2, "--num-prompts", 2, "--temperature", 0, 1, "--no-transformers"),

@@ -4,6 +4,7 @@ import gc
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,16 +16,21 @@ from tokenizers import models as token_models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.conftest import Models
+from tests.engine.hybrid_models import hybrid
 from tests.engine.other_tokenizers import LEARNT, TOKENIZERS, save_learnt, save_tokenizer
 from tests.engine.planners import phases_of
 from tests.engine.simulation import chi_square
 from tests.engine.test_replay import Outcome, replay, traced
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from tests.reference import joint_distribution, with_temperature
+from truedraft.engine import build
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import StepPlan
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.process.worker import describe
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.translated.draft_text import DraftText
@@ -157,6 +163,31 @@ def test_the_draft_is_what_a_fresh_model_says_to_the_whole_text(
     ]
     run_engine(core, prompts, params, arrivals=[0, 0, 3, 5, 9])
     assert checked.num_checked > 100
+
+
+def test_a_draft_with_states_follows_text_that_is_cut_anew(
+    learnt: dict[str, str], prompts: list[list[int]], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further text changes the draft's last tokens, which its states must not have been folded over."""
+    honest, draft = build.load_model, hybrid(vocab_size=320, kinds=("delta rule", "attention"))
+    monkeypatch.setattr(
+        build, "load_model", lambda path, options: draft if path == learnt["fine"] else honest(path, options)
+    )
+    core = make_engine(learnt["coarse"], learnt["fine"], num_speculative_tokens=5)
+    checked = CheckedProposer(core, learnt["fine"])
+
+    def fresh(ids: torch.Tensor) -> SimpleNamespace:
+        table = BlockTable()
+        table.block_ids, table.state_slot = [0], 0
+        runner = ModelRunner.build(draft, num_blocks=1, block_size=ids.numel(), num_state_slots=1)
+        return SimpleNamespace(
+            logits=runner.forward([Span(table, ids[0].tolist(), ids.numel())]).logits[None]
+        )
+
+    checked.fresh = fresh
+    params = msgspec.structs.replace(GREEDY, max_tokens=24)
+    assert run_engine(core, prompts[:2], params) == [text[:24] for text in plain[:2]]
+    assert checked.num_checked > 50
 
 
 def test_few_draft_blocks_mean_fewer_drafts_and_nothing_else(
