@@ -86,17 +86,19 @@ class Router:
 
 
 class TouchedExperts:
-    """Counts the experts that passes read: ``number`` is the sum over layers and passes."""
+    """Counts the experts that passes read, and in how many layers."""
 
     def __init__(self) -> None:
-        self.total = torch.zeros(1, dtype=torch.int64)
-
-    @property
-    def number(self) -> int:
-        return int(self.total)
+        self.counts = torch.zeros(2, dtype=torch.int64)
 
     def add(self, number: int) -> None:
-        self.total += number
+        """Counts those of one layer in one pass."""
+        self.counts += torch.tensor((number, 1))
+
+    def __call__(self) -> tuple[int, int]:
+        """Returns the sum of experts over layers and passes, and how many of these there were."""
+        experts, layers = self.counts.tolist()
+        return experts, layers
 
 
 @dataclass(frozen=True, slots=True)

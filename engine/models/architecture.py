@@ -24,6 +24,7 @@ from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.memory.cache_memory import total_memory
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.experts import EXPERT_FAMILIES
 from truedraft.engine.models.hf import cross_attention
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import check_served
@@ -102,7 +103,9 @@ class Architecture:
         """The tensors under the names of the model of ``fused_config``; None if transformers has to find them
         or to convert them."""
         found = Checkpoint.find(self.path, allow_pickle)
-        if found is None or not (is_multimodal(self.config) or renames_tensors(self._text_part)):
+        if found is None or self.config.model_type in EXPERT_FAMILIES:
+            return found  # experts' names are known (``with_stacks``)
+        if not (is_multimodal(self.config) or renames_tensors(self._text_part)):
             return found
         return TextCheckpoint.of(found, self._text_part)
 

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -55,6 +55,7 @@ class Model(ABC):
     rules: GenerationRules = NO_RULES
     is_native = False  # layers are kernels in C: they need no padding, few threads pay
     has_taps = False
+    touched: Callable[[], tuple[int, int]] | None = None  # as of ``TouchedExperts``, of a model with experts
     way = "transformers' layers"  # what computes the layers, in words
 
     def __init__(self, facts: ModelFacts, caches: Sequence[CacheSpec], vocab_size: int | None = None) -> None:

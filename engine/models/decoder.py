@@ -7,13 +7,14 @@ another, residuals added inside them, and in between as few calls as possible (`
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.cuda.scaled import ScaledLinear
-from truedraft.engine.layers.decoder import DecoderWeights
-from truedraft.engine.layers.mlp import Experts
+from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
+from truedraft.engine.layers.mlp import Experts, TouchedExperts
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import LayerRun
 from truedraft.engine.layers.torch_run import TorchRun
@@ -39,6 +40,9 @@ class FusedDecoder(Model):
         begin: Callable[[ForwardBatch, KVCache, Rotary], LayerRun] = TorchRun,
     ) -> None:
         super().__init__(facts, [layer.mixer.cache for layer in weights.layers])
+        if has_experts := any(isinstance(layer.mlp, Experts) for layer in weights.layers):
+            self.touched = TouchedExperts()
+            weights = replace(weights, layers=[_counting(layer, self.touched) for layer in weights.layers])
         self.weights = weights
         self.rotary = weights.rotary
         self.begin = begin
@@ -52,7 +56,6 @@ class FusedDecoder(Model):
         # Attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``.
         self.reads_in_place = backend == "Triton"
         # The host decides in each pass which angles or experts it needs, and where states are folded.
-        has_experts = any(isinstance(layer.mlp, Experts) for layer in weights.layers)
         self.needs_host = self.rotary.needs_host or has_experts or weights.has_states
 
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
@@ -89,3 +92,10 @@ class FusedDecoder(Model):
         if not all(isinstance(linear, NativeLinear) for linear in self.weights.linears):
             return None
         return NativeDecoder(self.begin, self.weights, cache)
+
+
+def _counting(layer: DecoderLayer, touched: TouchedExperts) -> DecoderLayer:
+    """Returns the layer, whose experts, if it has some, are counted together with those of others."""
+    if not isinstance(layer.mlp, Experts):
+        return layer
+    return replace(layer, mlp=replace(layer.mlp, touched=touched))

@@ -143,7 +143,7 @@ typedef struct {
     int64_t num_experts, num_chosen, scoring;
     int64_t renormalises;         /* weights of a token sum up to one before they are multiplied */
     float multiplier;
-    int64_t *touched;             /* experts that were read, of all passes */
+    int64_t *touched;             /* experts that passes have read, and in how many layers of them */
 } Experts;
 
 typedef struct {

@@ -134,12 +134,13 @@ int run_experts(const Experts *part, float *out, const float *x, const float *re
     for (int64_t i = 0; i < num_experts; i++) first[i + 1] += first[i];
     for (int64_t place = 0; place < num_places; place++) places[first[chosen[place]]++] = place;
     memset(found, 0, rows * size * sizeof(float));
+    part->touched[1]++;
     const size_t used = arena->used;
     /* By now an expert's first place is where the one before it ends. */
     for (int64_t i = 0; i < num_experts; i++, arena->used = used) {
         const int64_t begin = i ? first[i - 1] : 0, count = first[i] - begin, work = count * size;
         if (!count) continue;
-        *part->touched += 1;
+        part->touched[0]++;
         run_task(gather_task, &(Rows){ inputs, x, weights, places + begin, size, num_chosen }, count, work);
         if (!run_gated_mlp(&part->experts[i], outputs, inputs, NULL, count, arena)) return 0;
         run_task(scatter_task, &(Rows){ found, outputs, weights, places + begin, size, num_chosen }, count, work * 2);

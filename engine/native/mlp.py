@@ -63,7 +63,7 @@ class NativeExperts:
             scoring=SCORINGS.index(router.scoring),
             renormalises=router.renormalises,
             multiplier=router.multiplier,
-            touched=address(mlp.touched.total, torch.int64, (1,)),
+            touched=address(mlp.touched.counts, torch.int64, (2,)),
         )
 
 

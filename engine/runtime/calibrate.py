@@ -21,10 +21,13 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.recurrent_state import CHUNK, num_folded
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.speculation.costs import Costs, PassCosts
+from truedraft.engine.speculation.routing import Routing
 
 # Tokens of a pass, in the order of what they tell; larger ones are extrapolated.
 SIZES = (1, 5, 2, 9, 16, 3, 4, 32, 12, 24, 48, 64, 128)
 MIN_SIZES, MAX_REPEATS = 2, 5
+# Tokens of passes of which the experts are counted.
+COUNTED_SIZES = (1, 2, 3, 5, 9, 16, 32, 64)
 # Stored tokens are measured with that many in each of these numbers of rows: together they may or may not
 # stay in the processor's cache.
 NUM_STORED, MOST_ROWS, FEWER_ROWS = 256, 4, (1, 2)
@@ -52,24 +55,39 @@ def calibrate(
     All caches must be allocated and unused."""
     seconds /= 1 + len(drafts)
     score = _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds)
+    routing = _count_experts(target, target_pool, max_tokens)
     measured = {name: _measure(*draft, 1, max_tokens, seconds) for name, draft in drafts.items()}
-    return Costs(score, measured, step_seconds)
+    return Costs(score, measured, step_seconds, routing=routing)
+
+
+def _count_experts(model: ModelRunner, pool: BlockPool, max_tokens: int) -> Routing | None:
+    """Counts the experts that passes over tokens from all over the vocabulary read; None without any."""
+    if (counted := model.model.touched) is None:
+        return None
+    numbers: dict[int, float] = {}
+    for size in (size for size in COUNTED_SIZES if size <= max_tokens):
+        before = counted()
+        if _pass_seconds(model, pool, _row_lengths(size, SCORE_TOKENS_PER_ROW)) is not None:
+            experts, layers = (now - then for now, then in zip(counted(), before, strict=True))
+            numbers[size] = experts / layers
+    return Routing(counted, numbers) if numbers else None
+
+
+def _row_lengths(size: int, tokens_per_row: int) -> list[int]:
+    row = size if tokens_per_row > 1 and size <= ONE_ROW else tokens_per_row
+    return [min(row, size - start) for start in range(0, size, row)]
 
 
 def _measure(
     model: ModelRunner, pool: BlockPool, tokens_per_row: int, max_tokens: int, seconds: float
 ) -> PassCosts:
-    def lengths_of(size: int) -> list[int]:
-        row = size if tokens_per_row > 1 and size <= ONE_ROW else tokens_per_row
-        return [min(row, size - start) for start in range(0, size, row)]
-
     def rows_of(num_tokens: float) -> int:
-        return len(lengths_of(math.ceil(num_tokens)))
+        return len(_row_lengths(math.ceil(num_tokens), tokens_per_row))
 
     def run(size: int) -> float | None:
-        return None if size > max_tokens else _pass_seconds(model, pool, lengths_of(size))
+        return None if size > max_tokens else _pass_seconds(model, pool, _row_lengths(size, tokens_per_row))
 
-    _touch(model, pool, lengths_of(min(max(SIZES), max_tokens)))
+    _touch(model, pool, _row_lengths(min(max(SIZES), max_tokens), tokens_per_row))
     by_tokens: dict[int, float] = {}
     for size, took in sorted(_fastest(run, SIZES, seconds, MIN_SIZES).items()):
         # A pass takes no longer than smaller ones in its place: else it was measured at a busy moment.

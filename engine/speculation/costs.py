@@ -17,6 +17,8 @@ from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
 
+from truedraft.engine.speculation.routing import Routing
+
 # Options: draft lengths from 0 to the maximum, and whatever has other drafts in it.
 MAX_LENGTH, MIXED = 8, 9
 # The most rounds that share a step.
@@ -85,14 +87,22 @@ class PassCosts:
         self.row_seconds = row_seconds
         self.measured_rows = measured_rows
 
-    def __call__(self, num_tokens: float, num_stored: float = 0.0, num_rows: float = 1.0) -> float:
-        """Returns seconds of a pass over ``num_tokens`` of ``num_rows``, with ``num_stored`` in the cache."""
+    def __call__(
+        self,
+        num_tokens: float,
+        num_stored: float = 0.0,
+        num_rows: float = 1.0,
+        num_unlike: float | None = None,
+    ) -> float:
+        """Returns seconds of a pass over ``num_tokens`` of ``num_rows``, with ``num_stored`` in the cache.
+        ``num_unlike``: they read as many experts as that many that have nothing in common."""
         if num_tokens <= 0:
             return 0.0
         more_queries = max(0.0, num_tokens / num_rows - 1)
         attention = self.by_stored(num_stored) * (1 + self.share_per_query * more_queries)
-        more_rows = max(0.0, num_rows - self.measured_rows(num_tokens)) if self.row_seconds else 0.0
-        return self.by_tokens(num_tokens) + attention + self.row_seconds * more_rows
+        measured = num_tokens if num_unlike is None else num_unlike
+        more_rows = max(0.0, num_rows - self.measured_rows(measured)) if self.row_seconds else 0.0
+        return self.by_tokens(measured) + attention + self.row_seconds * more_rows
 
 
 class Shape(NamedTuple):
@@ -134,7 +144,8 @@ class Overhead:
 
 class Costs:
     """``drafts`` are those of proposers whose passes were measured, by their names: others are taken to be
-    free until rounds tell. Rounds of less than half of ``step_seconds`` share steps."""
+    free until rounds tell. Rounds of less than half of ``step_seconds`` share steps. ``routing`` is that of a
+    target with experts."""
 
     def __init__(
         self,
@@ -142,8 +153,10 @@ class Costs:
         drafts: Mapping[str, PassCosts] | None = None,
         step_seconds: float = 0.0,
         is_calibrated: bool = True,
+        routing: Routing | None = None,
     ) -> None:
         self.score = score
+        self.routing = routing
         self.drafts = drafts or {}
         self.step_seconds = step_seconds
         self.is_calibrated = is_calibrated
@@ -164,7 +177,8 @@ class Costs:
         """Returns the expected seconds of drafting, scoring and verifying."""
         num_rows, _, num_drafted, draft_sizes, source = shape
         stored = self.stored_per_row
-        base = self.score(num_rows + num_drafted, stored * num_rows, num_rows)
+        unlike = None if self.routing is None else self.routing.tokens(num_rows, num_drafted)
+        base = self.score(num_rows + num_drafted, stored * num_rows, num_rows, unlike)
         if draft_sizes:
             draft = self.drafts.get(source, FREE)
             base += sum([draft(size, stored * size, size) for size in draft_sizes])
@@ -250,7 +264,9 @@ class Costs:
 
     def state(self) -> dict[str, object]:
         """Returns milliseconds, and the level as a factor."""
+        routing = {} if self.routing is None else {"experts": self.routing.state()}
         return {
+            **routing,
             "draft_ms_by_tokens": {name: draft.by_tokens.state() for name, draft in self.drafts.items()},
             "score_ms_by_tokens": self.score.by_tokens.state(),
             "score_ms_by_stored": self.score.by_stored.state(),

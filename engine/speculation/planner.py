@@ -94,6 +94,7 @@ class Observed(NamedTuple):
     option: Option
     plan: StepPlan
     result: StepResult
+    experts: float | None = None  # that a layer of the target read in a pass
 
 
 @dataclass(slots=True)
@@ -339,13 +340,14 @@ class SpeculationPlanner:
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Keeps verdicts and times, to be learned at the next replan, all together: between two passes Python
         is several times slower than in a loop."""
-        option = plan.option
+        routing, option = self.costs.routing, plan.option
+        experts = None if routing is None else routing.take()
         if option is None or not result.rounds:
             return
         assert isinstance(option, Option)
         if option.num_asked:
             self._judge(option, plan.rows, result.rounds)
-        self._observed.append(Observed(option, plan, result))
+        self._observed.append(Observed(option, plan, result, experts))
         self._now += result.seconds
         self.policy.observe(len(result.rounds), result.seconds + result.host_seconds)
 
@@ -353,6 +355,8 @@ class SpeculationPlanner:
         """Learns from what has been observed since the last replan."""
         for step in self._observed:
             shape = self._learn_verdicts(step)
+            if self.costs.routing is not None and step.experts is not None and step.plan.is_decode_only:
+                self.costs.routing.observe(shape.num_rows, shape.num_drafted, step.experts)
             self.policy.learn(step.option.choice, step.plan, step.result, timing(step, shape))
         self._observed.clear()
         for sequence in self._ended:

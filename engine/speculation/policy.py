@@ -398,6 +398,14 @@ class Policy:
         share = PAUSED_SHARE if is_start else OPTION_SHARE
         self.explorer.charge(exploration.option, lost, share, self._now)
 
+    def _experts_in_words(self, best: Best) -> str:
+        """Returns what a round with drafts reads of a target with experts, to follow ``why``."""
+        if (routing := self.costs.routing) is None or not best.may_draft:
+            return ""
+        shape = (best.active if best.active.length else best.drafting).shape
+        plain, drafting = routing.experts(shape.num_rows), routing.experts(shape.num_rows, shape.num_drafted)
+        return f"; {drafting:.3g} experts of each layer are read instead of {plain:.3g}"
+
     def state(self) -> dict[str, object]:
         """Returns builtins for ``GET /speculation``."""
         if self.last is None:
@@ -406,7 +414,7 @@ class Policy:
         recent_mean = round(report.drafted / max(report.rows, 1), 2)
         return {
             "on": best.active.length > 0,
-            "why": why(best),
+            "why": why(best) + self._experts_in_words(best),
             "draft_length": {"last": self.last.plan.length, "recent_mean": recent_mean},
             "predicted_speedup": round(best.active.rate / best.plain.rate, 3),
             "tokens_per_second": report.rates(),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_random
+from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
 from truedraft.engine.layers.mlp import Activation, Experts, GatedMlp, Router
 from truedraft.engine.layers.torch_run import TorchRun
@@ -25,6 +26,7 @@ from truedraft.engine.native import library
 from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.mlp import NativeExperts
 from truedraft.engine.native.native_run import NativeKernels, NativeRun
+from truedraft.engine.runtime.calibrate import calibrate
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -187,7 +189,7 @@ def test_what_is_touched_is_counted() -> None:
         chosen, _ = part.router.choose(x, runs)
         part(x, runs, None)
         part(x[:1], runs, None)
-        assert part.touched.number == len(set(chosen.flatten().tolist())) + 2
+        assert part.touched() == (len(set(chosen.flatten().tolist())) + 2, 2)
 
 
 def test_experts_of_other_sizes_are_not_run() -> None:
@@ -235,6 +237,24 @@ def test_a_token_has_its_bits_in_every_pass(tmp_path: Path, quantize: str) -> No
         assert torch.equal(logits(chunks), expected)
         assert torch.equal(logits(chunks, beside=9), expected)
         assert torch.equal(logits(chunks, is_whole=False), expected)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_calibration_counts_the_experts_of_passes(tmp_path: Path, native: bool) -> None:
+    model_type, values = FAMILIES["Qwen3-MoE in C, one layer without experts"]
+    path = save_random(tmp_path, model_type, {**SHAPE, **values, "num_hidden_layers": 3})
+    model = load_model(path, LoadOptions(native_kernels=native))
+    runner = ModelRunner.build(model, 16, 4)
+    costs = calibrate(runner, BlockPool(16, 4), {}, max_tokens=16, seconds=0.01)
+    routing = costs.routing
+    assert routing is not None
+    assert routing.experts(1) == 2
+    assert 2 < routing.experts(2) < routing.experts(1, 4) <= 8
+    assert routing.take() is None
+    table = BlockTable()
+    table.block_ids = [3, 1]
+    runner.forward([Span(table, [5], 1)])
+    assert (routing.take(), routing.take()) == (2, None)
 
 
 # --- Planted bugs ------------------------------------------------------------------------------------------
