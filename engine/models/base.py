@@ -55,7 +55,8 @@ class Model(ABC):
     rules: GenerationRules = NO_RULES
     is_native = False  # layers are kernels in C: they need no padding, few threads pay
     has_taps = False
-    touched: Callable[[], tuple[int, int]] | None = None  # as of ``TouchedExperts``, of a model with experts
+    # Experts that passes have read are counted where there are some (``TouchedExperts``).
+    touched: Callable[[], tuple[int, int]] | None = None
     way = "transformers' layers"  # what computes the layers, in words
 
     def __init__(self, facts: ModelFacts, caches: Sequence[CacheSpec], vocab_size: int | None = None) -> None:

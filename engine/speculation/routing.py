@@ -23,7 +23,7 @@ class Routing:
         self._before = counted()
         self._tokens = sorted(calibrated)
         self._experts = list(accumulate([calibrated[number] for number in self._tokens], max))
-        # A row after the first one, and a drafted token, count for so many unlike tokens.
+        # These are the unlike tokens that a row after the first one, and a drafted token, count for.
         self.of_row = self.of_draft = 1.0
 
     def take(self) -> float | None:

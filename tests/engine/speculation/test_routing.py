@@ -23,7 +23,7 @@ from truedraft.engine.speculation.planner import SpeculationPlanner
 from truedraft.engine.speculation.routing import Routing
 
 NUMBER, CHOSEN = 128, 8
-# The share of a pass over one token that is not experts'.
+# Layers but for their experts take this share of a pass over one token.
 OTHERS = 0.3
 NUM_ROUNDS = 400
 
