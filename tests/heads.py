@@ -66,12 +66,12 @@ class NaiveHead:
         return self._norm("norm", self._layer(list(token_ids[1:]), features))
 
     def _features(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.shape.fc_norm:
-            normed = [self._norm(f"fc_norm.{i}", x) for i, x in enumerate(hidden.unbind(1))]
-            hidden = torch.stack(normed, 1)
         joined = hidden.flatten(1)
         if self.shape.norm_before_fc:
             joined = self._norm("input_norm", joined)
+        if self.shape.fc_norm:
+            parts = joined.chunk(hidden.shape[1], 1)
+            joined = torch.cat([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], 1)
         return joined @ self.tensors["fc.weight"].T
 
     def _step(self, ids: list[int], features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

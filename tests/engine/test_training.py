@@ -20,6 +20,7 @@ from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.layers.linear import DenseEmbeddings, TorchLinear
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.heads.eagle_config import read_eagle_config
 from truedraft.engine.training import eagle_module
 from truedraft.engine.training.eagle_module import EagleModule, HeadShape
 from truedraft.engine.training.export import save_head
@@ -77,6 +78,25 @@ def steps_are_those_of_inference(tmp_path: Path) -> None:
 
 def test_steps_are_those_of_inference(tmp_path: Path) -> None:
     steps_are_those_of_inference(tmp_path)
+
+
+def test_tensors_have_the_names_that_vllm_loads(tmp_path: Path) -> None:
+    config = type("Config", (), {"vocab_size": 20, "max_position_embeddings": 64, "architectures": ["Llama"]})
+    ids = torch.arange(12) + 3
+    save_head(tmp_path / "head", random_module(), ids, (2, 3, 4), "target", config, torch.float16)
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    layer = {f"self_attn.{name}_proj" for name in "qkvo"} | {
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    }
+    layer |= {"input_layernorm", "hidden_norm", "post_attention_layernorm"}
+    names = {"fc", "norm", "lm_head", *(f"fc_norm.{number}" for number in range(3))}
+    names |= {f"layers.0.{name}" for name in layer}
+    assert tensors.keys() == {f"{name}.weight" for name in names} | {"d2t", "t2d"}
+    assert tensors["d2t"].tolist() == [3] * 12
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    read = read_eagle_config(str(tmp_path / "head"))
+    assert read is not None
+    assert (read.taps(6), read.draft_vocab_size, read.norm_output) == ((1, 2, 3), 12, True)
 
 
 def no_later_step_sees_its_own_place(patch: pytest.MonkeyPatch) -> None:

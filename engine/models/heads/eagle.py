@@ -40,7 +40,7 @@ IGNORED = "rotary_emb.inv_freq"
 @dataclass(frozen=True)
 class EagleHead:
     """``model`` takes a state with each token; its logits are of the tokens ``token_ids``, None: of all in
-    order. ``taps`` are the target's layers whose outputs ``combine`` gets, normed one by one or together."""
+    order. ``taps`` are the target's layers whose outputs ``combine`` gets, normed together or one by one."""
 
     model: FusedDecoder
     taps: tuple[int, ...]
@@ -57,11 +57,12 @@ class EagleHead:
 
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Makes states [tokens, hidden size] of the target's ``hidden`` [tokens, taps, its hidden size]."""
+        if self.joint_norm is not None:
+            hidden = self.joint_norm(hidden.flatten(1)).view_as(hidden)
         if self.tap_norms:
             normed = [norm(x) for norm, x in zip(self.tap_norms, hidden.unbind(1), strict=True)]
             hidden = torch.stack(normed, 1)
-        joined = hidden.flatten(1)
-        return self.combine(joined if self.joint_norm is None else self.joint_norm(joined))
+        return self.combine(hidden.flatten(1))
 
 
 def load_eagle(config: EagleConfig, target: Model, options: LoadOptions) -> EagleHead:
