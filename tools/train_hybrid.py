@@ -31,6 +31,30 @@ TEACHER = BUNDLED_PAIR / "target"
 HEAD_SHARE = 0.3
 
 
+CARD = """# A small hybrid that tells stories
+
+Three layers of Gated DeltaNet to one of attention, in the layout of Qwen 3.5's text models, and an MTP head
+(`mtp.*`) that predicts one token further. It knows nothing but simple stories in English. It is here to try what
+only a trained hybrid shows: acceptance, and what a draft, n-grams, `self:int4` or the head gain.
+
+| | |
+|---|---|
+| parameters | {parameters:,}, of which the head has {head:,} |
+| training tokens | {tokens:,} |
+| training minutes, one thread of a busy CPU | {minutes:.0f} |
+| validation loss, nats per token | {validation_loss:.3f} |
+| mean overlap with its teacher, 1 - TV | {overlap:.3f} |
+
+Trained by `tools/train_hybrid.py` with the arguments in `arguments.json`. Tokenizer, embeddings and MLPs come
+from the bundled target, whose distributions it was distilled from; weights are in float16.
+
+## Data
+
+The stories of the bundled pair: excerpts of TinyStories V1 (CDLA-Sharing-1.0), African Storybook and Pratham
+Books (CC-BY 4.0, credits in `engine/demo_pair/ATTRIBUTION.tsv`), TinyFabulist (MIT). See also `NOTICE`.
+"""
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
@@ -142,7 +166,7 @@ def cross_entropy(logits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 
 
 def export(args: argparse.Namespace, student: WithHead, measured: dict[str, float]) -> None:
-    """Writes a checkpoint folder with the weights in float16."""
+    """Writes a checkpoint folder with its card, and the weights in float16."""
     args.out.mkdir(parents=True, exist_ok=True)
     student.model.half().save_pretrained(args.out)
     path = args.out / "model.safetensors"
@@ -151,7 +175,13 @@ def export(args: argparse.Namespace, student: WithHead, measured: dict[str, floa
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(TEACHER / name, args.out / name)
     values = {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()}
-    (args.out / "arguments.json").write_text(json.dumps({**values, **measured}, indent=1) + "\n")
+    (args.out / "arguments.json").write_text(json.dumps(values, indent=1) + "\n")
+    sizes = {"parameters": count(student), "head": count(student.mtp)}
+    (args.out / "README.md").write_text(CARD.format(**sizes, **measured))
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def main() -> None:
@@ -165,8 +195,7 @@ def main() -> None:
     teacher.eval().requires_grad_(False)
     student = WithHead(make_config(teacher, args.layers)).to(args.device)
     begin_like(teacher, student)
-    num_parameters = sum(parameter.numel() for parameter in student.parameters())
-    print(f"{num_parameters:,} parameters, {compute_dtype(args)} on {args.device}")
+    print(f"{count(student):,} parameters, {compute_dtype(args)} on {args.device}")
 
     def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -184,7 +213,7 @@ def main() -> None:
     trainer = Trainer(args, "hybrid", student, loss)
     stream = StoryStream(tokenizer, read_stories(args.corpus), args.chat_share, args.seed)
     trainer.run(args.minutes, stream, validate)
-    export(args, student, {**validate(), "tokens": trainer.tokens})
+    export(args, student, {**validate(), "tokens": trainer.tokens, "minutes": trainer.elapsed / 60})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Each benchmark runs from its command line to its files, at a size that says nothing about speed."""
 
+import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, graphs, result_file
+from benchmarks import chat_turns, gpu, graphs, result_file
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
 from benchmarks.contestants.truedraft import DEFAULT, PLAIN, SPECULATIVE
 from benchmarks.graphs import WITHOUT
@@ -46,8 +48,11 @@ def test_peers_on_prompts_alone(benchmark: Benchmark, dtype: str) -> None:
     assert [row["ratio"] for row in document["ratios"]] == [f"{SPECULATIVE} / {PLAIN}"]
 
 
-def test_chat_turns(benchmark: Benchmark) -> None:
-    document = benchmark("chat_turns", "--turns", 2, "--turn-tokens", 50, "--max-tokens", 2, "--repeats", 1)
+def test_chat_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved, sizes = tmp_path / "turns.json", "--turns 2 --turn-tokens 50 --max-tokens 2 --repeats 1"
+    monkeypatch.setattr(sys, "argv", ["chat_turns", *sizes.split(), "--save", str(saved)])
+    chat_turns.main()
+    document = json.loads(saved.read_text())
     first, second = document["rows"]
     assert (first["prompt"], first["cached"], second["prompt"], second["cached"]) == (50, 0, 100, 48)
     assert document["facts"]["a state, MB"] == 0

@@ -14,12 +14,14 @@ from tests.engine.random_runs import Pair, check, random_run
 from tests.models import outputs_by_choice, run_engine
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.planning import AUTO_LIMITS, PROPOSER_LIMIT
+from truedraft.engine.core.ranges import RANGES
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.layers import torch_recurrent
 from truedraft.engine.memory import batch
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
-from truedraft.engine.memory.recurrent_state import CHUNK
+from truedraft.engine.memory.recurrent_state import CHUNK, ROLLBACK
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
@@ -153,6 +155,11 @@ def test_a_hit_is_cut_to_what_has_a_state() -> None:
         assert run_engine(core, [prompt], GREEDY) == run_engine(alone, [prompt], GREEDY)
         hits.append(core.scheduler.num_prefix_hits - before)
     assert hits == [0, 0, 88, 88]
+
+
+def test_all_drafts_that_may_be_asked_for_can_be_taken_back() -> None:
+    longest = max(RANGES["num_speculative_tokens"].high, PROPOSER_LIMIT, *AUTO_LIMITS.values())
+    assert longest <= ROLLBACK
 
 
 def test_passes_over_states_are_not_captured() -> None:
