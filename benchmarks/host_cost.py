@@ -8,6 +8,8 @@ steps are counted: every sequence decodes and none ends. Medians over the repeat
 
 Rounds go phase by phase here, as on a GPU or for rows that ask for more than tokens; on a CPU most are one
 call of C (``engine/runtime/native/runner.py``), and ``benchmarks.offline`` says what is around those.
+``--device null`` measures captured rounds, as on a GPU, over a device that takes no time: microseconds of the
+host by part.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from benchmarks import null_device
 from benchmarks.common import (
     CpuWatch,
     machine,
@@ -139,7 +142,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", help="checkpoint folders; default: the bundled pair")
     parser.add_argument("--draft")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help="as in the settings, or null")
     parser.add_argument("--method", default="draft_model", choices=["auto", "draft_model", "ngram"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0: as the engine chooses")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
@@ -154,6 +157,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     busy = warn_if_busy()
+    if arguments.device == "null":
+        null_rows = null_device.measure(arguments.concurrency, arguments.max_tokens // 3, arguments.repeats)
+        print_table(null_rows, "Microseconds of the host in a captured round")
+        write_json(arguments.save, {"machine": machine() | {"busy": busy}, "results": null_rows})
+        return
     config = EngineConfig(
         target=arguments.target,
         draft=arguments.draft,

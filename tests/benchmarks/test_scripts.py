@@ -58,6 +58,14 @@ def test_chat_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert document["facts"]["a state, MB"] == 0
 
 
+def test_host_cost_over_a_device_that_takes_no_time(benchmark: Benchmark) -> None:
+    rows = benchmark("host_cost", "--device", "null", "--concurrency", 2, "--max-tokens", 30, "--repeats", 1)
+    plain, drafted = rows["results"]
+    assert (plain["rows"], plain["drafts"], drafted["drafts"]) == (2, 0, 4)
+    for row in (plain, drafted):
+        assert row["sum"] >= max(row[part] for part in ("schedule", "run", "commit", "message")) > 0
+
+
 def test_offline_on_the_bundled_pair(benchmark: Benchmark) -> None:
     document = benchmark(
         *("offline", "--concurrency", 1, 2, "--num-prompts", 2, "--temperature", 0, 1, "--no-transformers"),

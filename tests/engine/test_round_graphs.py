@@ -81,23 +81,22 @@ def unchecked(monkeypatch: Patch, taped: None) -> None:
     monkeypatch.setattr(graphs_module, "_is_right", lambda *_: True)
 
 
-# There are no kernels for these on a GPU.
-UNSERVED = (
-    "phi3 that turns a part",
-    "gemma2",
-    "smollm3",
-    "olmo",
-    "exaone4",
-    "cohere2",
-    "hunyuan",
-    "ernie",
-    "glm",
-)
-EAGER = [name for name in CONFIGS if name.startswith(UNSERVED) and name != "exaone4 without windows"]
-STATIC = {name: config for name, config in CONFIGS.items() if name not in EAGER}
+# A capture meets these differences between families; others are the same operations to it.
+STATIC = {
+    name: CONFIGS[name]
+    for name in (
+        "llama with biases and tied embeddings",
+        "llama, rotary that follows the length",
+        "qwen2 with windows above",
+        "qwen3",
+        "gemma3, tied embeddings",
+    )
+}
 STATIC["llama, more positions than the table of angles"] = LlamaConfig(
     **(SHAPE | {"max_position_embeddings": 1 << 16}), rope_parameters=ROPE | {"rope_type": "default"}
 )
+# There are no kernels for these on a GPU; ``test_triton_attention`` has the reasons one by one.
+EAGER = ["phi3 that turns a part of each head", "gemma2"]
 
 
 @pytest.mark.parametrize("config", STATIC.values(), ids=STATIC.keys())
@@ -109,9 +108,8 @@ def test_same_logits_of_drafts(models: Models, taped: None) -> None:
     same_as_eager(models.target, is_draft=True)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_same_logits_in_16_bits(dtype: str, models: Models, taped: None) -> None:
-    same_as_eager(models.target, tolerance=0.1, dtype=dtype)
+def test_same_logits_in_16_bits(models: Models, taped: None) -> None:
+    same_as_eager(models.target, tolerance=0.1, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", EAGER)
@@ -164,7 +162,7 @@ def pair(models: Models) -> tuple[EngineCore, EngineCore]:
         return engines(models, models.close_draft)
 
 
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+@pytest.mark.parametrize("params", [PARAMS[name] for name in PARAMS if name not in ("rejection", "coupled")])
 def test_same_tokens(params: list[SamplingParams], pair: tuple[EngineCore, EngineCore]) -> None:
     """Drafts are the same, too, with the same verdicts."""
     replace = msgspec.structs.replace
@@ -174,9 +172,8 @@ def test_same_tokens(params: list[SamplingParams], pair: tuple[EngineCore, Engin
     assert graphs_of(pair[0]).num_misses == 0
 
 
-@pytest.mark.parametrize("params", [PARAMS["greedy"], PARAMS["every rule"]], ids=["greedy", "every rule"])
-def test_same_tokens_without_drafts(params: list[SamplingParams], models: Models, taped: None) -> None:
-    graph_gates.same_tokens(*engines(models, None), params)
+def test_same_tokens_without_drafts(models: Models, taped: None) -> None:
+    graph_gates.same_tokens(*engines(models, None), PARAMS["every rule"])
 
 
 def test_same_tokens_with_preemption_and_prefix_hits(models: Models, taped: None) -> None:
@@ -223,8 +220,7 @@ def test_a_draft_that_pauses_catches_up(models: Models, taped: None, monkeypatch
 @pytest.mark.parametrize("draft", ["lacking_draft", "padded_draft"])
 def test_draft_with_another_vocabulary(draft: str, models: Models, taped: None) -> None:
     core, eager = engines(models, getattr(models, draft))
-    for name in ("greedy", "rejection"):
-        graph_gates.same_tokens(core, eager, PARAMS[name])
+    graph_gates.same_tokens(core, eager, PARAMS["rejection"])
 
 
 # Qwen 2.5 and Llama 3.1 ship such defaults, which every request has that names no others.
@@ -268,11 +264,12 @@ class Watched:
         patch.setattr(PhaseRunner, "run", noted)
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize("kinds", [list(OTHERS)[:4], list(OTHERS)[4:]])
 def test_no_row_makes_the_others_pay_for_a_second_pass(
-    other: SamplingParams, pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
+    kinds: list[str], pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
 ) -> None:
-    params = [GREEDY, other, GREEDY, other, GREEDY]
+    """The target passes once a step, whatever rows in a batch of greedy ones ask for."""
+    params = [GREEDY, *[OTHERS[kind] for kind in kinds]]
     expected = outputs(pair[1], params)
     with monkeypatch.context() as patch:
         watched = Watched(patch)
@@ -304,16 +301,12 @@ def outputs(core: EngineCore, params: list[SamplingParams]) -> list[Said]:
     return found
 
 
-@pytest.mark.parametrize("draft", [None, "close_draft"])
-def test_constrained_rows_are_captured(
-    draft: str | None, models: Models, taped: None, monkeypatch: Patch
-) -> None:
+def test_constrained_rows_are_captured(models: Models, taped: None, monkeypatch: Patch) -> None:
     """Forced tokens, n-grams and drafts of the model in texts that a grammar allows."""
     sizes = {"vocab_size": grammars.VOCAB_SIZE, "eos_token_id": grammars.END}
     target = save_random_llama(Path(models.target).parent / "constrained", seed=1, **sizes)
-    folder = None if draft is None else target
     core, eager = (
-        grammars.know_grammars(make_engine(target, folder, cuda_graphs=is_captured, method="auto"))
+        grammars.know_grammars(make_engine(target, target, cuda_graphs=is_captured, method="auto"))
         for is_captured in (True, False)
     )
     free = SamplingParams(max_tokens=12, seed=2, temperature=0.8)
@@ -365,15 +358,12 @@ def few_shapes(patch: Patch, **limits: int) -> None:
     patch.setattr(plan_module, "plan_shapes", few)
 
 
-@pytest.mark.parametrize("name", ["greedy", "coupled", "every rule"])
-def test_a_batch_that_no_graph_holds_goes_in_parts(
-    name: str, models: Models, taped: None, monkeypatch: Patch
-) -> None:
+def test_a_batch_that_no_graph_holds_goes_in_parts(models: Models, taped: None, monkeypatch: Patch) -> None:
     few_shapes(monkeypatch, rows=2)
     core, eager = engines(models, models.close_draft)
-    graph_gates.same_tokens(core, eager, PARAMS[name])
+    expected = run_engine(eager, PROMPTS, PARAMS["every rule"])
     watched = Watched(monkeypatch)
-    run_engine(core, PROMPTS, PARAMS[name])
+    assert run_engine(core, PROMPTS, PARAMS["every rule"]) == expected
     assert watched.by_phases == set()
     assert max(watched.passes) == 3
 
@@ -625,16 +615,24 @@ ROUND_BUGS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def eager(models: Models) -> EngineCore:
+    return make_engine(models.target, models.close_draft, cuda_graphs=False, num_speculative_tokens=3)
+
+
 @pytest.mark.parametrize("plant", ROUND_BUGS)
 def test_tokens_or_verdicts_show(
-    plant: Callable[[Patch], None], models: Models, unchecked: None, monkeypatch: Patch
+    plant: Callable[[Patch], None],
+    models: Models,
+    eager: EngineCore,
+    unchecked: None,
+    monkeypatch: Patch,
 ) -> None:
-    eager = make_engine(models.target, models.close_draft, cuda_graphs=False, num_speculative_tokens=3)
     plant(monkeypatch)
     core = make_engine(models.target, models.close_draft, num_speculative_tokens=3)
 
     def compare() -> None:
-        for name in ("rejection", "every rule", "coupled"):
+        for name in ("every rule", "coupled"):
             graph_gates.same_tokens(core, eager, PARAMS[name], arrivals=[0, 2, 3, 5, 6])
         expected = run_engine(eager, PROMPTS, PENALTIES, arrivals=[0, 2, 3, 5, 6])
         assert run_engine(core, PROMPTS, PENALTIES, arrivals=[0, 2, 3, 5, 6]) == expected
