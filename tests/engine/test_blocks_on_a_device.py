@@ -156,6 +156,7 @@ def test_float32_by_name_dequantises(tmp_path: Path, as_on_a_gpu: WithoutKernels
 
 def test_16_bits_say_what_a_gpu_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "resolve_device", torch.device)
+    monkeypatch.setattr(loader, "resolve_dtype", lambda *_: torch.float32)
     for device, kept in (("cuda", {"auto", "bfloat16", "float16"}), ("cpu", {"auto"})):
         for dtype in ("auto", "float32", "bfloat16", "float16"):
             config: Any = SimpleNamespace(

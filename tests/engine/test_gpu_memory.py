@@ -71,7 +71,7 @@ def model_of(loaded: Loaded | None) -> Any:
     shapes, bits = loaded
     made: Any = FusedDecoder.__new__(FusedDecoder)
     made.dtype, made.device, made.vocab_size = torch.bfloat16, DEVICE, shapes.vocab_size
-    made.reads_in_place, made.rotary = True, SimpleNamespace(needs_host=False)
+    made.reads_in_place, made.needs_host = True, False
     made.is_quantised = bits != BF16
     made.config = SimpleNamespace(hidden_size=shapes.hidden, intermediate_size=shapes.mlp)
     made.config.get_text_config = lambda config=made.config: config
@@ -96,6 +96,7 @@ def test_everything_fits(
     for module in (plan_module, cache_memory):
         monkeypatch.setattr(module, "free_memory", lambda device: free)
     monkeypatch.setattr(plan_module, "make_capture", lambda device: object())
+    monkeypatch.setattr(plan_module, "find_sampling", lambda *_: object())  # the kernels
     config = EngineConfig(target="target")
     models = [model for model in (model_of(target), model_of(draft)) if model is not None]
     graphs = plan_graphs(config, models[0], models[1] if draft else None, MAX_MODEL_LEN)
