@@ -12,6 +12,7 @@ from transformers.quantizers import AutoHfQuantizer
 from truedraft.engine.errors import QuantizationError
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.eight_bit import check_whole_blocks, open_eight_bit
+from truedraft.engine.models.mxfp4 import Mxfp4Checkpoint
 from truedraft.engine.models.packed import open_packed
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ def open_quantised(source: Checkpoint, quantization: Any, compact_weights: bool)
     to transformers. ``compact_weights`` is that of ``LoadOptions``."""
     try:
         _refuse_more_than_weights(quantization)
+        if quantization.get("quant_method") == "mxfp4":
+            return Mxfp4Checkpoint(source)
         return open_packed(source, quantization) or open_eight_bit(source, quantization, compact_weights)
     except (AttributeError, KeyError, TypeError) as error:
         raise QuantizationError("its quantization_config has another form than any that is known") from error

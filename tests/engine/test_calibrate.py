@@ -31,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
 
     monkeypatch.setattr(calibrate, "_pass_seconds", fake)
     model: Any = SimpleNamespace(
-        model=SimpleNamespace(has_encoder=False, max_position=4096),
+        model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
         cache=SimpleNamespace(clear=cleared.update),
     )
     pool = BlockPool(num_blocks=200, block_size=16)
@@ -65,7 +65,7 @@ def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(calibrate, "_pass_seconds", lambda *_: 0.001)
     cleared: set[int] = set()
     model: Any = SimpleNamespace(
-        model=SimpleNamespace(has_encoder=False, max_position=4096),
+        model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
         cache=SimpleNamespace(clear=cleared.update),
     )
     costs = calibrate.calibrate(model, BlockPool(num_blocks=20, block_size=16), {}, max_tokens=128)
@@ -81,7 +81,7 @@ def test_a_row_reads_its_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibrate, "_pass_seconds", seconds)
     model: Any = SimpleNamespace(
-        model=SimpleNamespace(has_encoder=False, max_position=4096),
+        model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
         cache=SimpleNamespace(clear=lambda _: None),
     )
     slots = StateSlots(99, lambda *_: None)
@@ -102,7 +102,7 @@ def test_tokens_of_a_pass_are_distinct(vocab_size: int) -> None:
         passes.append([token_id for span in spans for token_id in span.token_ids])
 
     model: Any = SimpleNamespace(
-        model=SimpleNamespace(has_encoder=False, max_position=4096),
+        model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
         cache=SimpleNamespace(clear=lambda _: None),
         device=SimpleNamespace(type="cpu"),
         vocab_size=vocab_size,

@@ -10,11 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, OlmoConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Dots1Config,
+    GptOssConfig,
+    OlmoConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from tests.models import make_engine, run_engine
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.mlp import Experts
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
@@ -229,7 +237,8 @@ def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read([weight_name])[weight_name].float(), weight)
 
 
-def test_experts_in_four_bits_are_dequantised_by_transformers(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("needs_compiler")
+def test_experts_in_four_bits_are_dequantised_at_load(tmp_path: Path) -> None:
     config = GptOssConfig(**SIZES | {"intermediate_size": 64}, num_local_experts=4, num_experts_per_tok=2)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -246,6 +255,28 @@ def test_experts_in_four_bits_are_dequantised_by_transformers(tmp_path: Path) ->
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float().eval()
     logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
     torch.testing.assert_close(logits, logits_of(theirs), rtol=0, atol=1e-4)
+    model = load_model(str(tmp_path), LoadOptions())
+    assert isinstance(model, FusedDecoder)
+    experts = model.weights.layers[1].mlp
+    assert isinstance(experts, Experts)
+    assert all(getattr(each.down, "dtype", None) == torch.float16 for each in experts.experts)
+    parameter = theirs.model.layers[1].mlp.experts.down_proj
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
+    expected = x @ parameter[2] + theirs.model.layers[1].mlp.experts.down_proj_bias[2]
+    torch.testing.assert_close(experts.experts[2].down(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_experts_of_a_family_of_ours_are_kept_in_16_bits(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    make(tmp_path, FORMATS["fp8, blocks"], config)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float().eval()
+    model = load_model(str(tmp_path), LoadOptions())
+    assert isinstance(model, FusedDecoder)
+    assert {getattr(linear, "dtype", None) for linear in model.weights.linears} == {torch.float16}
+    expected = logits_of(theirs)
+    logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
+    assert (logits - expected).abs().max() < 5e-3 * expected.abs().max()
 
 
 @pytest.mark.usefixtures("needs_compiler")
@@ -253,9 +284,18 @@ def test_experts_in_four_bits_are_dequantised_by_transformers(tmp_path: Path) ->
     "config",
     [
         OlmoConfig(**SIZES),
-        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        Dots1Config(
+            **SIZES,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+        ),
     ],
-    ids=["olmo", "qwen3_moe"],
+    ids=["olmo", "dots1"],
 )
 def test_other_families_are_dequantised_by_transformers(
     config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -272,7 +312,7 @@ def test_other_families_are_dequantised_by_transformers(
         assert layer.linear.dtype == torch.float16
     small = [each.weight.numel() for each in model.module.modules() if type(each) is nn.Linear]
     assert max(small) < MIN_NATIVE_WEIGHTS
-    assert ("kept in float32" in caplog.text) == (config.model_type == "qwen3_moe")
+    assert ("kept in float32" in caplog.text) == (config.model_type == "dots1")
     expected = logits_of(theirs)
     logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
     assert (logits - expected).abs().max() < 5e-3 * expected.abs().max()
