@@ -135,6 +135,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_state_slots: int = 0  # in each cache whose model has recurrent layers
     state_bytes: int = 0  # what one sequence's states and records take in both caches
     max_num_sequences: int = 32  # so many run at the same time
+    cache_dtype: str = ""  # what the target's keys and values are kept in
+    weight_bytes: int = 0  # both models' linear layers and embeddings
+    cache_bytes: int = 0  # both caches, once they are full
+    worker_bytes: int = 0  # what the worker has in memory at start, weights included
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

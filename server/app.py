@@ -28,7 +28,7 @@ from truedraft.server.observability.tracing import TracingMiddleware
 from truedraft.server.routes import chat, completions, messages, models, ops, page, responses, tokenize
 from truedraft.server.services import Services, TokenizerLoader
 from truedraft.server.settings import Settings
-from truedraft.server.text.tokenizer import load_tokenizer
+from truedraft.server.text.tokenizer import load_tokenizer, read_apart
 from truedraft.server.version import package_version
 from truedraft.server.workers.worker_pool import WorkerPool
 
@@ -40,7 +40,7 @@ def create_app(
     load: TokenizerLoader | None = None,
 ) -> FastAPI:
     """``load`` replaces the way to get a tokenizer; by default it is the target's."""
-    load = load or partial(load_tokenizer, str(settings.target), settings.chat_template)
+    load = load or partial(load_tokenizer, str(settings.target), settings.chat_template, read_apart)
     services = Services(settings, engine, metrics, load)
     export = _metrics_export(settings, metrics)
 

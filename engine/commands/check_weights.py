@@ -1,4 +1,4 @@
-"""What quantised or rounded weights and rounded inputs cost: log-probabilities of a text, against float32's.
+"""What rounded weights, inputs, keys and values cost: log-probabilities of a text, against float32's.
 
 The reference computes in float32: a GGUF file's dequantised weights, or the checkpoint that ``quantize`` or
 ``dtype: bfloat16`` was given. Used by ``check``.
@@ -34,10 +34,12 @@ BYTES_PER_PARAMETER = 5
 
 @dataclass(frozen=True)
 class WeightsResult:
-    """Mean log-probability of a token, as served and in float32; None if there is no memory for that."""
+    """Mean log-probability of a token: as served, with float32 caches in place of float16 ones, and all in
+    float32; None where caches are in float32 anyway, and if there is no memory for the last."""
 
     num_tokens: int
     served: float
+    wide_cache: float | None
     reference: float | None
 
     @property
@@ -45,6 +47,8 @@ class WeightsResult:
         words = (
             f"{self.served:.4f} a token (perplexity {math.exp(-self.served):.2f}), {self.num_tokens} tokens"
         )
+        if self.wide_cache is not None:
+            words += f"; with caches in float32 {self.wide_cache:.4f}"
         if self.reference is None:
             return f"{words}; not compared with float32, which needs more memory than is free"
         return f"{words}; in float32 {self.reference:.4f} ({math.exp(-self.reference):.2f})"
@@ -61,13 +65,20 @@ def check_weights(
     else:
         ids = list(tokenizer.encode(TEXT))
     ids = ids[: min(MAX_TOKENS, target.served.max_position or MAX_TOKENS)]
-    served, reference = _mean_log_prob(target, ids), None
+    served, wide, reference = _mean_log_prob(target, ids), None, None
+    if (cache_dtype := target.served.cache_dtype) == torch.float16:
+        target.served.keep_cache_in(torch.float32)
+        wide = _mean_log_prob(target, ids)
+        target.served.keep_cache_in(cache_dtype)
     if target.served.num_parameters * BYTES_PER_PARAMETER < free_memory(torch.device("cpu")):
         in_float32 = FreshModel(
-            path, replace(options, dtype=torch.float32, compact_weights=False, quantize="none")
+            path,
+            replace(
+                options, dtype=torch.float32, compact_weights=False, quantize="none", cache_dtype="float32"
+            ),
         )
         reference = _mean_log_prob(in_float32, ids)
-    return WeightsResult(len(ids) - 1, served, reference)
+    return WeightsResult(len(ids) - 1, served, wide, reference)
 
 
 def _mean_log_prob(model: FreshModel, ids: list[int]) -> float:

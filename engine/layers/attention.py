@@ -102,6 +102,7 @@ def attend_group(
     else:
         gathered = cache.gather(call.layer, group.key_slots)
         keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
+    keys, values = keys.to(query.dtype), values.to(query.dtype)
     is_plain = call.softcap is None and call.sinks is None
     if is_plain and call.sliding_window is None and group.is_lone and _has_flash(query, values):
         return attend_causally(query, keys, values, call.scaling)

@@ -33,6 +33,13 @@ class AttentionCache:
 CacheSpec: TypeAlias = AttentionCache | RecurrentCache
 NOTHING = 0, 0
 
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounds ``x``; a finite number that is too large for ``dtype`` becomes the largest that it has."""
+    rounded, largest = x.to(dtype), torch.finfo(dtype).max
+    return torch.where(rounded.isinf() & x.isfinite(), rounded.clamp(-largest, largest), rounded)
+
+
 # So much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
 # written to, which would take the first requests milliseconds; of a large cache most is never used.
 TOUCHED_BYTES = 64 << 20
@@ -79,6 +86,10 @@ class KVCache:
             for tensor in layer.tensors:
                 tensor[target].copy_(tensor[source])
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
     def clear(self, block_ids: list[int]) -> None:
         """Write zeros to these blocks. Memory that was never written to is read faster: all one page."""
         for tensor in (*self.keys, *self.values):
@@ -87,8 +98,8 @@ class KVCache:
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""
-        self.keys[layer].index_copy_(0, slots, key)
-        self.values[layer].index_copy_(0, slots, value)
+        for cached, new in ((self.keys[layer], key), (self.values[layer], value)):
+            cached.index_copy_(0, slots, new if new.dtype == cached.dtype else narrowed(new, cached.dtype))
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [slots, kv heads, size] of ``slots``, contiguous."""

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from truedraft.engine.cuda.triton_run import TritonRun, find_kernels
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
@@ -34,14 +35,38 @@ def first_that_agrees(
     weights: DecoderWeights,
     library: ctypes.CDLL | None,
     expected: Sequence[torch.Tensor],
+    cache_dtype: str,
 ) -> FusedDecoder | None:
     """Returns the fastest model of ``weights`` whose logits of the probe texts are the ``expected`` ones;
     None if none's are. ``library``: the kernels in C, where these made the linear layers."""
     for name, model in _models(facts, weights, library):
-        if all(map(_comparison(model), packed_logits(model, probe_texts(facts)), expected)):
+        if _agrees(model, expected):
+            _choose_cache_dtype(model, expected, cache_dtype)
             return model
         logger.warning("%s: the logits differ from those of transformers' layers; it is not used", name)
     return None
+
+
+def _agrees(model: FusedDecoder, expected: Sequence[torch.Tensor]) -> bool:
+    return all(map(_comparison(model), packed_logits(model, probe_texts(model.facts)), expected))
+
+
+def _choose_cache_dtype(model: FusedDecoder, expected: Sequence[torch.Tensor], asked: str) -> None:
+    """Lets the model keep keys and values in 16 bits where that is ``asked`` for, or where its weights have
+    no more, unless that shows in the logits."""
+    own = str(model.dtype).removeprefix("torch.")
+    if asked == own or (asked == "auto" and (own != "float32" or not model.has_halves)):
+        return
+    if own != "float32":
+        raise ModelLoadError(f"cache_dtype is {asked}, but the model is computed in {own}: leave it out")
+    model.keep_cache_in(torch.float16)
+    if _agrees(model, expected):
+        return
+    words = "keys or values of this model do not fit into float16: its logits would differ"
+    if asked == "float16":
+        raise ModelLoadError(f"{words}; set cache_dtype to float32")
+    logger.warning("%s; its caches are kept in float32", words)
+    model.keep_cache_in(torch.float32)
 
 
 def _models(
@@ -62,7 +87,8 @@ def _comparison(model: FusedDecoder) -> Callable[[torch.Tensor, torch.Tensor], b
     """Returns how its logits are compared."""
     if model.rounds_inputs or any(isinstance(linear, ModuleLinear) for linear in model.weights.linears):
         return roughly_same_logits
-    return partial(same_logits, tolerance=TOLERANCES[model.arithmetic])
+    tolerance = max(TOLERANCES[model.arithmetic], TOLERANCES[model.cache_dtype])
+    return partial(same_logits, tolerance=tolerance)
 
 
 def same_logits(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:

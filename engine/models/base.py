@@ -10,7 +10,7 @@ import torch
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import ForwardBatch, Span
-from truedraft.engine.memory.kv_cache import CacheSpec, KVCache
+from truedraft.engine.memory.kv_cache import AttentionCache, CacheSpec, KVCache
 from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
@@ -78,6 +78,11 @@ class Model(ABC):
     @property
     def has_encoder(self) -> bool:
         return bool(self.start_ids)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Returns what keys and values are kept in."""
+        return next((cache.dtype for cache in self.caches if isinstance(cache, AttentionCache)), self.dtype)
 
     @property
     def cache_bytes_per_token(self) -> int:

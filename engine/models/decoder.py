@@ -8,6 +8,7 @@ another, residuals added inside them, and in between as few calls as possible (`
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 
@@ -19,10 +20,10 @@ from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import LayerRun
 from truedraft.engine.layers.torch_run import TorchRun
 from truedraft.engine.memory.batch import ForwardBatch, states_of
-from truedraft.engine.memory.kv_cache import KVCache
+from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
 from truedraft.engine.native.decoder import NativeDecoder
-from truedraft.engine.native.linear import NativeLinear
+from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.native_run import NativeKernels
 from truedraft.engine.native.quantised import QuantisedLinear
 
@@ -57,6 +58,28 @@ class FusedDecoder(Model):
         self.reads_in_place = backend == "Triton"
         # The host decides in each pass which angles or experts it needs, and where states are folded.
         self.needs_host = self.rotary.needs_host or has_experts or weights.has_states
+
+    @property
+    def rounds(self) -> bool:
+        """Tells whether more is rounded than in transformers' layers of its type."""
+        return self.is_quantised or self.bf16_linears or self.cache_dtype != self.dtype
+
+    @property
+    def has_halves(self) -> bool:
+        """Tells whether weights of linear layers have 16 bits or fewer, but for a tenth: routers of experts
+        have 32."""
+        linears = [linear for linear in self.weights.linears if isinstance(linear, NativeLinear)]
+        sizes = [linear.in_features * linear.out_features for linear in linears]
+        wide = [linear.struct.type == WEIGHT_TYPES[torch.float32] for linear in linears]
+        is_all = self.is_native and len(linears) == sum(1 for _ in self.weights.linears)
+        return is_all and 10 * sum(compress(sizes, wide)) <= sum(sizes)
+
+    def keep_cache_in(self, dtype: torch.dtype) -> None:
+        """Sets what keys and values are kept in; whoever has made a cache has it as it was."""
+        self.caches = [
+            replace(cache, dtype=dtype) if isinstance(cache, AttentionCache) else cache
+            for cache in self.caches
+        ]
 
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         """Makes no decision in Python, here or below, that depends on the values of the batch's tensors, but

@@ -64,7 +64,7 @@ def load_fused(
         weights, expected = Reader(module, checkpoint, facts, backend.linears).read()
         if not all(logits.isfinite().all() for logits in expected):
             return None  # transformers' own module fails with words for it
-        model = first_that_agrees(facts, weights, backend.library, expected)
+        model = first_that_agrees(facts, weights, backend.library, expected, options.cache_dtype)
         if model is not None and (options.quantize == "none" or model.is_quantised):
             return model
     return None
@@ -77,7 +77,7 @@ def fuse_module(decoder: DecoderModel, options: LoadOptions) -> FusedDecoder | N
     weights, expected = describe_module(module, facts), packed_logits(decoder, probe_texts(facts))
     library = _kernels(facts.dtype, options, {shape.head_size for shape in weights.attention})
     for kernels in (None,) if library is None else (library, None):
-        model = first_that_agrees(facts, weights, kernels, expected)
+        model = first_that_agrees(facts, weights, kernels, expected, options.cache_dtype)
         if model is not None:
             return model
     return None

@@ -45,6 +45,11 @@ def weight_types(model: Model) -> list[str]:
     )
 
 
+def weight_bytes(model: Model) -> int:
+    """Returns the bytes of linear layers and embeddings, once those of a file are read."""
+    return sum(map(_num_bytes, _parts(model)))
+
+
 def fingerprint(model: Model, config: EngineConfig) -> str:
     """Changes with whatever may change the model's tokens, but for the versions of libraries."""
     assert config.target is not None
@@ -58,6 +63,7 @@ def fingerprint(model: Model, config: EngineConfig) -> str:
     named = [
         str(model.arithmetic),
         str(model.dtype),
+        str(model.cache_dtype),
         *weight_types(model),
         model.way,
         str(has_native_linears),
@@ -135,6 +141,29 @@ def _types(part: Any) -> Iterator[tuple[str, int]]:
             yield from _types(part.weight)
         case torch.Tensor():
             yield str(part.dtype).removeprefix("torch."), part.numel()
+
+
+def _num_bytes(part: Any) -> int:
+    match part:
+        case QuantisedLinear():
+            return sum(packed.nbytes for packed in part.packed)
+        case NativeLinear():
+            return int(part.weights.nbytes)
+        case QuantisedEmbeddings():
+            return part.blocks.data.nbytes
+        case PackedLinear():
+            return sum(packed.num_bytes for packed in part.parts)
+        case PackedEmbeddings():
+            return part.packed.num_bytes
+        case OneDnnLinear():
+            return int(4 * part.packed_weight.numel())
+        case ModuleLinear():
+            return sum(int(tensor.nbytes) for module in part.modules for tensor in _tensors(module))
+        case TorchLinear() | DenseEmbeddings():
+            return part.weight.nbytes
+        case torch.Tensor():
+            return int(part.nbytes)
+    return 0
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

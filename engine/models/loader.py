@@ -109,6 +109,7 @@ def load_options(config: EngineConfig) -> LoadOptions:
         compact_weights=config.dtype == "auto" or (device.type == "cuda" and config.dtype != "float32"),
         self_check=config.self_check,
         quantize=config.quantize,
+        cache_dtype=config.cache_dtype,
         max_model_len=config.max_model_len,
     )
 
@@ -135,6 +136,10 @@ def load_model(path: str, options: LoadOptions) -> Model:
         )
     if options.quantize == "fp8" and not multiplies_fp8(options.dtype, options.device):
         raise ModelLoadError(NO_FP8.format(path))
+    if options.cache_dtype != "auto" and options.device.type != "cpu":
+        raise ModelLoadError(
+            f"cache_dtype is {options.cache_dtype}, but on a GPU caches have the model's type: leave it out"
+        )
     if is_gguf(path):
         return _load_gguf(path, options)
     found = _find(path, options)
@@ -165,6 +170,11 @@ def _load_found(found: Architecture, options: LoadOptions) -> Model:
 
 
 def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
+    if options.cache_dtype != "auto" and DTYPES[options.cache_dtype] != options.dtype:
+        raise ModelLoadError(
+            f"{found.path} is served by transformers' layers, whose caches have the model's type: leave out "
+            f"cache_dtype, which is {options.cache_dtype}"
+        )
     if not found.has_own_code:
         check_memory(found.path, _check_without_weights(found, options), options)
     model = load_decoder(found, options)
@@ -196,19 +206,27 @@ def _check_without_weights(found: Architecture, options: LoadOptions) -> Any:
 
 
 def load_if_rounded(path: str, options: LoadOptions) -> FusedDecoder | None:
-    """Returns the model at ``path`` if our kernels round what its layers get: quantised, or in bfloat16."""
+    """Returns the model at ``path`` if it rounds what transformers' layers do not: inputs of quantised
+    layers, products in bfloat16, keys and values."""
     has_kernels = options.native_kernels or options.device.type == "cuda"
     if options.device_map is not None or not has_kernels:
         return None
-    if options.quantize == "none" and not multiplies_bfloat16(options):
-        found = None if is_gguf(path) else _find_quantised(_find(path, options), options)
-        has_blocks = is_gguf(path) or (found is not None and isinstance(found[0], PackedCheckpoint))
-        if not (options.compact_weights and has_blocks):
-            return None
+    if options.quantize == "none" and not multiplies_bfloat16(options) and not _may_round(path, options):
+        return None
     model = load_model(path, options)
-    if isinstance(model, FusedDecoder) and (model.is_quantised or model.bf16_linears):
-        return model
-    return None
+    return model if isinstance(model, FusedDecoder) and model.rounds else None
+
+
+def _may_round(path: str, options: LoadOptions) -> bool:
+    """Tells whether a model may have quantised layers, or caches of fewer bits than it is computed in."""
+    compact, cached = options.compact_weights, options.cache_dtype
+    if is_gguf(path):
+        return compact or cached == "float16"
+    found = _find(path, options)
+    if cached == "float16" or (cached == "auto" and compact and _is_on_cpu(options)):
+        return _fused_skeleton(found, options.dtype) is not None
+    quantised = _find_quantised(found, options) if compact else None
+    return quantised is not None and isinstance(quantised[0], PackedCheckpoint)
 
 
 def _load_gguf(path: str, options: LoadOptions) -> FusedDecoder:

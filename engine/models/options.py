@@ -11,8 +11,8 @@ class LoadOptions:
     keep quantised weights quantised, and on a CPU others in 16 bits where that loses nothing.
     ``bf16_linears``: linear layers round their weights and inputs to bfloat16, in kernels that multiply in
     it. ``self_check``: refuse a model that over our cache deviates from itself. ``quantize``: to fp8,
-    int8 or int4, or ``none``.
-    ``max_model_len``: tokens of the longest text that will be served, None: the model's context."""
+    int8 or int4, or ``none``. ``cache_dtype`` as in ``BatchingSettings``. ``max_model_len``: tokens of the
+    longest text that will be served, None: the model's context."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
@@ -24,4 +24,5 @@ class LoadOptions:
     bf16_linears: bool = False
     self_check: bool = True
     quantize: str = "none"
+    cache_dtype: str = "auto"
     max_model_len: int | None = None

@@ -1,4 +1,5 @@
-/* Attention over the paged cache, for float32 rows on a CPU: a decoding row's, or a prompt's.
+/* Attention over the paged cache, for float32 rows on a CPU: a decoding row's, or a prompt's. The cache is in float32
+ * or float16, whose numbers are widened as they are read.
  *
  * Rows of different lengths are attended as they are, straight from the cache: no padding, no copies. A query's sums
  * have one order, however many queries there are.
@@ -64,6 +65,33 @@ static inline int64_t qkv_width(const Heads *layer) {
     return ((layer->gated ? 2 : 1) * layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
 }
 
+/* Float16 has no larger numbers: what is larger, and finite, becomes this. */
+#define LARGEST_HALF 65504.0f
+
+static inline ALWAYS int64_t cached_bytes(const int64_t type) { return type == FLOAT32 ? 4 : 2; }
+
+/* Vector ``i`` of cached numbers of that type, as float32. */
+static inline ALWAYS vec cached(const char *from, const int64_t i, const int64_t type) {
+    if (type == FLOAT16) return widen((const uint16_t *)from + i * LANES);
+    return ((const vec *)from)[i];
+}
+
+static inline uint16_t to_half(float x) {
+    const float size = fabsf(x);
+    if (size > LARGEST_HALF && size < INFINITY) x = copysignf(LARGEST_HALF, x);
+    const _Float16 half = (_Float16)x;
+    uint16_t bits;
+    memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+
+/* Numbers into a slot of a cache. */
+static void store(void *cache, int64_t slot, const float *x, int64_t size, int64_t type) {
+    uint16_t *halves = (uint16_t *)cache + slot * size;
+    if (type == FLOAT32) memcpy((float *)cache + slot * size, x, size * sizeof(float));
+    for (int64_t i = 0; type == FLOAT16 && i < size; i++) halves[i] = to_half(x[i]);
+}
+
 /* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
 static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t token) {
     const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
@@ -81,16 +109,16 @@ static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t to
         if (weight && layer->norm_after_rotary) norm_row(x, x, weight, NULL, size, layer->norm_eps);
     }
     const int64_t width = layer->num_kv_heads * size;
-    memcpy(layer->keys + to * width, keys, width * sizeof(float));
-    memcpy(layer->values + to * width, qkv + rotated * size, width * sizeof(float));
+    store(layer->keys, to, keys, width, layer->cache_type);
+    store(layer->values, to, qkv + rotated * size, width, layer->cache_type);
 }
 
 /* One query's product with one key. */
-static inline ALWAYS float score(const float *query, const float *key, const int64_t width) {
-    const vec *a = (const vec *)query, *b = (const vec *)key;
+static inline ALWAYS float score(const float *query, const char *key, const int64_t width, const int64_t type) {
+    const vec *a = (const vec *)query;
     vec sum = { 0 };
     UNROLL
-    for (int64_t i = 0; i < width; i++) sum = multiply_add(a[i], b[i], sum);
+    for (int64_t i = 0; i < width; i++) sum = multiply_add(a[i], cached(key, i, type), sum);
     return lane_sum(sum);
 }
 
@@ -152,10 +180,16 @@ static inline ALWAYS void score_turned(
 }
 
 /* A chunk's keys of one head to [size, CHUNK]; past the last key there is something finite. */
-static inline ALWAYS void turn(float *to, const float *keys, const int64_t *offset, int64_t length, int64_t size) {
+static inline ALWAYS void turn(
+    float *to, const char *keys, const int64_t *offset, int64_t length, int64_t size, const int64_t type) {
     for (int64_t j = 0; j < CHUNK; j += 4) {
+        float wide[4][type == FLOAT32 ? 1 : size];
         const float *from[4];
-        for (int64_t k = 0; k < 4; k++) from[k] = keys + offset[j + k < length ? j + k : length - 1];
+        for (int64_t k = 0; k < 4; k++) {
+            const char *key = keys + offset[j + k < length ? j + k : length - 1];
+            from[k] = type == FLOAT32 ? (const float *)key : wide[k];
+            for (int64_t i = 0; type != FLOAT32 && i < size / LANES; i++) ((vec *)wide[k])[i] = cached(key, i, type);
+        }
         for (int64_t i = 0; i < size; i += 4) {
             float block[4][4];
             for (int64_t k = 0; k < 4; k++)
@@ -185,8 +219,8 @@ static inline ALWAYS float soften(float *score, int64_t from, int64_t last, floa
 
 /* Adds a chunk's values from ``from`` to ``last``, by their weights, to what one or two rows have, times ``shrink``. */
 static inline ALWAYS void add_values(
-    float *const *out, const float *shrink, float (*weights)[CHUNK], const float *values, const int64_t *offset,
-    int64_t from, int64_t last, const int64_t width, const int64_t num_rows) {
+    float *const *out, const float *shrink, float (*weights)[CHUNK], const char *values, const int64_t *offset,
+    int64_t from, int64_t last, const int64_t width, const int64_t type, const int64_t num_rows) {
     if (from >= last) return;
     vec sum[2][MAX_WIDTH];
     for (int64_t row = 0; row < num_rows; row++) {
@@ -194,11 +228,11 @@ static inline ALWAYS void add_values(
         for (int64_t i = 0; i < width; i++) sum[row][i] = ((const vec *)out[row])[i] * shrink[row];
     }
     for (int64_t j = from; j < last; j++) {
-        const vec *value = (const vec *)(values + offset[j]);
-        for (int64_t row = 0; row < num_rows; row++) {
-            UNROLL
-            for (int64_t i = 0; i < width; i++)
-                sum[row][i] = multiply_add(SPREAD(weights[row][j]), value[i], sum[row][i]);
+        UNROLL
+        for (int64_t i = 0; i < width; i++) {
+            const vec value = cached(values + offset[j], i, type);
+            for (int64_t row = 0; row < num_rows; row++)
+                sum[row][i] = multiply_add(SPREAD(weights[row][j]), value, sum[row][i]);
         }
     }
     for (int64_t row = 0; row < num_rows; row++) {
@@ -219,15 +253,17 @@ static void sink(float *out, int64_t size, float number, float best, float *tota
  * head, turns its keys over. Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
 static inline ALWAYS void attend_queries(
     const Spans *spans, const Heads *layer, int64_t span, int64_t first_query, int64_t num_queries,
-    int64_t first_head, int64_t end_head, int turned, const float *qkv, float *out, const int64_t width) {
-    const int64_t size = LANES * width;
+    int64_t first_head, int64_t end_head, int turned, const float *qkv, float *out, const int64_t width,
+    const int64_t type) {
+    const int64_t size = LANES * width, head_bytes = size * cached_bytes(type);
     const int64_t shared = layer->num_heads / layer->num_kv_heads, rows_of_head = shared * num_queries;
     const int64_t num_kv_heads = end_head - first_head, rows = num_kv_heads * rows_of_head;
     const int64_t qkv_size = qkv_width(layer);
-    const int64_t out_size = layer->num_heads * size, kv_size = layer->num_kv_heads * size;
+    const int64_t out_size = layer->num_heads * size, token_bytes = layer->num_kv_heads * head_bytes;
     const int64_t stored = spans->num_stored[span] + first_query, num_keys = stored + num_queries;
     const int64_t first = spans->first_token[span] + first_query;
-    const float *keys = layer->keys + first_head * size, *values = layer->values + first_head * size;
+    const char *keys = (const char *)layer->keys + first_head * head_bytes;
+    const char *values = (const char *)layer->values + first_head * head_bytes;
     const float scaling = layer->scaling;
     const float *queries[rows];
     int64_t from[rows], last[rows];
@@ -250,21 +286,21 @@ static inline ALWAYS void attend_queries(
         const int64_t known = num_keys - begin < CHUNK + AHEAD ? num_keys - begin : CHUNK + AHEAD;
         int64_t offset[CHUNK + AHEAD];
         find_slots(offset, spans, span, begin, known);
-        for (int64_t j = 0; j < known; j++) offset[j] *= kv_size;
+        for (int64_t j = 0; j < known; j++) offset[j] *= token_bytes;
         if (turned) {
-            turn(turned_keys, keys, offset, length, size);
+            turn(turned_keys, keys, offset, length, size, type);
             score_turned(scores, queries, rows, turned_keys, scaling, width);
         }
         for (int64_t j = 0; !turned && j < length; j++) {
             const int64_t at = offset[j], later = offset[j + AHEAD < known ? j + AHEAD : j];
-            for (int64_t i = 0; i < num_kv_heads * size; i += 16) {
+            for (int64_t i = 0; i < num_kv_heads * head_bytes; i += CACHE_LINE) {
                 __builtin_prefetch(values + at + i);
                 __builtin_prefetch(keys + later + i);
             }
-            const float *key = keys + at;
-            for (int64_t row = 0; row < rows; key += size)
+            const char *key = keys + at;
+            for (int64_t row = 0; row < rows; key += head_bytes)
                 for (const int64_t end = row + rows_of_head; row < end; row++)
-                    scores[row][j] = score(queries[row], key, width) * scaling;
+                    scores[row][j] = score(queries[row], key, width, type) * scaling;
         }
         for (int64_t row = 0; row < rows; row++) {
             const int64_t past = stored + row % num_queries + 1 - begin, window_start = past - layer->window;
@@ -276,12 +312,12 @@ static inline ALWAYS void attend_queries(
             shrink[row] = before == -INFINITY ? 0.0f : fast_exp(before - best[row]);
             total[row] = total[row] * shrink[row] + sum;
         }
-        const float *of_head = values;
-        for (int64_t row = 0; row < rows; of_head += size) {
+        const char *of_head = values;
+        for (int64_t row = 0; row < rows; of_head += head_bytes) {
             for (const int64_t end = row + rows_of_head; row < end;) {
                 const int64_t count = row + 1 < end && from[row] == from[row + 1] && last[row] == last[row + 1] ? 2 : 1;
 #define ADD(count) \
-    add_values(outs + row, shrink + row, scores + row, of_head, offset, from[row], last[row], width, count)
+    add_values(outs + row, shrink + row, scores + row, of_head, offset, from[row], last[row], width, type, count)
                 if (count == 2) ADD(2);
                 else ADD(1);
                 row += count;
@@ -324,14 +360,18 @@ static void attend_task(const void *arguments, int64_t item) {
     /* Of many queries, the scores of one kv head at a time stay in the processor's first cache. */
     const int turned = num_queries * layer->num_heads >= TURNED_FROM * layer->num_kv_heads;
     const int64_t step = turned ? 1 : end - first;
-#define ATTEND(size) \
-    attend_queries(spans, layer, span, query, num_queries, head, head + step, turned, task->qkv, task->out, (size) / LANES)
+#define ATTEND(size, type) \
+    attend_queries(spans, layer, span, query, num_queries, head, head + step, turned, task->qkv, task->out, \
+                   (size) / LANES, type)
+#define ATTEND_IN(type) \
+    switch (layer->head_size) { \
+        case 64: ATTEND(64, type); break; \
+        case 128: ATTEND(128, type); break; \
+        default: ATTEND(layer->head_size, type); \
+    }
     for (int64_t head = first; head < end; head += step) {
-        switch (layer->head_size) {
-            case 64: ATTEND(64); break;
-            case 128: ATTEND(128); break;
-            default: ATTEND(layer->head_size);
-        }
+        if (layer->cache_type == FLOAT16) ATTEND_IN(FLOAT16)
+        else ATTEND_IN(FLOAT32)
     }
 }
 

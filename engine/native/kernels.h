@@ -54,7 +54,8 @@ typedef struct {
     const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
     const float *query_norm, *key_norm; /* of all numbers of a token's queries, and of its keys, or NULL */
     const float *sinks;           /* [num_heads], a further score each whose value is nothing, or NULL */
-    float *keys, *values;         /* [slots, num_kv_heads, head_size] */
+    int64_t cache_type;           /* FLOAT32 or FLOAT16: what keys and values are kept in */
+    void *keys, *values;          /* [slots, num_kv_heads, head_size] */
 } Heads;
 
 /* 32 columns of quantised weights; ``type`` as in quantised_blocks.h. */

@@ -24,6 +24,8 @@ from truedraft.engine.native.recurrence import NativeRecurrence, NativeStates
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256
 FLOAT, INTEGER = torch.float32, torch.int64
+# A cache is kept in one of these, by their numbers in kernels.h.
+CACHE_TYPES = {torch.float32: 0, torch.float16: 1}
 
 
 def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
@@ -223,6 +225,8 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
     if size % HEAD_SIZE_MULTIPLE or not 0 < size <= MAX_HEAD_SIZE or heads % kv_heads:
         raise PointerError(f"C does not attend with {heads} heads, {kv_heads} of keys, of {size} numbers")
     keys, values, norm = cache.keys[shape.layer], cache.values[shape.layer], shape.norm
+    if keys.dtype not in CACHE_TYPES:
+        raise PointerError(f"C has no cache in {keys.dtype}")
     query_norm, key_norm = shape.whole_norms or (None, None)
     stored = len(keys), kv_heads, size
     return Heads(
@@ -241,6 +245,7 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
         query_norm=None if query_norm is None else address(query_norm.weight, FLOAT, (heads * size,)),
         key_norm=None if key_norm is None else address(key_norm.weight, FLOAT, (kv_heads * size,)),
         sinks=None if shape.sinks is None else address(shape.sinks, FLOAT, (heads,)),
-        keys=address(keys, FLOAT, stored),
-        values=address(values, FLOAT, stored),
+        cache_type=CACHE_TYPES[keys.dtype],
+        keys=address(keys, keys.dtype, stored),
+        values=address(values, keys.dtype, stored),
     )

@@ -24,6 +24,7 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.runner import LaunchingRunner
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.machine.limits import own_memory
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.messages import (
     DRAFT_MODEL,
@@ -43,7 +44,7 @@ from truedraft.engine.messages import (
     decode_to_worker,
 )
 from truedraft.engine.models.generation_defaults import default_sampling
-from truedraft.engine.models.identity import fingerprint, weight_types
+from truedraft.engine.models.identity import fingerprint, weight_bytes, weight_types
 from truedraft.engine.native.threads import thread_limit
 from truedraft.engine.process.connection import Connection
 from truedraft.engine.process.heartbeat import Heartbeats
@@ -167,6 +168,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
     target_pool = core.scheduler.target_pool
     pools = target_pool, *core.scheduler.draft_pools
     limits = core.admission.encoder_decoder
+    runners = [core.target] if core.draft is None else [core.target, core.draft]
     assert config.target is not None
     return Ready(
         target=config.target,
@@ -194,6 +196,10 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         max_num_sequences=core.scheduler.max_num_sequences,
         num_state_slots=max(pool.states.num_slots if pool.states else 0 for pool in pools),
         state_bytes=sum(model.model.state_bytes_per_sequence for model in (core.target, core.draft) if model),
+        cache_dtype=str(core.target.model.cache_dtype).removeprefix("torch."),
+        weight_bytes=sum(weight_bytes(runner.model) for runner in runners),
+        cache_bytes=sum(runner.cache.num_bytes for runner in runners),
+        worker_bytes=own_memory(),
     )
 
 

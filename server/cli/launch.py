@@ -314,17 +314,30 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
     each = " for each model" if worker.num_draft_blocks else ""
     way = f", {worker.forward}" if worker.forward else ""
     each_worker = f"; each of {settings.num_workers} workers:" if settings.num_workers > 1 else "."
+    kept = f", in {worker.cache_dtype}" if worker.cache_dtype else ""
     threads = [f"  threads   {worker.num_threads}: {worker.thread_limit}"] if worker.thread_limit else []
     return [
         f"Ready on {worker.device} in {worker.dtype}{way}{each_worker}",
         f"  weights   {', '.join(worker.weights)}",
         *threads,
         f"  drafting  {_drafting(settings, worker)}",
-        f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
+        f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}{kept}",
         *states,
+        *_memory(worker),
         f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "
         f"{num_requests} of that length at once",
     ]
+
+
+def _memory(worker: Ready) -> list[str]:
+    """Returns a line of what the worker takes, from a worker that says it."""
+    if not worker.worker_bytes:
+        return []
+    weights, caches, taken = (
+        ByteSize(number).human_readable()
+        for number in (worker.weight_bytes, worker.cache_bytes, worker.worker_bytes)
+    )
+    return [f"  memory    weights {weights}, caches up to {caches}; the worker has {taken} now"]
 
 
 def _drafting(settings: Settings, worker: Ready) -> str:

@@ -1,17 +1,19 @@
 """Text to token ids and back, and the model's chat template.
 
-Wraps a Hugging Face fast tokenizer: its Rust core encodes and decodes, transformers only loads it and
-renders templates. transformers is slow to import, so ``load_tokenizer`` does it and is called in a thread.
+Wraps a Hugging Face fast tokenizer: its Rust core encodes and decodes. transformers only loads it and renders
+templates, each in a process of its own; ``load_tokenizer`` waits for it and is called in a thread.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.text.detokenizer import TextStream
 from truedraft.engine.text.text_stream import MarkedTextStream, continued, text_stream
 from truedraft.engine.text.vocabulary import Vocabulary
@@ -23,7 +25,9 @@ from truedraft.server.text.families import (
     find_reasoning_marks,
 )
 from truedraft.server.text.fewest_tokens import FewestTokens
+from truedraft.server.text.helper_process import helper_command, helper_environment
 from truedraft.server.text.template_process import template_process
+from truedraft.server.text.tokenizer_reader import told
 
 # A folder with a tokenizer has at least one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -88,18 +92,19 @@ def _part_of(texts: Sequence[str], token_ids: Mapping[str, int]) -> dict[str, in
 class ChatTemplates:
     """Renders messages with the model's chat template, or with the one that replaces it."""
 
-    def __init__(self, hf_tokenizer: Any, override: str | None = None) -> None:
-        self._hf_tokenizer = hf_tokenizer
+    def __init__(self, model: Any, override: str | None = None) -> None:
+        """Takes what ``tokenizer_reader`` tells of a model, or transformers' tokenizer."""
+        self._model = model
         self._override = override
 
     @property
     def eos_token_id(self) -> int | None:
-        return getattr(self._hf_tokenizer, "eos_token_id", None)
+        return getattr(self._model, "eos_token_id", None)
 
     @cached_property
     def source(self) -> str:
         """Returns the source of all templates that the model has; empty if it has none."""
-        templates = self._override or self._hf_tokenizer.chat_template or ""
+        templates = self._override or self._model.chat_template or ""
         return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 
     @cached_property
@@ -157,16 +162,18 @@ class ChatTemplates:
         return self._rendered(messages, options)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        model = self._hf_tokenizer
+        model = self._model
         if self._override is None and not model.chat_template:
             raise ChatTemplateError(
                 "This model has no chat template. Set 'chat_template' in the server's configuration, "
                 "or use /v1/completions."
             )
-        special = {name: _plain(value) for name, value in model.special_tokens_map.items()}
         outcome = template_process().ask(
             {
-                "model": {"chat_template": model.chat_template, "special_tokens_map": special},
+                "model": {
+                    "chat_template": model.chat_template,
+                    "special_tokens_map": model.special_tokens_map,
+                },
                 "template": self._override,
                 "messages": list(messages),
                 "options": dict(options),
@@ -177,28 +184,43 @@ class ChatTemplates:
         return str(outcome["text"])
 
 
-def _plain(token: Any) -> Any:
-    return [_plain(each) for each in token] if isinstance(token, list | tuple) else str(token)
-
-
 def _in_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
-    """Load the tokenizer of a folder, a GGUF file or a hub id. Slow: may read from the network."""
+def load_tokenizer(
+    model: str, chat_template: Path | None = None, read: Callable[[str], dict[str, Any]] = told
+) -> Tokenizer:
+    """Loads the tokenizer of a folder, a GGUF file or a hub id. Slow: may read from the network. ``read`` is
+    ``read_apart`` where this process should stay small."""
     folder = Path(model).expanduser()
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
             f"{model} has no tokenizer. Copy tokenizer.json and tokenizer_config.json of the original "
             "model into it."
         )
-    hf_tokenizer = load_pretrained_tokenizer(model)
-    fast = getattr(hf_tokenizer, "backend_tokenizer", None)
-    if fast is None:
-        raise ValueError(f"The tokenizer of {model} has no fast (tokenizer.json) form.")
+    found = read(model)
+    fast = FastTokenizer.from_str(found.pop("fast"))
     override = chat_template.read_text(encoding="utf-8") if chat_template else None
-    templates = ChatTemplates(hf_tokenizer, override)
+    templates = ChatTemplates(SimpleNamespace(**found), override)
     if templates.source:
         _ = templates.variables  # starts what renders them, so that no request waits for that
     return Tokenizer(fast, templates)
+
+
+def read_apart(model: str) -> dict[str, Any]:
+    """Asks a process, whose memory ends with it, what ``told`` tells."""
+    done = subprocess.run(
+        [*helper_command("tokenizer_reader"), model],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=helper_environment(),
+        start_new_session=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ValueError(f"the process that reads the tokenizer of {model} has ended with {done.returncode}")
+    found = json.loads(done.stdout)
+    if "error" in found:
+        raise ValueError(found["error"])
+    return dict(found)

@@ -59,6 +59,13 @@ def test_states_are_said() -> None:
     ]
 
 
+def test_memory_is_said() -> None:
+    sizes = {"weight_bytes": 98 << 20, "cache_bytes": 3 << 30, "worker_bytes": 420 << 20}
+    lines = capacity(Settings(), worker(cache_dtype="float16", **sizes))
+    assert lines[3].endswith("32,000 tokens for each model, in float16")
+    assert lines[4] == "  memory    weights 98.0MiB, caches up to 3.0GiB; the worker has 420.0MiB now"
+
+
 def test_a_quota_is_said() -> None:
     limited = worker(num_threads=1, thread_limit="the CPU quota is 1.5 of 8 processors")
     assert capacity(Settings(), limited)[2] == "  threads   1: the CPU quota is 1.5 of 8 processors"

@@ -1,0 +1,47 @@
+"""A process that reads a model's tokenizer and ends. Started by ``server.text.tokenizer.read_apart``.
+
+What transformers imports for that, and the vocabulary that some of its classes keep in Python, take several
+times the memory of what the front end needs of a tokenizer.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.process.lifeline import end_with_parent
+
+
+def main() -> int:
+    end_with_parent()
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints
+    with answer:
+        try:
+            json.dump(told(sys.argv[1]), answer)
+        except (OSError, ValueError) as error:
+            json.dump({"error": str(error)}, answer)
+    return 0
+
+
+def told(model: str) -> dict[str, Any]:
+    """Returns what the front end needs of a model's tokenizer; raises ``ValueError`` if it has none."""
+    tokenizer = load_pretrained_tokenizer(model)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        raise ValueError(f"The tokenizer of {model} has no fast (tokenizer.json) form.")
+    return {
+        "fast": fast.to_str(),
+        "chat_template": tokenizer.chat_template,
+        "special_tokens_map": {name: _plain(token) for name, token in tokenizer.special_tokens_map.items()},
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def _plain(token: Any) -> Any:
+    return [_plain(each) for each in token] if isinstance(token, list | tuple) else str(token)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
