@@ -34,8 +34,8 @@ HEAD_SHARE = 0.3
 CARD = """# A small hybrid that tells stories
 
 Three layers of Gated DeltaNet to one of attention, in the layout of Qwen 3.5's text models, and an MTP head
-(`mtp.*`) that predicts one token further. It knows nothing but simple stories in English. It is here to try what
-only a trained hybrid shows: acceptance, and what a draft, n-grams, `self:int4` or the head gain.
+(`mtp.*`) that predicts one token further. It knows nothing but simple stories in English. It is here to try
+what only a trained hybrid shows: acceptance, and what a draft, n-grams, `self:int4` or the head gain.
 
 | | |
 |---|---|

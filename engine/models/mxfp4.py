@@ -27,7 +27,7 @@ class Mxfp4Checkpoint(Checkpoint):
         super().__init__(source.files | {name: source.files[f"{name}{BLOCKS}"] for name in self.packed})
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name in names:
             tensors |= {name: self._read(name)} if name in self.packed else self.source.read([name])
         return tensors
@@ -45,7 +45,7 @@ class Mxfp4Checkpoint(Checkpoint):
         return torch.stack(parts)
 
     def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name in names:
             if name in self.packed:
                 found = self.source.shapes([f"{name}{BLOCKS}"])[f"{name}{BLOCKS}"]
