@@ -7,6 +7,12 @@ from tests.families import SHAPE
 HYBRID = {**SHAPE, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
 CONV_FIRST = {"layer_types": ["conv", "full_attention", "conv"]}
 DELTA_FIRST = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 
 
 def delta_net(key_heads: int, heads: int, width: int) -> dict[str, Any]:
@@ -61,6 +67,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5, a value head for each key head": ("qwen3_5_text", delta_net(3, 3, 4)),
     "Qwen3.5, two value heads for each key head": ("qwen3_5_text", delta_net(2, 4, 3)),
     "Qwen3.5, three value heads for each key head": ("qwen3_5_text", delta_net(2, 6, 7)),
+    "Qwen3.5 with experts": ("qwen3_5_moe_text", {**delta_net(2, 4, 4), **EXPERTS}),
+    "Qwen3-Next": ("qwen3_next", {**delta_net(2, 6, 4), **EXPERTS, "mlp_only_layers": [1]}),
+    "Granite 4 H with experts": (
+        "granitemoehybrid",
+        granite(num_local_experts=4, num_experts_per_tok=2, intermediate_size=24),
+    ),
     "Granite 4 H": ("granitemoehybrid", granite()),
     "Granite 4 H in groups, with angles and biases": (
         "granitemoehybrid",

@@ -100,6 +100,7 @@ SHARED = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
 }
+HYBRID = ["linear_attention", "full_attention"]
 # Compressed keys and values are those of all heads.
 OF_ALL_HEADS = {"num_key_value_heads": 4, "head_dim": 8}
 MORE: dict[str, dict[str, Any]] = {
@@ -135,6 +136,12 @@ MORE: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": OF_ALL_HEADS,
     "glm_ocr": THREE_DIMENSIONS,
     "glmga": THREE_DIMENSIONS,
+    "granitemoehybrid": {
+        "layer_types": HYBRID,
+        "num_local_experts": 0,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+    },
     "granite_docling": {"vision_config.out_hidden_size": 32},
     "gemma4_unified": {"text_config.per_layer_config": {}},
     "helium": {"head_dim": 8},
@@ -148,6 +155,9 @@ MORE: dict[str, dict[str, Any]] = {
     "kimi_k25": {"text_config.num_key_value_heads": 4, "text_config.head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_vl": {"text_config.layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"]},
+    "lfm3_vl": {"text_config.layer_types": ["conv", "full_attention", "sliding_attention"]},
     "longcat_flash": {**OF_ALL_HEADS, "qk_head_dim": 16},
     "minicpm3": OF_ALL_HEADS,
     "ministral": {"head_dim": 16},
@@ -164,6 +174,11 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": THREE_DIMENSIONS,
     "qwen2_5_vl": THREE_DIMENSIONS,
     "qwen2_vl": THREE_DIMENSIONS,
+    "qwen3_5": {"text_config.layer_types": HYBRID},
+    "qwen3_5_moe": {"text_config.layer_types": HYBRID},
+    "qwen3_5_moe_text": {"layer_types": HYBRID},
+    "qwen3_5_text": {"layer_types": HYBRID},
+    "qwen3_next": {"layer_types": HYBRID},
     "step3p7": {"text_config.sliding_window": WINDOW},
     "youtu": OF_ALL_HEADS,
     "unlimited_ocr": {"text_config.num_key_value_heads": 4},
@@ -337,9 +352,9 @@ def served(folder: str, expected: torch.Tensor | None) -> tuple[str, str]:
 @torch.inference_mode()
 def logits(model: Model) -> torch.Tensor:
     """[tokens, vocabulary] of the text, in two chunks over a cache."""
-    runner = ModelRunner.build(model, num_blocks=1, block_size=len(TEXT))
+    runner = ModelRunner.build(model, num_blocks=1, block_size=len(TEXT), num_state_slots=1)
     table = BlockTable()
-    table.block_ids = [0]
+    table.block_ids, table.state_slot = [0], 0
     chunks = TEXT[:CHUNK], TEXT[CHUNK:]
     return torch.cat([runner.forward([Span(table, chunk, len(chunk))]).logits for chunk in chunks])
 

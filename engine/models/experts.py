@@ -1,7 +1,7 @@
 """Makes ``Experts`` of transformers' modules: what a family calls them, and which settings count."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -69,14 +69,17 @@ GRANITE = ExpertFamily(
         )
     ),
 )
+GRANITE_SHARED = replace(
+    GRANITE, shared="shared_mlp", shared_gate_up=("input_linear",), shared_down="output_linear"
+)
+QWEN_SHARED = ExpertFamily(shared="mlp.shared_expert", shared_gate="shared_expert_gate")
 EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "mixtral": ExpertFamily(
         renormalises=_always,
         stored=StoredExperts(((".mlp.", ".block_sparse_moe."),), ("w1", "w3"), ("w2",)),
     ),
-    "qwen2_moe": ExpertFamily(
-        shared="mlp.shared_expert",
-        shared_gate="shared_expert_gate",
+    "qwen2_moe": replace(
+        QWEN_SHARED,
         fits=lambda config: not config.use_sliding_window,  # transformers has it in a mask only
     ),
     "qwen3_moe": QWEN,
@@ -88,15 +91,10 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
         fits=lambda config: config.n_group == 1,
     ),
     "granitemoe": GRANITE,
-    "granitemoeshared": ExpertFamily(
-        block=GRANITE.block,
-        router=GRANITE.router,
-        renormalises=_always,
-        stored=GRANITE.stored,
-        shared="shared_mlp",
-        shared_gate_up=("input_linear",),
-        shared_down="output_linear",
-    ),
+    "granitemoeshared": GRANITE_SHARED,
+    "granitemoehybrid": GRANITE_SHARED,
+    "qwen3_5_moe_text": replace(QWEN_SHARED, renormalises=_always),
+    "qwen3_next": QWEN_SHARED,
     "gpt_oss": ExpertFamily(
         router="router",
         renormalises=_always,

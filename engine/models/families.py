@@ -107,6 +107,13 @@ GRANITE = Family(
     logit_divisor="logits_scaling",
 )
 GLM = Family(gate_up=("gate_up_proj",), interleaved=True)
+QWEN_3_5 = Family(
+    norms_add_one=True,
+    head_norm="each",
+    attention_gate="queries",
+    recurrence="linear_attn",
+    known=(("output_gate_type", (None, "silu", "swish")),),
+)
 LFM_2 = Family(
     attention_output="out_proj",
     mlp="feed_forward",
@@ -171,7 +178,6 @@ FAMILIES: dict[str, Family] = {
         mlp_output="output_linear",
         recurrence="mamba",
         rotates=lambda attention: attention.config.position_embedding_type == "rope",
-        known=(("num_local_experts", (0,)),),
         gguf="granitehybrid",
     ),
     "lfm2": replace(LFM_2, gguf="lfm2"),
@@ -184,14 +190,9 @@ FAMILIES: dict[str, Family] = {
         attention_gate="heads",
         window=WINDOW,
     ),
-    "qwen3_5_text": Family(
-        norms_add_one=True,
-        head_norm="each",
-        attention_gate="queries",
-        recurrence="linear_attn",
-        known=(("output_gate_type", (None, "silu", "swish")),),
-        gguf="qwen35",
-    ),
+    "qwen3_5_text": replace(QWEN_3_5, gguf="qwen35"),
+    "qwen3_5_moe_text": QWEN_3_5,
+    "qwen3_next": QWEN_3_5,
 }
 
 

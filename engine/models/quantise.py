@@ -22,7 +22,7 @@ KEPT, KEPT_STACKS = 8, 2
 # Matrices of few weights that decide which experts a token takes stay as they are.
 ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
 # So few weights decide what a state forgets and takes that they have the bits of outer layers.
-DECAYS = (".in_proj_a.weight", ".in_proj_b.weight")
+DECAYS = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 
 
 class QuantisedCheckpoint(Checkpoint):

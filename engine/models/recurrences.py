@@ -3,14 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from truedraft.engine.layers.decoder import Recurrent
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.models.head_order import to_tiled
-from truedraft.engine.models.linear import Make, Source
+from truedraft.engine.models.linear import Make, Rows, Source
 
 
 def recurrent_mixer(
@@ -53,7 +55,24 @@ def _delta_rule(module: Any, index: int, is_tiled: bool) -> tuple[Recurrence, li
         tiled=is_tiled,
         norm=Norm(module.norm.weight.detach().float(), module.norm.variance_epsilon),
     )
-    return rule, [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
+    if hasattr(module, "in_proj_qkv"):
+        return rule, [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
+    return rule, _by_key_head(module)
+
+
+def _by_key_head(module: Any) -> list[Source]:
+    """Orders linear layers that compute all of the first key head, then all of the second (Qwen3-Next)."""
+    keys, shared = module.head_k_dim, module.num_v_heads // module.num_k_heads
+    values = shared * module.head_v_dim
+
+    def ordered(linear: nn.Linear, *ends: int) -> Rows:
+        rows = np.arange(linear.out_features).reshape(module.num_k_heads, -1)
+        return Rows(linear, np.concatenate([part.ravel() for part in np.split(rows, ends, axis=1)]))
+
+    return [
+        ordered(module.in_proj_qkvz, keys, 2 * keys, 2 * keys + values),
+        ordered(module.in_proj_ba, shared),
+    ]
 
 
 def _mamba2(module: Any, index: int) -> tuple[Recurrence, list[Source]]:

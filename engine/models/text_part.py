@@ -10,6 +10,7 @@ of it.
 import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ PLAIN_INSIDE = (
     *("llava_next_video", "llava_onevision", "mistral3", "moss_transcribe_diarize", "ovis2", "perception_lm"),
     *("pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl"),
     *(
+        "lfm2_vl",
+        "lfm3_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_asr",
         "qwen3_vl",
         "smolvlm",
@@ -105,7 +110,8 @@ def ordinary_decoder(config: Any) -> Any:
 
 def renames_tensors(module: Any) -> bool:
     """Tells whether checkpoints of transformers' ``module`` have names of their own for its tensors."""
-    return bool(get_model_conversion_mapping(module, add_legacy=False))
+    found = get_model_conversion_mapping(module, add_legacy=False)
+    return any(isinstance(each, WeightRenaming) for each in found)
 
 
 class TextCheckpoint(Checkpoint):
@@ -118,9 +124,8 @@ class TextCheckpoint(Checkpoint):
         self.names = names
 
     @classmethod
-    def of(cls, source: Checkpoint, part: Any) -> "TextCheckpoint | None":
-        """``part``: the checkpoint's ``text_only`` module, without weights. None if tensors have to be merged
-        or split, which is left to transformers."""
+    def of(cls, source: Checkpoint, part: Any) -> "TextCheckpoint":
+        """``part``: the checkpoint's ``text_only`` module, without weights."""
         conversions = get_model_conversion_mapping(part)
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
@@ -130,7 +135,9 @@ class TextCheckpoint(Checkpoint):
         for stored in source.files:
             name, converted = rename_source_key(stored, renamings, converters, part.base_model_prefix, own)
             if name in ordinary and converted is not None:
-                return None
+                # What transformers joins or stacks has the names that a plain text model's checkpoint has.
+                apart, _ = rename_source_key(stored, renamings, [], part.base_model_prefix, own)
+                name = _exchanged(apart, name, ordinary[name])
             if name in ordinary or not (name in own or unread.search(name)):
                 names[ordinary.get(name, name)] = stored
         return cls(source, names)
@@ -142,6 +149,12 @@ class TextCheckpoint(Checkpoint):
     def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         wanted = {self.names[name]: name for name in names}
         return {wanted[stored]: shape for stored, shape in self.source.shapes(wanted).items()}
+
+
+def _exchanged(name: str, inside: str, plain: str) -> str:
+    """Returns ``name`` with another beginning, as ``plain`` has another one than ``inside``."""
+    end = len(commonprefix([inside[::-1], plain[::-1]]))
+    return plain[: len(plain) - end] + name[len(inside) - end :]
 
 
 def _ordinary_names(part: Any) -> Iterator[tuple[str, str]]:

@@ -44,6 +44,19 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 MORE: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
@@ -84,13 +97,8 @@ MORE: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "olmo3": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "phi3": {"sliding_window": WINDOW},
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_next": DELTA_NET | QWEN_EXPERTS,
 }
 BOTH = ("sliding_attention", "full_attention")
 ROTARY = {"rope_type": "default", "rope_theta": 1e4}
@@ -204,7 +212,8 @@ Changed = tuple[dict[str, Any], Weights]
 
 
 def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
-    values_of = OF_EXPERTS if config["model_type"] in EXPERT_FAMILIES else VALUES
+    is_dense = config["model_type"] not in EXPERT_FAMILIES or config.get("num_local_experts") == 0
+    values_of = VALUES if is_dense else OF_EXPERTS
     left_out = READ_ALIKE if FAMILIES[config["model_type"]].recurrence else ()
     for key, values in values_of.items():
         if key in config and key not in left_out:
@@ -291,6 +300,7 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "qwen2": [(16, 17), (2, 15), (0, 15), (4, 8)],
     "qwen3": [(16, 18), (2, 14), (0, 14), (4, 7)],
     "qwen3_5_text": [(6, 17), (1, 18), (0, 17), (4, 8)],
+    "qwen3_next": [(4, 5), (1, 30), (0, 29), (4, 8)],
     "seed_oss": [(15, 16), (2, 15), (0, 15), (4, 8)],
     "smollm3": [(18, 19), (2, 12), (0, 12), (4, 8)],
 }

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
+from transformers import AutoModelForCausalLM
 
 from tests.engine.test_hybrid_families import CUTS, expected_logits, logits_in
 from tests.families import save_random
 from tests.gguf_hybrids import save_hybrid_gguf
 from tests.hybrids import HYBRIDS, delta_net, granite
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import GgufCheckpoint
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions
@@ -89,6 +91,29 @@ def test_blocks_are_multiplied_as_they_are_stored(
     whole, cut = (logits_in(model, sizes) for sizes in CUTS)
     assert torch.equal(whole, cut)
     assert 0 < (whole - expected).square().mean().sqrt() / expected.std() < 0.2
+
+
+# Ways to compute a checkpoint, and how far logits may deviate: random weights make much of four bits.
+WAYS: dict[str, tuple[LoadOptions, float]] = {
+    "eight bits": (LoadOptions(quantize="int8"), 0.3),
+    "four bits": (LoadOptions(quantize="int4"), 0.9),
+    "bfloat16": (LoadOptions(torch.bfloat16), 0.1),
+    "torch": (LoadOptions(native_kernels=False), 1e-4),
+}
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", ["LFM2", "Qwen3.5, 3 heads a key", "Granite 4 H"])
+def test_other_types_and_torch_deviate_by_rounding(folder: Callable[[str], str], name: str) -> None:
+    expected = expected_logits(AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32))
+    for way, (options, bound) in WAYS.items():
+        model = load_model(folder(name), options)
+        assert isinstance(model, FusedDecoder)
+        assert model.is_quantised == way.endswith("bits")
+        whole = logits_in(model, CUTS[0])
+        assert (whole - expected).square().mean().sqrt() < bound * expected.std(), way
+        if model.is_native:
+            assert torch.equal(logits_in(model, CUTS[1]), whole), way
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5, 2 heads a key", "Qwen3.5, 3 heads a key"])
