@@ -337,9 +337,9 @@ def served(folder: str, expected: torch.Tensor | None) -> tuple[str, str]:
 @torch.inference_mode()
 def logits(model: Model) -> torch.Tensor:
     """[tokens, vocabulary] of the text, in two chunks over a cache."""
-    runner = ModelRunner.build(model, num_blocks=1, block_size=len(TEXT))
+    runner = ModelRunner.build(model, num_blocks=1, block_size=len(TEXT), num_state_slots=1)
     table = BlockTable()
-    table.block_ids = [0]
+    table.block_ids, table.state_slot = [0], 0
     chunks = TEXT[:CHUNK], TEXT[CHUNK:]
     return torch.cat([runner.forward([Span(table, chunk, len(chunk))]).logits for chunk in chunks])
 
