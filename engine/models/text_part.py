@@ -37,20 +37,8 @@ PLAIN_INSIDE = (
     *("got_ocr2", "idefics2", "idefics3", "internvl", "janus", "lighton_ocr", "llava", "llava_next"),
     *("llava_next_video", "llava_onevision", "mistral3", "moss_transcribe_diarize", "ovis2", "perception_lm"),
     *("pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl"),
-    *(
-        "lfm2_vl",
-        "lfm3_vl",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_asr",
-        "qwen3_vl",
-        "smolvlm",
-        "vibevoice_asr",
-        "video_llama_3",
-        "video_llava",
-        "vipllava",
-        "voxtral",
-    ),
+    *("lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "smolvlm", "vibevoice_asr"),
+    *("video_llama_3", "video_llava", "vipllava", "voxtral"),
 )
 # What the rotary parameters of such decoders say of images.
 OF_IMAGES = ("mrope_section", "mrope_interleaved")

@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "mamba_d_state": 8,
             "mamba_n_groups": 1,
         },
-        "a state cannot be rolled back",
+        "can be taken out of a state only where",
     ),
     "BLOOM, positions as a bias of its own attention": (
         "bloom",

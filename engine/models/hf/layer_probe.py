@@ -21,8 +21,8 @@ DEFAULT_CONTEXT, LONGEST_CONTEXT = 1 << 13, 1 << 18
 NOT_CAUSAL, NOT_A_WINDOW = -1, -2
 
 STATEFUL = (
-    "{0} models cannot be served: {1} keep a running state instead of keys and values, and a state cannot be "
-    "rolled back when drafted tokens are rejected"
+    "{0} models cannot be served: {1} keep a running state instead of keys and values, and drafts that are "
+    "rejected can be taken out of a state only where the layers are Truedraft's own"
 )
 
 
