@@ -1,7 +1,7 @@
 """Layers with a running state by the tokens of a pass: python -m benchmarks.recurrences --threads 2
 
 One sequence passes through as many layers as a model has, each with its own state, so that states come from
-memory as in a model. Passes of some tokens are in the middle of a chunk and fold nothing; ``fold`` is what a
+memory as in a model. Passes of some tokens are in the middle of a chunk and fold nothing (up to 16); ``fold`` is what a
 token costs more where states are folded, once in 16 tokens. Microseconds a layer, medians of interleaved
 repeats, and the same divided by what one token costs.
 """
@@ -118,7 +118,7 @@ def input_size(rule: Recurrence) -> int:
 def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     layers = Layers(RULES[name], arguments.layers)
     work = {
-        str(count): partial(layers.run, torch.randn(count, layers.num_inputs), 2 * CHUNK - 4 - count // 2)
+        str(count): partial(layers.run, torch.randn(count, layers.num_inputs), CHUNK + (CHUNK - count) // 2)
         for count in arguments.tokens
     }
     work["fold"] = partial(layers.run, torch.randn(1, layers.num_inputs), 2 * CHUNK)
