@@ -11,7 +11,7 @@ import torch
 
 from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.memory.batch import Span
-from truedraft.engine.memory.pointers import PointerError, address, new
+from truedraft.engine.memory.pointers import PointerError, address, new, shape_of
 from truedraft.engine.memory.recurrent_state import CHUNK, ROLLBACK, LayerState, StateShape
 from truedraft.engine.native import library as in_c
 
@@ -117,9 +117,9 @@ def _num_slots(span: Span) -> int:
 
 
 def _convolution(convolution: Convolution, state: LayerState) -> tuple[in_c.Convolution, torch.Tensor]:
-    channels, width = convolution.weight.shape
-    weight = convolution.weight.float().T.contiguous()
-    num_slots, num_inputs = state.inputs.shape[:2]
+    channels, width = shape_of(convolution.weight, 2)
+    weight = convolution.weight.T.contiguous()
+    num_slots, num_inputs, _ = shape_of(state.inputs, 3)
     if num_inputs < ROLLBACK + width - 1:
         raise PointerError(f"{num_inputs} inputs are too few for a convolution over {width} tokens")
     bias = convolution.bias
@@ -136,13 +136,13 @@ def _convolution(convolution: Convolution, state: LayerState) -> tuple[in_c.Conv
 
 
 def _log(shape: StateShape, state: LayerState) -> dict[str, Any]:
-    num_slots, num_records = len(state.inputs), state.keys.shape[1]
+    _, num_records, _ = shape_of(state.keys, 3)
     if num_records % CHUNK or num_records < CHUNK + ROLLBACK:
         raise PointerError(f"a log of {num_records} records does not hold what may be taken back")
-    log = num_slots, num_records
+    log = len(state.inputs), num_records
     return {
         "num_records": num_records,
-        "state": address(state.state, FLOAT, (num_slots, shape.heads, shape.rows, shape.columns)),
+        "state": address(state.state, FLOAT, (len(state.inputs), shape.heads, shape.rows, shape.columns)),
         "keys": address(state.keys, FLOAT, (*log, shape.key_heads * shape.rows)),
         "values": address(state.values, FLOAT, (*log, shape.heads * shape.columns)),
         "decays": address(state.decays, torch.float64, (*log, shape.heads)),

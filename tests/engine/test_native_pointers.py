@@ -18,6 +18,7 @@ import torch
 
 from tests.engine.native_pair import save_pair
 from tests.engine.native_rounds import RowPlan, Side, make_sequence
+from tests.engine.recurrences import delta_rule, input_size, mamba2, short_conv, state_cache, table_in
 from tests.engine.test_llama import CONFIGS, save
 from tests.gguf_blocks import random_blocks
 from tests.models import make_engine
@@ -26,11 +27,13 @@ from truedraft.engine.core.step import StepPlan
 from truedraft.engine.layers.linear import DenseEmbeddings
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
+from truedraft.engine.layers.recurrent import DeltaRule, Mamba2, ShortConv
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
+from truedraft.engine.memory.recurrent_state import LayerState
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_model
@@ -41,6 +44,7 @@ from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.native_run import NativeKernels
 from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear, dequantise
+from truedraft.engine.native.recurrence import NativeRecurrence, NativeStates
 from truedraft.engine.runtime.native.rows import NativeRow
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream
@@ -233,6 +237,45 @@ def layer_operations() -> dict[str, Operation]:
     return {"attend": Operation(attention, attend), "norm, gate and cap": Operation(given, pointwise)}
 
 
+def recurrent_operations() -> dict[str, Operation]:
+    """Layers whose weights and states are wrong; their states are there already."""
+
+    def operation(rule: DeltaRule | Mamba2 | ShortConv) -> Operation:
+        of_rule = (
+            {} if isinstance(rule, ShortConv) else {"decay_rate": rule.decay_rate, "dt_bias": rule.dt_bias}
+        )
+        if isinstance(rule, Mamba2):
+            of_rule["skip"] = rule.skip
+        norm = None if isinstance(rule, ShortConv) else rule.norm
+        states = state_cache(rule, 2).states[0]
+        fields = [field.name for field in dataclasses.fields(LayerState)]
+        used = fields if rule.state is not None else ["inputs"]
+        stored = {name: torch.rand_like(getattr(states, name)) for name in used}
+
+        def recur(library: Any, given: Tensors) -> list[torch.Tensor]:
+            weights = {name: given[name] for name in of_rule}
+            changed = dataclasses.replace(rule.convolution, weight=given["weight"])
+            if norm is not None:
+                weights["norm"] = Norm(given["norm"], norm.eps)  # type: ignore[assignment]
+            layer = dataclasses.replace(rule, convolution=changed, **weights)  # type: ignore[arg-type]
+            state = dataclasses.replace(states, **{name: _copy(given[name]) for name in used})
+            table = table_in(1)
+            table.num_computed_tokens, table.num_folded_tokens = 30, 16
+            spans = [Span(table, [0] * 4, 0)]
+            return [NativeStates(library, spans).recur(NativeRecurrence(layer, state), _copy(given["x"]))]
+
+        tensors = {
+            "x": torch.randn(4, input_size(rule)),
+            "weight": rule.convolution.weight,
+            **of_rule,
+            **stored,
+        }
+        return Operation(tensors if norm is None else tensors | {"norm": norm.weight}, recur)
+
+    rules = {"delta rule": delta_rule(2, 4), "Mamba 2": mamba2(2, 2), "short convolution": short_conv(3)}
+    return {name: operation(rule) for name, rule in rules.items()}
+
+
 def decode_operation(folder: Path) -> Operation:
     model = load_model(save(CONFIGS["qwen3"], folder), LoadOptions())
     assert isinstance(model, FusedDecoder)
@@ -352,7 +395,10 @@ def as_it_should_be(given: Tensors, right: Tensors) -> Tensors | None:
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Operation]:
     torch.manual_seed(11)
-    groups = sampling_operations, linear_operations, quantised_operations, layer_operations
+    groups = (
+        *(sampling_operations, linear_operations, quantised_operations, layer_operations),
+        recurrent_operations,
+    )
     found = {name: operation for group in groups for name, operation in group().items()}
     return found | {"decode": decode_operation(tmp_path_factory.mktemp("model"))}
 
