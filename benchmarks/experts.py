@@ -31,8 +31,8 @@ NUM_EXPERTS, CHOSEN, EXPERT_SIZE = 128, 8, 768
 VOCAB_SIZE, CONTEXT = 4096, 512
 SIZES, REPEATS = (1, 2, 3, 5, 9), 30
 KIND = "Q4_K"
-# Scales of such blocks, as numbers and places within a block: weights come out as small as trained ones.
-SCALES, PLACES = 2e-4, (0, 2)
+# Scales of such blocks, and of what is taken off so that weights are about zero, by their places in a block.
+SCALE, PLACES = 2e-4, {0: 1.0, 2: 7.5}
 
 
 def write(path: Path, num_layers: int, seed: int = 1) -> None:
@@ -57,15 +57,15 @@ def write(path: Path, num_layers: int, seed: int = 1) -> None:
     def quantised(name: str, *shape: int) -> None:
         rows = int(np.prod(shape[:-1]))
         data = draws.integers(0, 256, (rows, shape[-1] // block, size), dtype=np.uint8)
-        for place in PLACES:
-            scales = draws.uniform(0, SCALES, (rows, shape[-1] // block, 1)).astype(np.float16)
-            data[:, :, place : place + 2] = scales.view(np.uint8)
+        scales = draws.uniform(0, SCALE, (rows, shape[-1] // block, 1))
+        for place, factor in PLACES.items():
+            data[:, :, place : place + 2] = (factor * scales).astype(np.float16).view(np.uint8)
         writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=GGMLQuantizationType[KIND])
 
     def dense(name: str, *shape: int, mean: float = 0.0, deviation: float = 0.02) -> None:
         writer.add_tensor(name, draws.normal(mean, deviation, shape).astype(np.float32))
 
-    quantised("token_embd.weight", VOCAB_SIZE, HIDDEN)
+    dense("token_embd.weight", VOCAB_SIZE, HIDDEN)
     quantised("output.weight", VOCAB_SIZE, HIDDEN)
     dense("output_norm.weight", HIDDEN, mean=1.0)
     for layer in range(num_layers):
