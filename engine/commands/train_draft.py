@@ -68,7 +68,7 @@ class TrainSettings(EngineConfig, BaseSettings):
     learning_rate: float | None = Field(
         None, gt=0, description=f"Largest learning rate. Default: {RATE} by the target's hidden size."
     )
-    texts_per_update: int = Field(2, ge=1, description="Texts of one step of the optimiser.")
+    texts_per_update: int = Field(1, ge=1, description="Texts of one step of the optimiser.")
 
     @model_validator(mode="after")
     def _has_files(self) -> Self:

@@ -22,6 +22,15 @@ from tests.engine.native_pair import VOCAB_SIZE
 from tests.engine.test_distribution import SIGNIFICANCE, make_pair, p_values_of
 from tests.heads import NaiveHead, Shape, fitted, random_head, save_head, target_states
 from tests.models import make_engine, run_engine, save_random_llama, stepped
+from truedraft.engine.build import drafting_method
+from truedraft.engine.commands.trace_file import (
+    DraftedToken,
+    TracedAnswer,
+    TracedChoice,
+    TracedRound,
+    TraceFileError,
+)
+from truedraft.engine.commands.verify_trace import _check_heads
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.proposer import Observation
 from truedraft.engine.core.step import StepPlan
@@ -354,3 +363,21 @@ def test_drafts_that_are_no_head_are_left_to_loading(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF")
     for path in (str(file), str(tmp_path), str(tmp_path / "nothing"), "~/nothing/of/that/name"):
         assert read_eagle_config(path) is None
+
+
+def test_who_drafts_is_known_from_the_folder(trained: Trained) -> None:
+    assert drafting_method(trained.path) == "eagle"
+    assert [drafting_method(draft) for draft in (trained.target, "self:int4")] == ["draft_model"] * 2
+    with pytest.raises(ModelLoadError, match="is no EAGLE-3 head"):
+        make_engine(trained.target, None, method="eagle")
+
+
+def test_traces_of_drawn_drafts_are_refused() -> None:
+    def answer(draft_prob: float) -> TracedAnswer:
+        drafted = [DraftedToken(3, 0.4, draft_prob, True)]
+        choice = TracedChoice([1, 2], 5, [TracedRound(2, "eagle", "rejection", drafted, 4)])
+        return TracedAnswer(SamplingParams(max_tokens=4), [choice])
+
+    _check_heads(answer(1.0))
+    with pytest.raises(TraceFileError, match="cannot be replayed"):
+        _check_heads(answer(0.5))
