@@ -16,7 +16,7 @@ import triton.language as tl
 
 from truedraft.engine.cuda.kernels import NORMED_BY_A_WARP, num_multiprocessors
 from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, PackedBlocks
-from truedraft.engine.layers.weight import FP8, LARGEST_FP8
+from truedraft.engine.layers.weight import FP8, LARGEST_FP8, LEAST_LARGEST
 
 # Sizes of a program's tile of rows; more rows take several of the largest. Products of float32 numbers have
 # no matrix units, and need registers for all of them.
@@ -237,7 +237,7 @@ def round_row(
     scales,  # float32 [rows]
     x,  # [rows, SIZE]
     LARGEST: tl.constexpr,  # number of FP8
-    SMALLEST: tl.constexpr,  # number that anything is divided by
+    LEAST: tl.constexpr,  # what the largest number of a row is at the least
     SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
 ):
@@ -245,7 +245,7 @@ def round_row(
     number = tl.arange(0, PADDED_SIZE)
     is_number = number < SIZE
     numbers = tl.load(x + row * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(numbers), 0), SMALLEST) / LARGEST
+    scale = tl.maximum(tl.max(tl.abs(numbers), 0), LEAST) / LARGEST
     quotients = tl.minimum(tl.maximum(numbers / scale, -LARGEST), LARGEST)
     tl.store(values + row * SIZE + number, quotients.to(values.dtype.element_ty), mask=is_number)
     tl.store(scales + row, scale)
@@ -346,7 +346,7 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scales,
             x,
             LARGEST=LARGEST_FP8,
-            SMALLEST=torch.finfo(torch.float32).tiny,
+            LEAST=LEAST_LARGEST,
             SIZE=x.shape[1],
             PADDED_SIZE=padded_size,
             num_warps=min(8, max(1, padded_size // NORMED_BY_A_WARP)),

@@ -11,6 +11,8 @@ from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
+# A row of zeros is divided as if this was its largest number. Triton takes smaller ones for float64.
+LEAST_LARGEST = 2.0**-100
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class ScaledRows:
     @classmethod
     def of(cls, matrix: torch.Tensor) -> "ScaledRows":
         """Rounds a float32 ``matrix``: the largest number of each row becomes the largest there is."""
-        largest = matrix.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
+        largest = matrix.abs().amax(1).clamp(min=LEAST_LARGEST)
         scales = largest / LARGEST_FP8
         return cls((matrix / scales[:, None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), scales)
 

@@ -19,6 +19,7 @@ from tests.gguf_blocks import random_blocks
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.tape import TapeCapture
+from truedraft.engine.config import EngineConfig
 from truedraft.engine.cuda import quantised
 from truedraft.engine.cuda.quantised import (
     COLUMNS,
@@ -159,13 +160,7 @@ def test_16_bits_say_what_a_gpu_computes_in(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loader, "resolve_dtype", lambda *_: torch.float32)
     for device, kept in (("cuda", {"auto", "bfloat16", "float16"}), ("cpu", {"auto"})):
         for dtype in ("auto", "float32", "bfloat16", "float16"):
-            config: Any = SimpleNamespace(
-                **dict.fromkeys(("device_map", "max_model_len", "allow_pickle", "native_kernels")),
-                **dict.fromkeys(("trust_remote_code", "self_check")),
-                device=device,
-                dtype=dtype,
-                quantize="none",
-            )
+            config = EngineConfig.model_validate({"target": "t", "device": device, "dtype": dtype})
             assert loader.load_options(config).compact_weights == (dtype in kept)
 
 

@@ -14,6 +14,7 @@ from tests.engine.triton_compile import NAMES, check
 from truedraft.engine.cuda import quantised_kernels as kernels
 from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, KINDS, SCALE, SCALE_MIN, Kind
 from truedraft.engine.layers.quantised_blocks import TYPES
+from truedraft.engine.layers.weight import LARGEST_FP8, LEAST_LARGEST
 
 
 def compiled(
@@ -55,7 +56,7 @@ def compile_rows(name: str, capability: int, output: torch.dtype, has_ids: bool)
 
 
 def compile_rounding(capability: int) -> None:
-    constants = {"LARGEST": 448.0, "SMALLEST": 1e-38, "SIZE": 14336, "PADDED_SIZE": 16384}
+    constants = {"LARGEST": LARGEST_FP8, "LEAST": LEAST_LARGEST, "SIZE": 14336, "PADDED_SIZE": 16384}
     types = {"values": "*fp8e4nv", "scales": "*fp32", "x": "*bf16"}
     names = kernels.round_row.arg_names
     source = ASTSource(
