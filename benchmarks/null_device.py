@@ -94,7 +94,7 @@ def null_engine(num_sequences: int, num_drafts: int) -> Iterator[EngineCore]:
 
 
 def microseconds(core: EngineCore, num_rows: int, num_rounds: int, prompt: list[int]) -> dict[str, float]:
-    """Returns the host's time by part, of one of the fastest rounds in ten in which all of ``num_rows`` decode:
+    """Returns the host's time by part, of one of the fastest rounds in ten in which all of the rows decode:
     whatever else runs only adds to it."""
     params = SamplingParams(max_tokens=(num_rounds + 8) * (ACCEPTED + 1), temperature=0, ignore_eos=True)
     for number in range(num_rows):
