@@ -27,6 +27,7 @@ class _KnownTable:
     block_ids: list[int] = field(default_factory=list)
     table: BlockTable | None = None
     num_cuts: int = 0
+    length: int = -1  # counts what will not be used, too
 
 
 class DeviceRows:
@@ -109,18 +110,23 @@ class DeviceRows:
     def set_table(self, cache: int, row: int, table: BlockTable) -> None:
         """Sends what the row's table on the device lacks. Of a table that has only grown nothing else is
         looked at: texts may be long."""
-        known = self._known.setdefault((cache, row), _KnownTable())
-        end = min(len(table.block_ids), self.tables.shape[2])  # more may be reserved, and will not be used
-        first = min(len(known.block_ids), end)
+        block_ids, known = table.block_ids, self._known.get((cache, row))
+        if known is None:
+            known = self._known[cache, row] = _KnownTable()
         has_only_grown = known.table is table and known.num_cuts == table.num_cuts
-        if not has_only_grown and known.block_ids[:first] != table.block_ids[:first]:
+        if has_only_grown and known.length == len(block_ids):
+            return
+        end = min(len(block_ids), self.tables.shape[2])  # more may be reserved, and will not be used
+        first = min(len(known.block_ids), end)
+        if not has_only_grown and known.block_ids[:first] != block_ids[:first]:
             first = 0
-        added = table.block_ids[first:end]
-        place = (cache * self.max_rows + row) * self.tables.shape[2]
-        self._places += range(place + first, place + end)
-        self._entries += added
+        known.table, known.num_cuts, known.length = table, table.num_cuts, len(block_ids)
+        added = block_ids[first:end]
         known.block_ids[first:] = added
-        known.table, known.num_cuts = table, table.num_cuts
+        if added:
+            place = (cache * self.max_rows + row) * self.tables.shape[2]
+            self._places += range(place + first, place + end)
+            self._entries += added
 
     def send(self, num_rows: int) -> None:
         """The first ``num_rows``, before whatever is launched next."""
