@@ -1,9 +1,9 @@
 """Layers with a running state by the tokens of a pass: python -m benchmarks.recurrences --threads 2
 
 One sequence passes through as many layers as a model has, each with its own state, so that states come from
-memory as in a model. Passes of some tokens are in the middle of a chunk and fold nothing (up to 16); ``fold`` is what a
-token costs more where states are folded, once in 16 tokens. Microseconds a layer, medians of interleaved
-repeats, and the same divided by what one token costs.
+memory as in a model. Passes of some tokens are in the middle of a chunk and fold nothing (up to 16); ``fold``
+is what a token costs more where states are folded, once in 16 tokens. Microseconds a layer, medians of
+interleaved repeats, and the same divided by what one token costs.
 """
 
 import argparse
