@@ -253,9 +253,10 @@ def test_experts_in_four_bits_are_dequantised_at_load(tmp_path: Path) -> None:
     kept = ["self_attn", "mlp.router", "embed_tokens", "lm_head"]
     edit(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float().eval()
-    logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
+    options = LoadOptions(cache_dtype="float32")
+    logits = FreshModel(str(tmp_path), options).logits(IDS, VOCAB_SIZE)
     torch.testing.assert_close(logits, logits_of(theirs), rtol=0, atol=1e-4)
-    model = load_model(str(tmp_path), LoadOptions())
+    model = load_model(str(tmp_path), options)
     assert isinstance(model, FusedDecoder)
     experts = model.weights.layers[1].mlp
     assert isinstance(experts, Experts)
