@@ -90,7 +90,7 @@ def test_cache_smaller_than_the_context() -> None:
 
 
 def test_requests_at_once_are_limited_by_the_setting_too() -> None:
-    assert capacity(Settings(max_num_sequences=3), WORKER)[-1].endswith("; 3 of that length at once")
+    assert capacity(Settings(), worker(max_num_sequences=3))[-1].endswith("; 3 of that length at once")
 
 
 @pytest.mark.parametrize(
