@@ -18,7 +18,7 @@ from truedraft.engine.runtime.cuda.runner import CudaRunner
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
 BLOCK_SIZE = 4
 NUM_SEQUENCES = 6
-STEPS = 15
+STEPS = 10
 # Rows have a few new tokens mostly, now and then what no captured pass holds.
 MAX_DRAFTS = 4
 LENGTHS = [1, 1, 1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 12]
