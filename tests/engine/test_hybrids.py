@@ -1,6 +1,7 @@
 """Models with running states say the same whoever drafts, whoever is near, and whatever is taken back."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from tests.engine.hybrid_models import CONTEXT, KINDS, VOCAB_SIZE, hybrid, hybri
 from tests.engine.planners import draft_cache
 from tests.engine.random_runs import Pair, check, random_run
 from tests.models import outputs_by_choice, run_engine
+from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.planning import AUTO_LIMITS, PROPOSER_LIMIT
 from truedraft.engine.core.ranges import RANGES
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.layers import torch_recurrent
+from truedraft.engine.llm import LLM
 from truedraft.engine.memory import batch
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
@@ -27,6 +30,7 @@ from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.runtime.cuda import plan
 
+TRAINED = Path(__file__).parents[2] / "benchmarks" / "story_hybrid"
 NUM_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
 SEEDED = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.2, seed=5)
@@ -184,6 +188,20 @@ def check_hits(answers: list[list[int]]) -> None:
 
 def test_hits_change_nothing(expected: dict[str, list[list[int]]]) -> None:
     check_hits(expected["greedy"])
+
+
+def test_a_trained_hybrid_accepts_what_the_bundled_draft_drafts() -> None:
+    """Its checkpoint has the layout of Qwen 3.5; the draft was trained for another target."""
+    prompts = ["Once upon a time, there was a little girl named Lily.", "Tom had a dog."]
+    greedy, found = structs.replace(GREEDY, max_tokens=48), []
+    for draft, k in (("none", 0), (str(BUNDLED_PAIR / "draft"), 4)):
+        llm = LLM(target=str(TRAINED), draft=draft, num_speculative_tokens=k, num_threads=1)
+        found.append(llm.generate(prompts, greedy))
+    assert [each.text for each in found[0]] == [each.text for each in found[1]]
+    drafted, accepted = (
+        sum(getattr(each, f"num_{what}_tokens") for each in found[1]) for what in ("draft", "accepted")
+    )
+    assert 0.3 * drafted < accepted < drafted
 
 
 @pytest.fixture(scope="module")
