@@ -14,7 +14,12 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
-ARCHITECTURES = {"lfm2": "lfm2", "qwen3_5_text": "qwen35", "granitemoehybrid": "granitehybrid"}
+ARCHITECTURES = {
+    "lfm2": "lfm2",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "granitemoehybrid": "granitehybrid",
+}
 ROOT = {
     "model.embed_tokens": "token_embd",
     "lm_head": "output",
@@ -34,6 +39,11 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "shared_mlp.output_linear": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -100,14 +110,20 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
     writer.add_block_count(config.num_hidden_layers + num_further)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(_mlp_size(module))
+    if architecture == "qwen35moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    else:
+        writer.add_feed_forward_length(_mlp_size(module))
     writer.add_head_count(config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     rope = config.rope_parameters or {}
     writer.add_rope_freq_base(rope.get("rope_theta", 1e4))
     heads = config.num_key_value_heads
-    if architecture == "qwen35":
+    if architecture.startswith("qwen35"):
         values = config.linear_num_value_heads
         writer.add_head_count_kv(heads)
         writer.add_key_length(config.head_dim)
@@ -120,7 +136,7 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
         writer.add_ssm_time_step_rank(values)
         writer.add_ssm_inner_size(config.linear_value_head_dim * values)
         interval = config.layer_types.index("full_attention") + 1
-        writer.add_uint32("qwen35.full_attention_interval", interval)
+        writer.add_uint32(f"{architecture}.full_attention_interval", interval)
         return
     has_heads = [kind == "full_attention" for kind in config.layer_types]
     writer.add_array(f"{architecture}.attention.head_count_kv", [heads * each for each in has_heads])
@@ -151,7 +167,7 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
     """Returns the file's tensors of transformers' ``name``."""
     base, _, end = name.rpartition(".")
     if base in ROOT:
-        shifted = stored + 1 if architecture == "qwen35" and stored.ndim == 1 else stored
+        shifted = stored + 1 if architecture.startswith("qwen35") and stored.ndim == 1 else stored
         return [(f"{ROOT[base]}.{end}", shifted)]
     number, inner = name.removeprefix("model.layers.").split(".", 1)
     prefix, part = f"blk.{number}", inner.rpartition(".")[0]
@@ -166,6 +182,13 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
     if part == "shared_mlp.input_linear":
         gate, up = np.split(stored, 2)
         return [(f"{prefix}.ffn_gate.weight", gate), (f"{prefix}.ffn_up.weight", up)]
+    if end == "gate_up_proj":
+        gate, up = np.split(stored, 2, axis=1)
+        return [(f"{prefix}.ffn_gate_exps.weight", gate), (f"{prefix}.ffn_up_exps.weight", up)]
+    if end == "down_proj":
+        return [(f"{prefix}.ffn_down_exps.weight", stored)]
+    if part == "mlp.shared_expert_gate":
+        stored = stored[0]
     theirs = LAYER[part]
     if theirs == "post_attention_norm" and architecture == "granitehybrid":
         theirs = "ffn_norm"
@@ -173,7 +196,7 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
         stored = stored[:, 0]
     if part == "mamba.norm":
         stored = stored.reshape(config.mamba_n_groups, -1)
-    if architecture == "qwen35" and part.endswith("norm") and part != "linear_attn.norm":
+    if architecture.startswith("qwen35") and part.endswith("norm") and part != "linear_attn.norm":
         stored = stored + 1
     if architecture == "granitehybrid" and part in ("self_attn.q_proj", "self_attn.k_proj"):
         heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads

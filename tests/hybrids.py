@@ -10,8 +10,8 @@ DELTA_FIRST = {"head_dim": 16, "layer_types": ["linear_attention", "full_attenti
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }
 
 

@@ -134,7 +134,9 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
     keys, architecture = _Keys(file), file.architecture
     found: dict[str, Any] = {
-        name: keys.needed(key, float if key.endswith("epsilon") else int) for key, name in NEEDED.items()
+        name: keys.needed(key, float if key.endswith("epsilon") else int)
+        for key, name in NEEDED.items()
+        if key != "feed_forward_length" or architecture != "qwen35moe" or keys.says(key) is not None
     }
     found |= {name: value for key, name in OPTIONAL.items() if (value := keys.number(key, int)) is not None}
     heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads")
@@ -151,16 +153,17 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         found[f"{name}_token_id"] = None if vocabulary is None else vocabulary.ids.get(name)
     found["pad_token_id"] = None  # nothing is padded
     found["rope_parameters"] = _rope(keys, found)
-    settings = hybrid_settings(file, keys, found) if architecture in SETTINGS else {}
-    found |= {} if settings else _of_family(file, keys, found)
+    is_hybrid = architecture in SETTINGS
+    settings = (hybrid_settings if is_hybrid else _of_family)(file, keys, found)
     model_type = MODEL_TYPES[architecture]
     if with_experts := has_experts(keys, architecture):
-        found |= expert_settings(keys, architecture, found)
+        settings |= expert_settings(keys, architecture, found | settings)
+    found |= {} if is_hybrid else settings
     _close(keys, found)
     # A llama with experts is transformers' mixtral, and one with windows mistral.
     if architecture == "llama" and (with_experts or "sliding_window" in found):
         model_type = "mixtral" if with_experts else "mistral"
-    return AutoConfig.for_model(model_type, **(settings or found))
+    return AutoConfig.for_model(model_type, **(settings if is_hybrid else found))
 
 
 def _of_family(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from truedraft.engine.formats.gguf_file import GgufError
 
 # Files of these architectures have experts. Files of "llama" may: transformers calls those mixtral.
-WITH_EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
+WITH_EXPERTS = ("qwen2moe", "qwen3moe", "qwen35moe", "olmoe", "gpt-oss")
 # These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
@@ -96,9 +96,13 @@ def expert_settings(keys: Keys, architecture: str, found: dict[str, Any]) -> dic
         if size is None:
             raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
         return settings | {"num_local_experts": number, "intermediate_size": size}
-    size = size or found["intermediate_size"] // chosen
+    # Files of Qwen3.5 without dense layers need not say how large those were.
+    dense = found.get("intermediate_size", 0)
+    size = size or dense // chosen
+    if not size:
+        raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
     settings |= {"num_experts": number, "moe_intermediate_size": size}
     if architecture == "qwen3moe":
         return settings | {"norm_topk_prob": True}
-    shared = keys.number("expert_shared_feed_forward_length", int, found["intermediate_size"])
+    shared = keys.number("expert_shared_feed_forward_length", int, dense)
     return settings | {"shared_expert_intermediate_size": shared}

@@ -16,7 +16,7 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.models.gguf_experts import LAYER
 
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
-TILED, PAIRED = ("qwen35",), ("granitehybrid", "llama")
+TILED, PAIRED = ("qwen35", "qwen35moe"), ("granitehybrid", "llama")
 # Keys of these architectures with a number for each layer are zero for layers that have no such part.
 WITH_ZEROS = ("granitehybrid", "lfm2")
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
@@ -111,7 +111,7 @@ def _qwen35(file: GgufFile, keys: Keys, found: dict[str, Any]) -> dict[str, Any]
     if heads * head_size != keys.needed("ssm.inner_size", int) or heads % key_heads:
         raise GgufError(
             f"{file.path} is damaged: {heads} value heads of {head_size} numbers cannot share {key_heads} "
-            "key heads and make up its qwen35.ssm.inner_size"
+            "key heads and make up its ssm.inner_size"
         )
     found["rope_parameters"] |= _partly_rotated(keys, found["head_dim"])
     return found | {
@@ -211,4 +211,5 @@ SETTINGS: dict[str, Callable[[GgufFile, Keys, dict[str, Any]], dict[str, Any]]] 
     "granitehybrid": _granite,
     "lfm2": _lfm2,
     "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
 }

@@ -6,6 +6,7 @@ another makes our layer of the same tensors, and empties it. So each tensor is r
 layer is in memory twice, and in the end there are our weights and the logits that they must give.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -42,6 +43,9 @@ from truedraft.engine.models.stacks import Matrix, stored_tensors
 # The output layer is converted this many rows at a time.
 HEAD_ROWS = 1 << 13
 HALVES = (torch.float16, torch.bfloat16)
+
+# transformers warns that its layers with states lack fast kernels: here they compute some short texts only.
+logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
 class Reader:

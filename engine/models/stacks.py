@@ -116,6 +116,7 @@ class StackedCheckpoint(Checkpoint):
 
     def __init__(self, source: Checkpoint, module: Any, stored: StoredExperts) -> None:
         self.source = source
+        self.is_tiled = source.is_tiled
         made: dict[str, list[list[str]]] = {}
         numbers = {name: len(tensor) for name, tensor in stored_tensors(module).items()}
         for name, number in numbers.items():

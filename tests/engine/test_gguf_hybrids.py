@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.test_hybrid_families import CUTS, expected_logits, logits_in
 from tests.families import save_random
 from tests.gguf_hybrids import save_hybrid_gguf
-from tests.hybrids import HYBRIDS, delta_net, granite
+from tests.hybrids import EXPERTS, HYBRIDS, delta_net, granite
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import GgufCheckpoint
@@ -30,6 +30,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5, 1 head a key": ("qwen3_5_text", {**delta_net(2, 2, 4), **DELTA_WHOLE}),
     "Qwen3.5, 2 heads a key": ("qwen3_5_text", {**delta_net(2, 4, 4), **DELTA_WHOLE}),
     "Qwen3.5, 3 heads a key": ("qwen3_5_text", {**delta_net(2, 6, 3), **DELTA_WHOLE}),
+    "Qwen3.5 with experts": ("qwen3_5_moe_text", {**delta_net(2, 4, 4), **DELTA_WHOLE, **EXPERTS}),
     "Granite 4 H": ("granitemoehybrid", granite(**WHOLE, shared_intermediate_size=64)),
     "Granite 4 H with angles": (
         "granitemoehybrid",
@@ -87,7 +88,9 @@ def test_blocks_are_multiplied_as_they_are_stored(
     path = tmp_path / "model.gguf"
     expected = expected_logits(save_hybrid_gguf(path, folder(name), "Q8_0", **MIXED))
     model = load_model(str(path), LoadOptions())
-    assert all(isinstance(linear, QuantisedLinear) for linear in model.weights.linears)  # type: ignore[attr-defined]
+    assert isinstance(model, FusedDecoder)
+    mixers = [linear for layer in model.weights.layers for linear in layer.mixer.linears]
+    assert all(isinstance(linear, QuantisedLinear) for linear in mixers)
     whole, cut = (logits_in(model, sizes) for sizes in CUTS)
     assert torch.equal(whole, cut)
     assert 0 < (whole - expected).square().mean().sqrt() / expected.std() < 0.2
