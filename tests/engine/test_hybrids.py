@@ -213,7 +213,7 @@ def random_pair() -> Pair:
     return Pair(*models, grammars.know_grammars(plain), hybrid_engine)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 11])
+@pytest.mark.parametrize("seed", [2, 11])
 def test_random_run(random_pair: Pair, seed: int) -> None:
     """Any parameters, priorities, aborts, chunks, blocks and slots give what plain decoding gives."""
     assert check(random_pair, random_run(seed)) > 0
