@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chat_turns, gpu, graphs, result_file
+from benchmarks import chat_turns, gpu, graphs, null_device, result_file
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
 from benchmarks.contestants.truedraft import DEFAULT, PLAIN, SPECULATIVE
 from benchmarks.graphs import WITHOUT
@@ -58,9 +58,8 @@ def test_chat_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert document["facts"]["a state, MB"] == 0
 
 
-def test_host_cost_over_a_device_that_takes_no_time(benchmark: Benchmark) -> None:
-    rows = benchmark("host_cost", "--device", "null", "--concurrency", 2, "--max-tokens", 30, "--repeats", 1)
-    plain, drafted = rows["results"]
+def test_host_cost_over_a_device_that_takes_no_time() -> None:
+    plain, drafted = null_device.measure([2], num_rounds=10, repeats=1)
     assert (plain["rows"], plain["drafts"], drafted["drafts"]) == (2, 0, 4)
     for row in (plain, drafted):
         assert row["sum"] >= max(row[part] for part in ("schedule", "run", "commit", "message")) > 0
