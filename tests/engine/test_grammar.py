@@ -67,8 +67,8 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
 @pytest.mark.parametrize(
     ("drafting", "in_flight", "num_samples"),
     [
-        *[("known", 1, 300), ("known", 8, 1200), ("none", 8, 800)],
-        *[("draft_model", 1, 300), ("draft_model", 8, 1200), ("draft_model and forced", 8, 1200)],
+        *[("known", 1, 300), ("known", 8, 800), ("none", 8, 400)],
+        *[("draft_model", 1, 300), ("draft_model", 8, 800), ("draft_model and forced", 8, 800)],
     ],
 )
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])

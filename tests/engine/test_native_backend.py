@@ -1,6 +1,6 @@
 """Distributions and draws in C: torch's numbers, independent of the batch, exact through the sampler."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -337,18 +337,14 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeBackend], None]]] = {
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], NativeBackend]]:
+def plant(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], NativeBackend]:
     def planted(right: str, wrong: str) -> NativeBackend:
-        monkeypatch.setattr(compiler, "SOURCES", plant_in(compiler.SOURCES, right, wrong, tmp_path))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(compiler, "FLAGS", ["-O1", *(flag for flag in compiler.FLAGS if flag != "-O3")])
-        library.load_library.cache_clear()
+        fresh_library.setattr(compiler, "SOURCES", plant_in(compiler.SOURCES, right, wrong, tmp_path))
         loaded = library.load_library()
         assert loaded is not None
         return NativeBackend(loaded)
 
-    yield planted
-    library.load_library.cache_clear()
+    return planted
 
 
 @pytest.mark.parametrize(("right", "wrong", "gate"), BUGS.values(), ids=BUGS)
