@@ -352,7 +352,11 @@ def _method(request: SamplingRequest, speculation: SpeculationOptions, worker: R
     if speculation.method == "prediction" and prediction is None:
         raise InvalidRequestError("speculation.method 'prediction' needs a 'prediction'.", param="prediction")
     if speculation.method != "none" and speculation.method not in worker.methods:
-        raise InvalidRequestError("This server has no draft model.", param="speculation.method")
+        known = ", ".join(("auto", "none", *worker.methods))
+        raise InvalidRequestError(
+            f"This server cannot draft by the method {speculation.method!r}; it can by {known}.",
+            param="speculation.method",
+        )
     return speculation.method
 
 

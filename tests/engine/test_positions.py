@@ -257,7 +257,7 @@ def test_models_too_large_for_long_texts_are_tried_with_late_positions(
 ) -> None:
     monkeypatch.setattr(probe_texts, "MAX_MULTIPLICATIONS", {"cpu": 0})
     model = load_model(folder(family), LoadOptions())
-    assert isinstance(model, FusedDecoder) == model.config.model_type.startswith(("phi3", "gemma"))
+    assert isinstance(model, FusedDecoder) == model.config.model_type.startswith(("phi3", "gemma", "gpt_oss"))
     facts = ModelFacts(model.config, None, model.num_parameters, model.dtype, model.device)
     _, late = probe_texts.probe_texts(facts)
     assert [text.first_position for text in late[1:]] == [each - 6 for each in boundaries(model.config)]
