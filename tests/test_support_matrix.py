@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from tests.support_matrix import (
     DECIDING,
@@ -22,6 +23,12 @@ from tests.support_matrix import (
 from truedraft.engine.sampling.sampler import Sampler
 
 Cells = dict[tuple[str, str, str], str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    """Products this small only wait for a second thread."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

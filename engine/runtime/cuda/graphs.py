@@ -302,7 +302,9 @@ def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
         rows.begin()
         for row in range(shape.rows):
             length = max(0, num_drafts - row % 2)
-            rows.set_row(row, CHECK_CONTEXT, list(range(2 + length)), length, length)
+            # Drafts that the draft model could not have drawn are certain: they have no distribution.
+            drawn = length if length <= graphs.max_drawn else 0
+            rows.set_row(row, CHECK_CONTEXT, list(range(2 + length)), length, drawn)
             rows.set_sampling(row, *_rule_to_check(row))
         rows.send(shape.rows)
         run()
