@@ -99,9 +99,9 @@ def in_tiles(kernels: ModuleType, tile: int) -> Any:
     )
 
 
-@pytest.mark.parametrize(("vocab_size", "tile"), [(61, 64), (61, 16)])
-def test_bit_for_bit_what_torch_does(vocab_size: int, tile: int) -> None:
-    assert is_right(in_tiles(sampling_kernels, tile), vocab_size, CPU)
+def test_bit_for_bit_what_torch_does() -> None:
+    """The vocabulary is several tiles, and not a whole number of them."""
+    assert is_right(in_tiles(sampling_kernels, 16), 61, CPU)
 
 
 @pytest.mark.parametrize("bug", BUGS)
