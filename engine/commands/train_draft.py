@@ -34,7 +34,7 @@ DONE, FAILED = 0, 1
 LARGE_VOCABULARY = 32_768
 # A part of the tokens to learn from is only counted, to rank the vocabulary.
 COUNTED_SHARE = 0.05
-# Every so many prompts one is kept for validation, up to so many in all.
+# One prompt in ten is kept for validation, up to a largest number.
 VALIDATION_STEP, MAX_VALIDATION = 10, 32
 # The learning rate times the hidden size, as larger heads take smaller steps.
 RATE = 0.6

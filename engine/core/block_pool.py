@@ -23,7 +23,7 @@ from truedraft.engine.memory.block_table import BlockHash, BlockTable
 RUN = 32
 MAX_RUNS = 256
 # The fewest tokens between two snapshots inside a text; its prompt's end has one anyway. Where another text
-# has begun in the same way, so many are enough.
+# has begun in the same way, the second number is enough.
 SNAPSHOT_DISTANCE, SHARED_DISTANCE = 1024, 64
 
 
@@ -71,7 +71,7 @@ class BlockPool:
         return has_slot and self.blocks_for(num_tokens) - len(table.block_ids) <= self.num_free
 
     def has_slots(self, num_tables: int) -> bool:
-        """Tells whether so many tables more can have slots for states, where they need them."""
+        """Tells whether ``num_tables`` more can have slots for states, where they need them."""
         return self.states is None or self.states.num_free >= num_tables
 
     def reserve(self, table: BlockTable, num_tokens: int) -> None:

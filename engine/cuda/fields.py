@@ -9,7 +9,7 @@ class Field(IntEnum):
 
     NUM_STORED = 0  # tokens in the target's cache, which is the position of the pending one
     NUM_DRAFTS = auto()  # to be scored; -1: there is no row
-    NUM_DRAWN = auto()  # the draft model draws so many of them: all or none
+    NUM_DRAWN = auto()  # counts those that the draft model draws: all or none
     NUM_SKIPPED = auto()  # 1: the draft's cache has the token before the pending one
     SEED = auto()
     RULE = auto()

@@ -27,10 +27,11 @@ from truedraft.engine.layers.weight import Weight
 
 # Weights of a block, which have a scale in common, and blocks that share more in some types.
 BLOCK, BLOCKS_OF_SUPER = 32, 8
-# Outputs that one program computes; a tile of codes has so many times 32.
+# Outputs that one program computes; a tile of codes has 32 times as many.
 COLUMNS = 64
-# Up to so many rows are multiplied where the weights are unpacked: 64 rows at a time, each time reading them
-# anew. Unpacked they are read and written in 16 bits, which takes as much as seven times 4.5 bits.
+# Up to this number of rows are multiplied where the weights are unpacked: 64 rows at a time, each time
+# reading them anew. Unpacked they are read and written in 16 bits, which takes as much as seven times 4.5
+# bits.
 MAX_ROWS = 320
 # Weights that are unpacked at a time for more rows than that.
 UNPACKED = 1 << 26

@@ -13,7 +13,7 @@ from truedraft.engine.layers.weight import FP8, ScaledRows
 # Ada has the first matrix units for these numbers. Products by scaled rows give bfloat16 only.
 MIN_CAPABILITY = (8, 9)
 DTYPE = torch.bfloat16
-# torch multiplies multiples of so many inputs and outputs.
+# The numbers of inputs and outputs must be multiples of this.
 MULTIPLE = 16
 # Largest deviation of a product, as a share of the largest, from that of the same rounded numbers in float64.
 TOLERANCE = 2e-2

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-# A table of angles has at most so many positions, or else so many numbers.
+# A table of angles has at most this many positions, or else this many numbers.
 MAX_TABLE_POSITIONS, MAX_TABLE_NUMBERS = 1 << 17, 1 << 24
 
 

@@ -14,10 +14,10 @@ from transformers import AutoConfig
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
-from truedraft.engine.models.account import Account
 from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
 from truedraft.engine.models.gguf_hybrids import PER_LAYER, SETTINGS, WITH_ZEROS, hybrid_settings
+from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Architectures have a name in each of both worlds.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
@@ -82,57 +82,10 @@ INFORMATION = ("tensor_data_layout", "rope.scaling.finetuned")
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
-class _Keys:
-    """Reads the keys of the architecture off the account."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.prefix = f"{file.architecture}."
-        self.path = file.path
-        self.has_zeros = PER_LAYER if file.architecture in WITH_ZEROS else ()
-        said = {key: value for key, value in file.metadata.items() if key.startswith(self.prefix)}
-        self.account = Account(file.path, said)
-
-    def says(self, key: str, default: Any = None) -> Any:
-        """Returns the value; a list of one value for every layer is that value."""
-        value = self.account.take(self.prefix + key, default)
-        if isinstance(value, list) and key in self.has_zeros:
-            value = [each for each in value if each != 0] or [0]
-        if isinstance(value, list) and key != "attention.sliding_window_pattern":
-            if not value or any(other != value[0] for other in value):
-                raise GgufError(
-                    f"{self.path} has {self.prefix}{key} that differ from layer to layer, which is not served"
-                )
-            return value[0]
-        return value
-
-    def listed(self, key: str) -> list[Any] | None:
-        """Returns a value for each layer, or for each of some parts; None if there are none."""
-        value = self.account.take(self.prefix + key)
-        return value if isinstance(value, list) else None
-
-    def number(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns a number above zero; ``default`` if there is none."""
-        value = self.says(key)
-        if value is None:
-            return default
-        fits = isinstance(value, kind) and not isinstance(value, bool)
-        if not fits or not 0 < value < math.inf:
-            raise GgufError(f"{self.path} has {self.prefix}{key} {value}, which is not supported")
-        return value
-
-    def needed(self, key: str, kind: type) -> Any:
-        value = self.number(key, kind)
-        if value is None:
-            raise GgufError(f"{self.path} does not say its model's {self.prefix}{key}")
-        return value
-
-    def expect(self, key: str, *neutral: Any) -> None:
-        self.account.expect(self.prefix + key, *neutral)
-
-
 def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
-    keys, architecture = _Keys(file), file.architecture
+    architecture = file.architecture
+    keys = GgufKeys(file, PER_LAYER if architecture in WITH_ZEROS else ())
     found: dict[str, Any] = {
         name: keys.needed(key, float if key.endswith("epsilon") else int)
         for key, name in NEEDED.items()
@@ -166,7 +119,7 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     return AutoConfig.for_model(model_type, **(settings if is_hybrid else found))
 
 
-def _of_family(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
+def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     """Returns what only the architecture's family has."""
     architecture = file.architecture
     if architecture == "phi3":
@@ -185,7 +138,7 @@ def _of_family(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, 
     return {}
 
 
-def _close(keys: _Keys, found: dict[str, Any]) -> None:
+def _close(keys: GgufKeys, found: dict[str, Any]) -> None:
     """Refuses what is left and would change the text."""
     size, rope = found["head_dim"], found["rope_parameters"]
     for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
@@ -201,7 +154,7 @@ def _close(keys: _Keys, found: dict[str, Any]) -> None:
     keys.account.close("has {name} = {value}, which is not known for this architecture")
 
 
-def _vocab_size(file: GgufFile, keys: _Keys, vocabulary: Vocabulary | None) -> int:
+def _vocab_size(file: GgufFile, keys: GgufKeys, vocabulary: Vocabulary | None) -> int:
     place = file.tensors.get("token_embd.weight")
     if place is None:
         raise GgufError(f"{file.path} lacks weights of the model: token_embd.weight")
@@ -213,7 +166,7 @@ def _vocab_size(file: GgufFile, keys: _Keys, vocabulary: Vocabulary | None) -> i
     return rows
 
 
-def _rope(keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
+def _rope(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", float, ROPE_BASE)}
     kind = keys.says("rope.scaling.type", "linear")
     old = keys.says("rope.scale_linear")
@@ -234,7 +187,7 @@ def _rope(keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
     return rope | {"rope_type": "default"}
 
 
-def _phi3(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
+def _phi3(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     rope = dict(found["rope_parameters"])
     more = {"rope_parameters": rope, "sliding_window": keys.says("attention.sliding_window") or None}
     size = keys.number("rope.dimension_count", int, found["head_dim"])
@@ -264,7 +217,7 @@ def _phi3(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
     return more
 
 
-def _gpt_oss(keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
+def _gpt_oss(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     window = keys.needed("attention.sliding_window", int)
     rope = dict(found["rope_parameters"])
     if rope["rope_type"] == "yarn":
@@ -273,7 +226,7 @@ def _gpt_oss(keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": types, "rope_parameters": rope}
 
 
-def _gemma(keys: _Keys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
+def _gemma(keys: GgufKeys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
     layers = found["num_hidden_layers"]
     window = keys.number("attention.sliding_window", int, GEMMA2_WINDOW if architecture == "gemma2" else None)
     if window is None:
@@ -299,7 +252,7 @@ def _gemma(keys: _Keys, architecture: str, found: dict[str, Any]) -> dict[str, A
     return more
 
 
-def _layer_types(keys: _Keys, default: int, layers: int) -> list[str]:
+def _layer_types(keys: GgufKeys, default: int, layers: int) -> list[str]:
     """Returns which layers have a window: the pattern counts them, or says it of each."""
     pattern = keys.says("attention.sliding_window_pattern", default)
     if isinstance(pattern, list):

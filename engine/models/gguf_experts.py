@@ -3,11 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from truedraft.engine.formats.gguf_file import GgufError
+from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Files of these architectures have experts. Files of "llama" may: transformers calls those mixtral.
 WITH_EXPERTS = ("qwen2moe", "qwen3moe", "qwen35moe", "olmoe", "gpt-oss")
@@ -27,17 +28,6 @@ STACKS = {
     "mlp.experts.down_proj": ("ffn_down_exps.weight",),
     "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
 }
-
-
-class Keys(Protocol):
-    """Reads the keys of an architecture."""
-
-    path: str
-
-    def says(self, key: str, default: Any = None) -> Any: ...
-    def number(self, key: str, kind: type, default: Any = None) -> Any: ...
-    def needed(self, key: str, kind: type) -> Any: ...
-    def expect(self, key: str, *neutral: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +66,11 @@ def stack_of(name: str, architecture: str) -> GgufStack | None:
     return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in STACKS[found[2]]), architecture == "gpt-oss")
 
 
-def has_experts(keys: Keys, architecture: str) -> bool:
+def has_experts(keys: GgufKeys, architecture: str) -> bool:
     return architecture in WITH_EXPERTS or (architecture == "llama" and bool(keys.says("expert_count", 0)))
 
 
-def expert_settings(keys: Keys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
+def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
     """Returns settings of transformers' config; raises ``GgufError`` for what is not served."""
     number, chosen = keys.needed("expert_count", int), keys.needed("expert_used_count", int)
     if chosen > number:

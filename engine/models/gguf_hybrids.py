@@ -7,13 +7,14 @@ and weights of convolutions without a dimension of one. Value heads of Gated Del
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.models.gguf_experts import LAYER
+from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
 TILED, PAIRED = ("qwen35", "qwen35moe"), ("granitehybrid", "llama")
@@ -32,19 +33,6 @@ OTHERS |= {
 }
 LINEAR, FULL = "linear_attention", "full_attention"
 FULL_ATTENTION_INTERVAL = 4
-
-
-class Keys(Protocol):
-    """Reads the keys of an architecture."""
-
-    path: str
-    prefix: str
-
-    def says(self, key: str, default: Any = None) -> Any: ...
-    def listed(self, key: str) -> list[Any] | None: ...
-    def number(self, key: str, kind: type, default: Any = None) -> Any: ...
-    def needed(self, key: str, kind: type) -> Any: ...
-    def expect(self, key: str, *neutral: Any) -> None: ...
 
 
 def tensors_of(name: str) -> tuple[str, ...] | None:
@@ -85,12 +73,12 @@ def predicts_further(name: str, config: Any) -> bool:
     return found is not None and first <= int(found[1]) < first + getattr(config, "num_further_layers", 0)
 
 
-def hybrid_settings(file: GgufFile, keys: Keys, found: dict[str, Any]) -> dict[str, Any]:
+def hybrid_settings(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of transformers' config; ``found`` are those that all architectures have."""
     return SETTINGS[file.architecture](file, keys, dict(found))
 
 
-def _lfm2(file: GgufFile, keys: Keys, found: dict[str, Any]) -> dict[str, Any]:
+def _lfm2(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     return found | {
         "norm_eps": found.pop("rms_norm_eps"),
         "layer_types": _layer_types(keys, found, "conv"),
@@ -100,7 +88,7 @@ def _lfm2(file: GgufFile, keys: Keys, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen35(file: GgufFile, keys: Keys, found: dict[str, Any]) -> dict[str, Any]:
+def _qwen35(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     # Layers that predict further tokens come last.
     further = keys.says("nextn_predict_layers", 0)
     layers = found["num_hidden_layers"] - further
@@ -126,7 +114,7 @@ def _qwen35(file: GgufFile, keys: Keys, found: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _qwen35_layers(keys: Keys, layers: int, further: int) -> list[str]:
+def _qwen35_layers(keys: GgufKeys, layers: int, further: int) -> list[str]:
     recurrent = keys.listed("attention.recurrent_layers")
     interval = keys.number("full_attention_interval", int, FULL_ATTENTION_INTERVAL)
     if recurrent is None:
@@ -136,7 +124,7 @@ def _qwen35_layers(keys: Keys, layers: int, further: int) -> list[str]:
     return [LINEAR if each else FULL for each in recurrent[:layers]]
 
 
-def _partly_rotated(keys: Keys, head_size: int) -> dict[str, Any]:
+def _partly_rotated(keys: GgufKeys, head_size: int) -> dict[str, Any]:
     """Returns how much of a head is rotated. Positions of a text are the same in all dimensions of an image,
     so that it does not matter which turns which pair; but one that none of them turns is not rotated."""
     size = keys.number("rope.dimension_count", int, head_size)
@@ -155,7 +143,7 @@ def _partly_rotated(keys: Keys, head_size: int) -> dict[str, Any]:
     return {"partial_rotary_factor": size / head_size, "mrope_section": sections[:3]}
 
 
-def _granite(file: GgufFile, keys: Keys, found: dict[str, Any]) -> dict[str, Any]:
+def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     inner, heads = keys.needed("ssm.inner_size", int), keys.needed("ssm.time_step_rank", int)
     hidden, layer_types = found["hidden_size"], _layer_types(keys, found, LINEAR)
     if inner % hidden or inner % heads:
@@ -183,7 +171,7 @@ def _granite(file: GgufFile, keys: Keys, found: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _mamba(file: GgufFile, keys: Keys) -> dict[str, Any]:
+def _mamba(file: GgufFile, keys: GgufKeys) -> dict[str, Any]:
     return {
         "mamba_n_groups": keys.needed("ssm.group_count", int),
         "mamba_d_state": keys.needed("ssm.state_size", int),
@@ -192,7 +180,7 @@ def _mamba(file: GgufFile, keys: Keys) -> dict[str, Any]:
     }
 
 
-def _layer_types(keys: Keys, found: dict[str, Any], other: str) -> list[str]:
+def _layer_types(keys: GgufKeys, found: dict[str, Any], other: str) -> list[str]:
     """Returns which layers are of attention: those with heads of keys."""
     counts, layers = keys.listed("attention.head_count_kv"), found["num_hidden_layers"]
     if counts is None or len(counts) != layers:
@@ -207,7 +195,7 @@ def _has(file: GgufFile, name: str) -> bool:
     return any(tensor.endswith(f".{name}") for tensor in file.tensors)
 
 
-SETTINGS: dict[str, Callable[[GgufFile, Keys, dict[str, Any]], dict[str, Any]]] = {
+SETTINGS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any]], dict[str, Any]]] = {
     "granitehybrid": _granite,
     "lfm2": _lfm2,
     "qwen35": _qwen35,

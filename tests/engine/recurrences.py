@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from benchmarks.recurrences import input_size as input_size
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.memory.block_table import BlockTable
@@ -67,17 +68,6 @@ MAKERS: dict[str, Callable[[], Recurrence]] = {
     "Mamba 2 in groups": lambda: mamba2(2, 2, width=3),
     "Mamba 2 without a norm": lambda: mamba2(4, None),
 }
-
-
-def input_size(rule: Recurrence) -> int:
-    channels = rule.convolution.weight.shape[0]
-    match rule:
-        case ShortConv():
-            return 3 * channels
-        case DeltaRule():
-            return channels + rule.heads * (rule.value_size + 2)
-        case Mamba2():
-            return channels + rule.heads * (rule.head_size + 1)
 
 
 def state_cache(rule: Recurrence, num_slots: int) -> KVCache:

@@ -273,7 +273,7 @@ def test_types_without_a_kernel_become_dense() -> None:
 
 @needs_triton
 def test_in_the_interpreter() -> None:
-    """In a process of its own, as triton must know before it is imported."""
+    """Runs them in a process of their own, as triton must know before it is imported."""
     cases = "tests/engine/triton_block_cases.py"
     run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
 

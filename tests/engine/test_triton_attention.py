@@ -58,7 +58,7 @@ def test_long_chunks_without_a_mask(
 
 @needs_triton
 def test_in_the_interpreter() -> None:
-    """In a process of its own, as triton must know before it is imported."""
+    """Runs them in a process of their own, as triton must know before it is imported."""
     cases = "tests/engine/triton_cases.py", "tests/engine/triton_sampling_cases.py"
     run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases, TRITON_INTERPRET="1")
 
