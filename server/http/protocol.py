@@ -10,7 +10,7 @@ import logging
 import resource
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from truedraft.server.errors import error_body
 
@@ -41,7 +41,8 @@ class RefusedRequestError(Exception):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Serves one connection. ``_head_bytes`` and ``_num_headers`` belong to the request in progress."""
+    """Serves one connection. ``_head_bytes`` and ``_num_headers`` belong to the request that arrives, and
+    ``_answered`` is the one whose answer is under way: requests in a row may wait between the two."""
 
     _last_warning: ClassVar[float] = float("-inf")
 
@@ -53,6 +54,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_headers = 0
         self._is_in_head = False
         self._bytes_without_news = 0  # the beginning of a header, or of a chunk's line
+        self._answered: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,6 +69,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         super().connection_lost(exc)
+        if self._answered is not None and self._is_answering:
+            # uvicorn tells the request that arrived last.
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), PIECE_BYTES):
@@ -77,6 +83,10 @@ class LimitedProtocol(HttpToolsProtocol):
             super().data_received(piece)
             if self._bytes_without_news > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(_too_large())
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -150,7 +160,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self._answered is not None and not self._answered.response_complete
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)

@@ -99,8 +99,22 @@ def test_requests_in_a_row_are_limited(start_server: StartServer) -> None:
         content = b'{"model": "tiny-model", "prompt": "x"}'
         length = f"Content-Length: {len(content)}"
         waiting = request("POST", "/v1/completions", JSON_HEADER, length, body=content)
-        answer = answer_to(server, waiting + request("GET", "/health") * (MAX_PIPELINED + 2))
-        assert answer == ""  # the first has no answer yet, and nothing may come before it
+        with connect(server) as connection:
+            connection.sendall(waiting)
+            server.wait_for_requests(1)
+            connection.sendall(request("GET", "/health") * (MAX_PIPELINED + 2))
+            assert connection.recv(65536) == b""  # nothing may come before the first answer
+        server.wait_for_requests(0)
+
+
+def test_a_request_before_others_ends_with_its_client(start_server: StartServer) -> None:
+    content = b'{"model": "tiny-model", "prompt": "x"}'
+    first = request("POST", "/v1/completions", JSON_HEADER, f"Content-Length: {len(content)}", body=content)
+    with start_server() as server:
+        server.worker.at_most(0)
+        with connect(server) as connection:
+            connection.sendall(first + request("GET", "/health") * 2)
+            server.wait_for_requests(1)
         server.wait_for_requests(0)
 
 
