@@ -1,11 +1,11 @@
-"""An EAGLE-3 head (arXiv 2503.01840), which drafts from hidden states of the target, and its checkpoint.
+"""Reads the checkpoint of an EAGLE-3 head (arXiv 2503.01840).
 
-One layer gets a token's embedding and the state before it, side by side, and the state that comes out stands
-for the next one. The first states are made of what three layers of the target know of a token.
+One layer gets a token's embedding and the state before it, side by side. The first states are made of what
+three layers of the target know of a token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,12 +17,14 @@ from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeig
 from truedraft.engine.layers.linear import Embeddings, Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.weight import Weight
+from truedraft.engine.messages import EAGLE
 from truedraft.engine.models.architecture import plain_skeleton
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families import decoder_layer, make_rotary
 from truedraft.engine.models.heads.eagle_config import EagleConfig
+from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.linear import Source, join
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
@@ -37,35 +39,7 @@ LAYER, MIDLAYER = "layers.0.", "midlayer."
 IGNORED = "rotary_emb.inv_freq"
 
 
-@dataclass(frozen=True)
-class EagleHead:
-    """``model`` takes a state with each token; its logits are of the tokens ``token_ids``, None: of all in
-    order. ``taps`` are the target's layers whose outputs ``combine`` gets, normed together or one by one."""
-
-    model: FusedDecoder
-    taps: tuple[int, ...]
-    combine: Linear
-    tap_norms: tuple[Norm, ...]
-    joint_norm: Norm | None
-    token_ids: torch.Tensor | None
-    norm_output: bool
-
-    @property
-    def output(self) -> int:
-        """Returns the tap of ``model`` that stands for the next token's state."""
-        return 1 if self.norm_output else 0
-
-    def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Makes states [tokens, hidden size] of the target's ``hidden`` [tokens, taps, its hidden size]."""
-        if self.joint_norm is not None:
-            hidden = self.joint_norm(hidden.flatten(1)).view_as(hidden)
-        if self.tap_norms:
-            normed = [norm(x) for norm, x in zip(self.tap_norms, hidden.unbind(1), strict=True)]
-            hidden = torch.stack(normed, 1)
-        return self.combine(hidden.flatten(1))
-
-
-def load_eagle(config: EagleConfig, target: Model, options: LoadOptions) -> EagleHead:
+def load_eagle(config: EagleConfig, target: Model, options: LoadOptions) -> Head:
     """Loads the head that ``config`` describes for ``target``; ``ModelLoadError`` if it is not one for it."""
     if not isinstance(target, FusedDecoder):
         raise ModelLoadError(
@@ -113,7 +87,7 @@ class _Reader:
         linears = NativeLinears(begin.library, options.compact_weights, bf16=self.facts.bf16_linears)
         return NativeKernels(begin.library), linears
 
-    def head(self) -> EagleHead:
+    def head(self) -> Head:
         config, size = self.config, self.layer_config.hidden_size
         taps = config.taps(len(self.target.caches))
         features = len(taps) * self.target.config.hidden_size
@@ -128,7 +102,7 @@ class _Reader:
                 f"{config.path} has tensors that an EAGLE-3 head with its config.json does not use, "
                 f"such as {min(self.unread)!r}"
             )
-        return EagleHead(model, taps, combine, tap_norms, joint_norm, token_ids, config.norm_output)
+        return Head(EAGLE, model, taps, combine, tap_norms, joint_norm, token_ids, config.norm_output)
 
     def _model(self) -> FusedDecoder:
         config, size = self.layer_config, self.layer_config.hidden_size
