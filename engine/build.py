@@ -18,11 +18,10 @@ from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes
-from truedraft.engine.messages import DRAFT_MODEL, EAGLE, Method
+from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.heads.eagle import load_eagle
-from truedraft.engine.models.heads.eagle_config import read_eagle_config
 from truedraft.engine.models.heads.head import Head
+from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.models.model_runner import ModelRunner
@@ -108,7 +107,7 @@ def build_engine(
 
 def drafting_method(draft: str) -> Method:
     """Returns who drafts with what the setting ``draft`` names."""
-    return DRAFT_MODEL if draft in SELF_DRAFTS or read_eagle_config(draft) is None else EAGLE
+    return DRAFT_MODEL if draft in SELF_DRAFTS else head_method(draft) or DRAFT_MODEL
 
 
 def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
@@ -134,9 +133,8 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         begin("the draft model")
         source, draft_options = draft_source(config)
-        if (head_config := read_eagle_config(source)) is not None:
-            head = load_eagle(head_config, target, draft_options)
-        else:
+        head = load_head(config.draft, target, config.target, draft_options)
+        if head is None:
             draft = load_model(source, draft_options)
             _check_kinds(target, draft)
             pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
@@ -328,7 +326,12 @@ def _method(config: EngineConfig, proposers: Sequence[Proposer]) -> Method:
     if config.method == "auto" and not proposers and config.num_speculative_tokens != "auto":
         return "none"  # n-grams alone can cost more than they give; a fixed length could not be helped
     names = {proposer.name for proposer in proposers}
-    for name, what in ((DRAFT_MODEL, "no draft model"), (EAGLE, "the draft is no EAGLE-3 head, or none")):
+    wanted = {
+        DRAFT_MODEL: "no draft model",
+        EAGLE: "the draft is no EAGLE-3 head, or none",
+        MTP: "the draft is no MTP head, or none",
+    }
+    for name, what in wanted.items():
         if config.method == name and name not in names:
             raise ModelLoadError(f"method is {name}, but {what} is given")
     return config.method

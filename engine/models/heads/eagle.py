@@ -24,13 +24,12 @@ from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families import decoder_layer, make_rotary
 from truedraft.engine.models.heads.eagle_config import EagleConfig
-from truedraft.engine.models.heads.head import Head
+from truedraft.engine.models.heads.head import Head, check_target, linears_for
 from truedraft.engine.models.linear import Source, join
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.reader import HALVES
-from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.native_run import NativeKernels, serves
 
 # Tensors of the layer have these beginnings in one layout or the other.
@@ -41,16 +40,12 @@ IGNORED = "rotary_emb.inv_freq"
 
 def load_eagle(config: EagleConfig, target: Model, options: LoadOptions) -> Head:
     """Loads the head that ``config`` describes for ``target``; ``ModelLoadError`` if it is not one for it."""
-    if not isinstance(target, FusedDecoder):
-        raise ModelLoadError(
-            f"{config.path} is a head, which reads states inside of the target: {target.config.model_type} "
-            "models are not fused, so take a draft model instead"
-        )
+    decoder = check_target(config.path, target)
     with stage(config.path, "weights"):
         checkpoint = Checkpoint.find(config.path, options.allow_pickle)
         if checkpoint is None:
             raise ModelLoadError(f"{config.path} has no model.safetensors")
-        return _Reader(config, checkpoint, target, options).head()
+        return _Reader(config, checkpoint, decoder, options).head()
 
 
 class _Reader:
@@ -84,8 +79,7 @@ class _Reader:
         begin, size = self.target.begin, self.layer_config.head_dim
         if not isinstance(begin, NativeKernels) or not serves(self.facts.dtype, self.facts.device, size):
             return None, TorchLinears()
-        linears = NativeLinears(begin.library, options.compact_weights, bf16=self.facts.bf16_linears)
-        return NativeKernels(begin.library), linears
+        return NativeKernels(begin.library), linears_for(self.target, options)
 
     def head(self) -> Head:
         config, size = self.config, self.layer_config.hidden_size

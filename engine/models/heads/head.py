@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.engine.layers.linear import Linear
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.messages import Method
+from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.linears import NativeLinears
+from truedraft.engine.native.native_run import NativeKernels
 
 
 @dataclass(frozen=True)
@@ -47,3 +52,20 @@ class Head:
             normed = [norm(x) for norm, x in zip(self.tap_norms, hidden.unbind(1), strict=True)]
             hidden = torch.stack(normed, 1)
         return hidden.squeeze(1) if self.combine is None else self.combine(hidden.flatten(1))
+
+
+def check_target(path: str, target: Model) -> FusedDecoder:
+    """Returns the target if a head can read its states; else raises ``ModelLoadError``."""
+    if not isinstance(target, FusedDecoder):
+        raise ModelLoadError(
+            f"{path} is a head, which reads states inside of the target: {target.config.model_type} "
+            "models are not fused, so take a draft model instead"
+        )
+    return target
+
+
+def linears_for(model: FusedDecoder, options: LoadOptions) -> Linears:
+    """Returns what makes further linear layers for the backend of ``model``."""
+    if isinstance(model.begin, NativeKernels):
+        return NativeLinears(model.begin.library, options.compact_weights, bf16=model.bf16_linears)
+    return TorchLinears()
