@@ -18,10 +18,10 @@ from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes
-from truedraft.engine.messages import DRAFT_MODEL, EAGLE, Method
+from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.heads.eagle import EagleHead, load_eagle
-from truedraft.engine.models.heads.eagle_config import read_eagle_config
+from truedraft.engine.models.heads.head import Head
+from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.models.model_runner import ModelRunner
@@ -31,7 +31,7 @@ from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
-from truedraft.engine.proposers.heads.eagle import LOOKAHEAD, EagleProposer
+from truedraft.engine.proposers.heads.proposer import LOOKAHEAD, HeadProposer
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
@@ -59,7 +59,7 @@ class Models:
 
     target: Model
     draft: Model | None
-    head: EagleHead | None
+    head: Head | None
     pairing: Pairing | None
     encoder_decoder: EncoderDecoderLimits | None
     max_model_len: int
@@ -107,7 +107,7 @@ def build_engine(
 
 def drafting_method(draft: str) -> Method:
     """Returns who drafts with what the setting ``draft`` names."""
-    return DRAFT_MODEL if draft in SELF_DRAFTS or read_eagle_config(draft) is None else EAGLE
+    return DRAFT_MODEL if draft in SELF_DRAFTS else head_method(draft) or DRAFT_MODEL
 
 
 def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
@@ -133,9 +133,8 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         begin("the draft model")
         source, draft_options = draft_source(config)
-        if (head_config := read_eagle_config(source)) is not None:
-            head = load_eagle(head_config, target, draft_options)
-        else:
+        head = load_head(config.draft, target, config.target, draft_options)
+        if head is None:
             draft = load_model(source, draft_options)
             _check_kinds(target, draft)
             pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
@@ -205,7 +204,7 @@ def make_core(
         PredictionProposer(),
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
     ]
-    costs = _costs(config, memory, proposers, runner)
+    costs = _costs(config, models, memory, proposers, runner)
     is_auto = config.num_speculative_tokens == "auto"
     return EngineCore(
         target=memory.target,
@@ -239,15 +238,17 @@ def make_core(
     )
 
 
-def _costs(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer], runner: Runner) -> Costs:
+def _costs(
+    config: EngineConfig, models: Models, memory: Memory, proposers: Sequence[Proposer], runner: Runner
+) -> Costs:
     """What rounds take, measured where the draft length is open."""
     step_seconds = config.step_seconds if isinstance(runner, NativeRunner) else 0.0
     if config.num_speculative_tokens != "auto":
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
     max_tokens = config.num_sequences_on(memory.target.device.type) * (max(AUTO_LIMITS.values()) + 1)
     drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
-    if memory.head is not None:
-        drafts[EAGLE] = memory.head, memory.head_pool
+    if models.head is not None and memory.head is not None:
+        drafts[models.head.method] = memory.head, memory.head_pool
     return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds)
 
 
@@ -283,7 +284,7 @@ def _head(models: Models, memory: Memory) -> list[Proposer]:
     """Returns what drafts with the head, if there is one."""
     if models.head is None or memory.head is None:
         return []
-    return [EagleProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)]
+    return [HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)]
 
 
 def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
@@ -325,7 +326,12 @@ def _method(config: EngineConfig, proposers: Sequence[Proposer]) -> Method:
     if config.method == "auto" and not proposers and config.num_speculative_tokens != "auto":
         return "none"  # n-grams alone can cost more than they give; a fixed length could not be helped
     names = {proposer.name for proposer in proposers}
-    for name, what in ((DRAFT_MODEL, "no draft model"), (EAGLE, "the draft is no EAGLE-3 head, or none")):
+    wanted = {
+        DRAFT_MODEL: "no draft model",
+        EAGLE: "the draft is no EAGLE-3 head, or none",
+        MTP: "the draft is no MTP head, or none",
+    }
+    for name, what in wanted.items():
         if config.method == name and name not in names:
             raise ModelLoadError(f"method is {name}, but {what} is given")
     return config.method

@@ -25,8 +25,9 @@ class ModelSettings(BaseModel):
     )
     draft: str | None = Field(
         None,
-        description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'self:int4' or "
-        "'self:int8' (on a CPU: the target's own weights in 4 or 8 bits), or 'none'. "
+        description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'mtp' (the head in "
+        "the target's own checkpoint) or a GGUF file of such a head, 'self:int4' or 'self:int8' (on a CPU: "
+        "the target's own weights in 4 or 8 bits), or 'none'. "
         "Default: the bundled draft with the bundled target, else none.",
     )
     device: str = Field(
@@ -110,9 +111,9 @@ class SpeculationSettings(BaseModel):
 
     method: DefaultMethod = Field(
         "auto",
-        description="Who drafts. eagle: the head that draft names. ngram: the text so far, without a model. "
-        "auto: in each round the draft model or head, or ngram, whichever is expected to give more tokens "
-        "per second; "
+        description="Who drafts. eagle, mtp: the head that draft names. ngram: the text so far, without a "
+        "model. auto: in each round the draft model or head, or ngram, whichever is expected to give more "
+        "tokens per second; "
         "without a draft model, ngram where it pays if num_speculative_tokens is auto, "
         "else none. A request's 'prediction' is drafted from regardless of this setting.",
     )

@@ -17,13 +17,17 @@ import msgspec
 FinishReason = Literal["stop", "length"]
 Verification = Literal["rejection", "block", "coupled", "exact_match"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
-# The draft model and heads have these names in requests, metrics and settings; no other file spells them out.
+# What the setting draft names has these names in requests, metrics and settings; no other file spells them
+# out.
 DRAFT_MODEL: Final = "draft_model"
 EAGLE: Final = "eagle"
-Source = Literal["draft_model", "eagle", "ngram", "prediction", "grammar", "none"]
+MTP: Final = "mtp"
+HEADS: Final = (EAGLE, MTP)
+WITH_DRAFT: Final = (DRAFT_MODEL, *HEADS)
+Source = Literal["draft_model", "eagle", "mtp", "ngram", "prediction", "grammar", "none"]
 Method = Literal["auto"] | Source
 # The settings name one of these: predictions and grammars come with requests.
-DefaultMethod = Literal["auto", "draft_model", "eagle", "ngram", "none"]
+DefaultMethod = Literal["auto", "draft_model", "eagle", "mtp", "ngram", "none"]
 NgramChoice = Literal["most_recent", "most_frequent"]
 
 

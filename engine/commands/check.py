@@ -46,7 +46,7 @@ from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import DRAFT_MODEL, EAGLE, SamplingParams, Verification
+from truedraft.engine.messages import DRAFT_MODEL, WITH_DRAFT, SamplingParams, Verification
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_options
 from truedraft.engine.proposers.ngram import NgramProposer
@@ -189,7 +189,7 @@ def _report(
     method, failures = core.admission.method, compared.failures
     return Report(
         target=settings.target,
-        draft=settings.draft if method in (DRAFT_MODEL, EAGLE) else None,
+        draft=settings.draft if method in WITH_DRAFT else None,
         method=method,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),

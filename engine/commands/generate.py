@@ -25,12 +25,17 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, Completion
-from truedraft.engine.messages import DRAFT_MODEL, EAGLE, SamplingParams, TokenOutput
+from truedraft.engine.messages import DRAFT_MODEL, HEADS, WITH_DRAFT, SamplingParams, TokenOutput
 from truedraft.engine.terminal import console, loading_bar, printable, stages, table
 from truedraft.engine.text.detokenizer import TextStream
 
 # Each source has its colour; other accepted tokens are green, too.
-COLOURS = {DRAFT_MODEL: "green", EAGLE: "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
+COLOURS = {
+    **dict.fromkeys(WITH_DRAFT, "green"),
+    "ngram": "cyan",
+    "prediction": "magenta",
+    "grammar": "blue",
+}
 
 
 class GenerateSettings(EngineConfig, BaseSettings):
@@ -127,7 +132,7 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
     if not settings.compare:
         return
     variants = {"plain": structs.replace(params, num_speculative_tokens=0), "speculative": params}
-    if {DRAFT_MODEL, EAGLE}.intersection(llm.core.admission.methods) or llm.core.admission.method == "none":
+    if set(WITH_DRAFT).intersection(llm.core.admission.methods) or llm.core.admission.method == "none":
         variants["n-grams"] = structs.replace(params, method="ngram")
     runs: dict[str, list[Run]] = {name: [] for name in variants}
     with stages(len(variants) * settings.repeats) as progress:
@@ -169,7 +174,7 @@ def _print_acceptance(completion: Completion, llm: LLM, out: Console) -> None:
         return
     legend = Text()
     if out.color_system is not None:
-        drafter = "head" if EAGLE in llm.core.admission.methods else "draft model"
+        drafter = "head" if set(HEADS).intersection(llm.core.admission.methods) else "draft model"
         legend = Text.assemble((drafter, COLOURS[DRAFT_MODEL]), " ", ("n-gram", COLOURS["ngram"]), ": ")
     out.print(
         legend.append(

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from truedraft.engine.llm import LLM
-from truedraft.engine.messages import DRAFT_MODEL, EAGLE, RoundTrace
+from truedraft.engine.messages import DRAFT_MODEL, HEADS, RoundTrace
 from truedraft.engine.terminal import printable, table
 
 SOURCES = {
     DRAFT_MODEL: "the draft model",
-    EAGLE: "the head",
+    **dict.fromkeys(HEADS, "the head"),
     "ngram": "n-grams",
     "grammar": "the grammar",
     "none": "nobody",

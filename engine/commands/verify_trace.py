@@ -19,7 +19,7 @@ from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import DRAFT_MODEL, EAGLE
+from truedraft.engine.messages import DRAFT_MODEL, HEADS
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_options
 from truedraft.engine.sampling.grammar import Grammars
@@ -75,7 +75,7 @@ def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
 
 def _check_heads(answer: TracedAnswer) -> None:
     """Refuses what a head has drawn: only the engine has the states that it draws from."""
-    drawn = [round_.drafted for one in answer.choices for round_ in one.rounds if round_.source == EAGLE]
+    drawn = [round_.drafted for one in answer.choices for round_ in one.rounds if round_.source in HEADS]
     if any(token.draft_prob != 1 for drafted in drawn for token in drafted):
         raise TraceFileError(
             "it has rounds that a head has drawn, which cannot be replayed: ask for the answer again with "

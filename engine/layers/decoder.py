@@ -126,21 +126,24 @@ def _branch(
 class Joint:
     """Lets a decoder take a hidden state with each token, as draft heads do.
 
-    The first layer's mixer, which has no norm of its own, gets embeddings and states, each normed, side by
-    side. What it computes is added to the states, or to what their norm makes of them
-    (``adds_to_normed``).
+    Embeddings and states, each normed, stand side by side. What ``projection`` makes of that are the first
+    hidden states. Without it the first layer's mixer, which has no norm of its own, gets them as they are,
+    and what it computes is added to the states, or to what their norm makes of them (``adds_to_normed``).
     """
 
     embedding_norm: Norm
     state_norm: Norm
-    adds_to_normed: bool
+    adds_to_normed: bool = False
+    projection: Linear | None = None
 
     def __call__(
         self, embedded: torch.Tensor, states: torch.Tensor, run: LayerRun
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the first hidden states, and what the first mixer gets."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the first hidden states, and what the first mixer gets in their place, if anything."""
         normed = run.norm(self.state_norm, states)
         joined = torch.cat((run.norm(self.embedding_norm, embedded), normed), dim=-1)
+        if self.projection is not None:
+            return run.linear(self.projection, joined), None
         return normed if self.adds_to_normed else states.clone(), joined
 
 
@@ -162,6 +165,8 @@ class DecoderWeights:
     def linears(self) -> Iterator[Linear]:
         """Yields all linear layers, the output layer first."""
         yield self.head
+        if self.joint is not None and self.joint.projection is not None:
+            yield self.joint.projection
         for layer in self.layers:
             yield from layer.mixer.linears
             yield from () if layer.mlp is None else layer.mlp.linears

@@ -92,6 +92,36 @@ class Checkpoint:
         return by_file
 
 
+class RenamedCheckpoint(Checkpoint):
+    """``source`` with other names: ``names`` are those that it has for ours."""
+
+    def __init__(self, source: Checkpoint, names: dict[str, str]) -> None:
+        super().__init__({name: source.files[stored] for name, stored in names.items()})
+        self.source = source
+        self.names = names
+        self.is_tiled = source.is_tiled
+
+    def blocks(self, name: str) -> QuantisedBlocks | None:
+        return self.source.blocks(self.names[name])
+
+    def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
+        return self.source.expert_blocks(self.names[name], number)
+
+    def scaled_rows(self, name: str) -> ScaledRows | None:
+        return self.source.scaled_rows(self.names[name])
+
+    def rotary_factors(self) -> torch.Tensor | None:
+        return self.source.rotary_factors()
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        wanted = {self.names[name]: name for name in names}
+        return {wanted[stored]: tensor for stored, tensor in self.source.read(wanted).items()}
+
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        wanted = {self.names[name]: name for name in names}
+        return {wanted[stored]: shape for stored, shape in self.source.shapes(wanted).items()}
+
+
 def locate(path: str, name: str) -> str | None:
     found: str | None = cached_file(
         path,

@@ -310,12 +310,18 @@ def rotary_module(module: Any) -> nn.Module:
 
 def make_norm(config: Any, module: Any) -> Norm:
     """Makes ours of a norm of transformers'."""
-    weight, family = module.weight.detach(), FAMILIES[config.model_type]
+    eps = module.eps if FAMILIES[config.model_type].norms_add_one else module.variance_epsilon
+    return norm_of(config, module.weight.detach(), eps)
+
+
+def norm_of(config: Any, weight: torch.Tensor, eps: float) -> Norm:
+    """Makes one of a weight as the family's checkpoints have it."""
+    family = FAMILIES[config.model_type]
     if family.norms_add_one:
-        return Norm(1 + weight.float(), module.eps)
+        return Norm(1 + weight.float(), eps)
     if family.norms_centre:
-        return Norm(weight.float(), module.variance_epsilon, centres=True)
-    return Norm(weight, module.variance_epsilon)
+        return Norm(weight.float(), eps, centres=True)
+    return Norm(weight, eps)
 
 
 def make_rotary(module: Any, config: Any, like: torch.Tensor) -> Rotary:

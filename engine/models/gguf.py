@@ -26,7 +26,7 @@ from truedraft.engine.models.gguf_config import (
     gguf_config,
     rotary_factors,
 )
-from truedraft.engine.models.gguf_experts import stack_of, tensor_of
+from truedraft.engine.models.gguf_experts import LAYER, stack_of, tensor_of
 from truedraft.engine.models.gguf_hybrids import (
     PAIRED,
     TILED,
@@ -50,6 +50,16 @@ SAMPLING = {
 ROTARY_FACTORS = "rope_freqs.weight"
 # The gate of Qwen's shared expert is a vector there.
 ONE_ROW = ".shared_expert_gate.weight"
+FURTHER_LAYERS = "nextn_predict_layers"
+# What transformers would call the tensors of a layer that predicts further tokens, besides a usual layer's.
+OF_HEADS = {
+    "eh_proj": "eh_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "shared_head.norm": "shared_head_norm",
+    "shared_head.head": "shared_head_head",
+    "embed_tokens": "embed_tokens",
+}
 PLAIN_TYPES = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2")}
 
 
@@ -178,6 +188,42 @@ def open_gguf(path: str) -> GgufCheckpoint:
     return GgufCheckpoint(file, config, _names(file, config), vocabulary)
 
 
+def holds_head_alone(path: str) -> bool:
+    """Tells whether a file has layers that predict further tokens, and no model before them."""
+    try:
+        tensors = read_gguf(path).tensors
+    except (GgufError, OSError):  # loading says what is wrong
+        return False
+    is_head = any(".nextn." in name for name in tensors)
+    return is_head and not any(name.startswith("blk.0.") for name in tensors)
+
+
+def open_gguf_head(path: str, config: Any) -> tuple[GgufCheckpoint, int]:
+    """Opens the layer of a file that predicts further tokens, which comes after those of the model, if the
+    file has any. ``config`` is of a model of such a layer alone. Returns the number of the layer, too, which
+    tensors have in their names; all have transformers'. Raises ``GgufError`` for what cannot be served."""
+    file = read_gguf(path)
+    if MODEL_TYPES.get(file.architecture) != config.model_type:
+        raise GgufError(
+            f"{path} has the architecture {file.architecture}, which is not the target's {config.model_type}"
+        )
+    for name, place in file.tensors.items():
+        _check_place(name, place)
+    further = file.metadata.get(f"{file.architecture}.{FURTHER_LAYERS}", 0)
+    if further != 1:
+        raise GgufError(
+            f"{path} has {further} layers that predict further tokens "
+            f"({file.architecture}.{FURTHER_LAYERS}); 1 is served"
+        )
+    number = file.metadata.get(f"{file.architecture}.block_count", 0) - further
+    block = f"model.layers.{number}."
+    names = {name: stored for name, stored in _names(file, config, number).items() if name.startswith(block)}
+    for ours, theirs in OF_HEADS.items():
+        if (stored := f"blk.{number}.nextn.{theirs}.weight") in file.tensors:
+            names[f"{block}{ours}.weight"] = stored
+    return GgufCheckpoint(file, config, names, None), number
+
+
 def generation_config(checkpoint: GgufCheckpoint) -> Any:
     vocabulary = checkpoint.vocabulary
     ids = sorted(vocabulary.end_ids) if vocabulary is not None else []
@@ -234,14 +280,15 @@ def _check_place(name: str, place: TensorPlace) -> None:
         raise GgufError(f"{place.path} is cut off: {name} lies past its end")
 
 
-def _names(file: GgufFile, config: Any) -> dict[str, str]:
-    """The file's name of each of transformers'."""
+def _names(file: GgufFile, config: Any, first: int = 0) -> dict[str, str]:
+    """The file's name of each of transformers', whose layers are numbered from ``first`` on."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
-    table = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    table = gguf.get_tensor_name_map(architecture, first + config.num_hidden_layers)
     found = {}
-    for name in stored_tensors(module):
+    for unnumbered in stored_tensors(module):
+        name = LAYER.sub(lambda match: f"model.layers.{first + int(match[1])}.{match[2]}", unnumbered)
         base, _, suffix = name.rpartition(".")
         if stack := stack_of(name, file.architecture):
             candidates = stack.parts

@@ -236,7 +236,7 @@ def _load_gguf(path: str, options: LoadOptions) -> FusedDecoder:
         file = _open_gguf(path, options)
         make_skeleton = partial(plain_skeleton, file.config)
         check_complete(make_skeleton(options.dtype), file)
-        model = load_fused(make_skeleton, _quantised(file, options), generation_config(file), options)
+        model = load_fused(make_skeleton, requantised(file, options), generation_config(file), options)
     if model is None:
         words = "its logits are not those of transformers' model"
         raise ModelLoadError(
@@ -246,7 +246,8 @@ def _load_gguf(path: str, options: LoadOptions) -> FusedDecoder:
     return model
 
 
-def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
+def requantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
+    """Returns the checkpoint as the setting ``quantize`` asks for it."""
     if options.quantize == "none":
         return checkpoint
     if options.quantize == "fp8":
@@ -290,7 +291,7 @@ def _load_fused(found: Architecture, checkpoint: Checkpoint, options: LoadOption
 
     generation = found.generation_config()
     with stage(found.path, "weights"):
-        return load_fused(make_skeleton, _quantised(checkpoint, options), generation, options)
+        return load_fused(make_skeleton, requantised(checkpoint, options), generation, options)
 
 
 def load_decoder(found: Architecture | str, options: LoadOptions) -> DecoderModel | EncoderDecoderModel:
@@ -340,8 +341,7 @@ def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
 
 def _find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoint, Any] | None:
     """The checkpoint and its config, if it is quantised in a way that we read ourselves."""
-    is_on_cpu = _is_on_cpu(options)
-    if found.has_own_code or not (is_on_cpu or _keeps_blocks(options)):
+    if found.has_own_code or not (_is_on_cpu(options) or _keeps_blocks(options)):
         return None
     config = found.fused_config
     quantization = getattr(found.config, "quantization_config", None)
@@ -353,14 +353,26 @@ def _find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoi
         except SafetensorError:
             check_method(quantization)  # what the config tells is said first
             raise
-        if source is None:
-            return None
-        opened: Checkpoint | None
-        if is_on_cpu:
-            opened = open_quantised(source, quantization, options.compact_weights)
-        else:
-            opened = open_for_gpu(source, quantization, multiplies_fp8(options.dtype, options.device))
+        opened = None if source is None else _open_quantised(source, quantization, options)
     return None if opened is None else (opened, config)
+
+
+def _open_quantised(source: Checkpoint, quantization: Any, options: LoadOptions) -> Checkpoint | None:
+    if _is_on_cpu(options):
+        return open_quantised(source, quantization, options.compact_weights)
+    return open_for_gpu(source, quantization, multiplies_fp8(options.dtype, options.device))
+
+
+def open_checkpoint(path: str, options: LoadOptions) -> Checkpoint | None:
+    """Returns the tensors of a folder or hub id under the names that they have there; None if they are
+    elsewhere, or quantised in a way that is not read here."""
+    found = _find(path, options)
+    with stage(found.path, "weights"):
+        source = Checkpoint.find(found.path, options.allow_pickle)
+        quantization = getattr(found.config, "quantization_config", None)
+        if source is None or not quantization:
+            return source
+        return _open_quantised(source, quantization, options)
 
 
 def _module_of(

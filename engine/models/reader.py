@@ -189,17 +189,30 @@ class Reader:
         return _Stack(cache(partial(self._tensor, name)), blocks)
 
     def _weight(self, name: str) -> Weight:
-        """Returns a matrix, which is read when it is first asked for, and kept as long as the weight is."""
         rows, columns = self.skeleton.get_parameter(name).shape
-        blocks = self.checkpoint.blocks(name) if self.linears.takes_blocks else None
-        scaled_rows = self.checkpoint.scaled_rows(name) if self.linears.takes_scaled_rows else None
-        return Weight(name, (rows, columns), cache(partial(self._tensor, name)), blocks, scaled_rows)
+        return read_weight(self.checkpoint, name, (rows, columns), self.linears, self.facts)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        """Returns a copy, on the device: in the checkpoint's 16 bits if the linear layers take them."""
-        tensor = self.checkpoint.read([name])[name]
-        is_kept = self.linears.takes_halves and tensor.dtype in HALVES
-        return tensor.to(self.facts.device, tensor.dtype if is_kept else self.facts.dtype, copy=True)
+        return read_tensor(self.checkpoint, name, self.linears, self.facts)
+
+
+def read_weight(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, int], linears: Linears, facts: ModelFacts
+) -> Weight:
+    """Returns a matrix for ``linears``, which is read when it is first asked for, and kept as long as the
+    weight is."""
+    blocks = checkpoint.blocks(name) if linears.takes_blocks else None
+    scaled_rows = checkpoint.scaled_rows(name) if linears.takes_scaled_rows else None
+    return Weight(
+        name, shape, cache(partial(read_tensor, checkpoint, name, linears, facts)), blocks, scaled_rows
+    )
+
+
+def read_tensor(checkpoint: Checkpoint, name: str, linears: Linears, facts: ModelFacts) -> torch.Tensor:
+    """Returns a copy, on the device: in the checkpoint's 16 bits if ``linears`` take them."""
+    tensor = checkpoint.read([name])[name]
+    is_kept = linears.takes_halves and tensor.dtype in HALVES
+    return tensor.to(facts.device, tensor.dtype if is_kept else facts.dtype, copy=True)
 
 
 class _Stack(NamedTuple):

@@ -8,19 +8,18 @@ of it.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from os.path import commonprefix
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.checkpoint import Checkpoint, RenamedCheckpoint
 
 # Decoders that have a name of their own only because their positions may be those of an image, in three
 # dimensions: of text all three are equal, which is the plain rotary embedding.
@@ -102,14 +101,9 @@ def renames_tensors(module: Any) -> bool:
     return any(isinstance(each, WeightRenaming) for each in found)
 
 
-class TextCheckpoint(Checkpoint):
-    """``source`` has names of its own: here its tensors, or those of a multimodal model's text part, have
-    those of a plain text model."""
-
-    def __init__(self, source: Checkpoint, names: dict[str, str]) -> None:
-        super().__init__({name: source.files[stored] for name, stored in names.items()})
-        self.source = source
-        self.names = names
+class TextCheckpoint(RenamedCheckpoint):
+    """Gives tensors of a checkpoint that has names of its own, or of a multimodal model's text part, the
+    names of a plain text model."""
 
     @classmethod
     def of(cls, source: Checkpoint, part: Any) -> "TextCheckpoint":
@@ -129,14 +123,6 @@ class TextCheckpoint(Checkpoint):
             if name in ordinary or not (name in own or unread.search(name)):
                 names[ordinary.get(name, name)] = stored
         return cls(source, names)
-
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        wanted = {self.names[name]: name for name in names}
-        return {wanted[stored]: tensor for stored, tensor in self.source.read(wanted).items()}
-
-    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        wanted = {self.names[name]: name for name in names}
-        return {wanted[stored]: shape for stored, shape in self.source.shapes(wanted).items()}
 
 
 def _exchanged(name: str, inside: str, plain: str) -> str:

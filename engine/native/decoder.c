@@ -133,7 +133,8 @@ static int add_part(const Pass *pass, const Part *part, const float *norm, float
     return 1;
 }
 
-/* Replaces embeddings by the states that come with the tokens. Returns what the first mixer gets. */
+/* Replaces embeddings by the states that come with the tokens, or by what is made of both. Returns what the first
+ * mixer gets in their place, or NULL. */
 static const float *join(const Pass *pass, const Decoder *decoder, const float *states) {
     const int64_t size = pass->size;
     float *joined = arena_alloc(pass->arena, 2 * pass->rows * size, sizeof(float));
@@ -145,7 +146,9 @@ static const float *join(const Pass *pass, const Decoder *decoder, const float *
         norm_row(right, hidden, decoder->state_norm, NULL, size, decoder->state_norm_eps);
         if (decoder->adds_to_normed) memcpy(hidden, right, size * sizeof(float));
     }
-    return joined;
+    if (!decoder->projection) return joined;
+    multiply(decoder->projection, pass->hidden, joined, NULL, pass->rows);
+    return NULL;
 }
 
 /* Runs a layer whose mixer gets ``joined``, or else what its norm makes of the hidden states. */

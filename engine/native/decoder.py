@@ -85,7 +85,8 @@ class NativeDecoder:
         for layer in weights.layers:
             if isinstance(layer.mixer, Attention):
                 check_rotary(layer.mixer.shape, kinds, rotary_size)
-        inputs = hidden_size if weights.joint is None else 2 * hidden_size
+        is_wide = weights.joint is not None and weights.joint.projection is None
+        inputs = 2 * hidden_size if is_wide else hidden_size
         parts = [
             _Parts(kernels, layer, cache, hidden_size, hidden_size if index else inputs)
             for index, layer in enumerate(weights.layers)
@@ -221,6 +222,8 @@ def _joint(joint: Joint | None, size: int) -> dict[str, Any]:
     norms = {"embedding_norm": joint.embedding_norm, "state_norm": joint.state_norm}
     fields = {name: address(norm.weight, FLOAT, (size,)) for name, norm in norms.items()}
     epsilons = {f"{name}_eps": norm.eps for name, norm in norms.items()}
+    if joint.projection is not None:
+        fields["projection"] = linear_at("projection", joint.projection, 2 * size, size)
     return fields | epsilons | {"adds_to_normed": joint.adds_to_normed}
 
 

@@ -177,9 +177,10 @@ typedef struct {
     const float *cos, *sin;       /* as in Spans */
     float norm_eps, embedding_scale;
     float softcap;                /* of logits, as in Heads */
-    const float *embedding_norm, *state_norm; /* [hidden_size], if it takes hidden states, too: the first mixer gets
-                                               * embeddings and states, each normed, side by side; or NULL */
+    const float *embedding_norm, *state_norm; /* [hidden_size], if it takes hidden states, too: embeddings and states
+                                               * are put side by side, each normed; or NULL */
     float embedding_norm_eps, state_norm_eps;
+    const Linear *projection;     /* makes the first hidden states of both; NULL: the first mixer gets both */
     int64_t adds_to_normed;       /* states, when the first layer adds to them */
 } Decoder;
 

@@ -27,8 +27,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.machine.limits import own_memory
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.messages import (
-    DRAFT_MODEL,
-    EAGLE,
+    WITH_DRAFT,
     Abort,
     EncoderDecoderLengths,
     Failed,
@@ -172,7 +171,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
     assert config.target is not None
     return Ready(
         target=config.target,
-        draft=config.draft if {DRAFT_MODEL, EAGLE}.intersection(core.admission.methods) else None,
+        draft=config.draft if set(WITH_DRAFT).intersection(core.admission.methods) else None,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
         weights=weight_types(core.target.model),

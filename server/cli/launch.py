@@ -45,6 +45,7 @@ DRAFTERS = {
     "auto": "draft model or n-grams, by expected speed",
     "draft_model": "the draft model",
     "eagle": "the head on the target's states",
+    "mtp": "the head of the target's checkpoint",
     "ngram": "n-grams of the text so far",
 }
 

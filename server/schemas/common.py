@@ -166,7 +166,7 @@ class ChunkStreamOptions(StreamOptions):
 class SpeculationOptions(RequestPart):
     """Controls how one request speculates: its speed changes, its output's distribution never does."""
 
-    method: Literal["auto", "draft_model", "eagle", "ngram", "prediction", "grammar", "none"] = Field(
+    method: Literal["auto", "draft_model", "eagle", "mtp", "ngram", "prediction", "grammar", "none"] = Field(
         "auto",
         description="Who drafts; 'auto' leaves it to the engine, which uses a prediction if there is one. "
         "With another method than these two a prediction is not used.",

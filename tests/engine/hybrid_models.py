@@ -140,6 +140,6 @@ def hybrid_engine(target: FusedDecoder, draft: FusedDecoder | None = None, **con
     models = {"target": target, "draft": draft}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_model", lambda path, _: models[path])
-        patch.setattr(build, "read_eagle_config", lambda _: None)
+        patch.setattr(build, "load_head", lambda *_: None)
         patch.setattr(build, "pair_models", lambda *_: pairing.Pairing(None, None, None))
         return make_engine("target", None if draft is None else "draft", **config)

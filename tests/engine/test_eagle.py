@@ -37,7 +37,7 @@ from truedraft.engine.core.step import StepPlan
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import Generate, RoundTrace, SamplingParams
 from truedraft.engine.models.heads.eagle_config import EagleConfig, read_eagle_config
-from truedraft.engine.proposers.heads.eagle import EagleProposer
+from truedraft.engine.proposers.heads.proposer import HeadProposer
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 HIDDEN, LAYERS = 64, 5
@@ -221,15 +221,15 @@ def logprobs_of(core: EngineCore, params: list[SamplingParams]) -> list[list[tup
 
 def own_states_after_acceptance(patch: pytest.MonkeyPatch) -> None:
     """What drafts have stored stays, where they were accepted."""
-    honest = EagleProposer.propose
+    honest = HeadProposer.propose
 
-    def propose(self: EagleProposer, plan: StepPlan, sampler: Sampler) -> Drafts:
+    def propose(self: HeadProposer, plan: StepPlan, sampler: Sampler) -> Drafts:
         drafts = honest(self, plan, sampler)
         for part, length in zip(plan.rows, drafts.lengths, strict=True):
             self.cache.table(part.sequence).num_computed_tokens += max(0, length - 1)
         return drafts
 
-    def observe(self: EagleProposer, observations: list[Observation]) -> None:
+    def observe(self: HeadProposer, observations: list[Observation]) -> None:
         told = []
         for seen in observations:
             table = self.cache.table(seen.sequence)
@@ -246,33 +246,33 @@ def own_states_after_acceptance(patch: pytest.MonkeyPatch) -> None:
             )
         honest_observe(self, told)
 
-    honest_observe = EagleProposer.observe
-    patch.setattr(EagleProposer, "propose", propose)
-    patch.setattr(EagleProposer, "observe", observe)
+    honest_observe = HeadProposer.observe
+    patch.setattr(HeadProposer, "propose", propose)
+    patch.setattr(HeadProposer, "observe", observe)
 
 
 def state_before_the_last(patch: pytest.MonkeyPatch) -> None:
     """A token comes with its own state, not with that of the token before it."""
-    honest = EagleProposer.observe
+    honest = HeadProposer.observe
 
-    def observe(self: EagleProposer, observations: list[Observation]) -> None:
+    def observe(self: HeadProposer, observations: list[Observation]) -> None:
         honest(self, [replace(seen, hidden=seen.hidden.roll(1, 0)) for seen in observations])  # type: ignore[union-attr]
 
-    patch.setattr(EagleProposer, "observe", observe)
+    patch.setattr(HeadProposer, "observe", observe)
 
 
 def fed_one_token_short(patch: pytest.MonkeyPatch) -> None:
     """The first state of several accepted tokens is left out."""
-    honest = EagleProposer.observe
+    honest = HeadProposer.observe
 
-    def observe(self: EagleProposer, observations: list[Observation]) -> None:
+    def observe(self: HeadProposer, observations: list[Observation]) -> None:
         honest(self, observations)
         for seen in observations:
             waiting = self._waiting[seen.sequence]
             if len(waiting.token_ids) > 1:
                 waiting.states = [torch.cat(waiting.states).roll(-1, 0)]
 
-    patch.setattr(EagleProposer, "observe", observe)
+    patch.setattr(HeadProposer, "observe", observe)
 
 
 def tap_off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
-"""An EAGLE-3 head (arXiv 2503.01840), which drafts from hidden states of the target, and its checkpoint.
+"""Reads the checkpoint of an EAGLE-3 head (arXiv 2503.01840).
 
-One layer gets a token's embedding and the state before it, side by side, and the state that comes out stands
-for the next one. The first states are made of what three layers of the target know of a token.
+One layer gets a token's embedding and the state before it, side by side. The first states are made of what
+three layers of the target know of a token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,18 +17,19 @@ from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeig
 from truedraft.engine.layers.linear import Embeddings, Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.weight import Weight
+from truedraft.engine.messages import EAGLE
 from truedraft.engine.models.architecture import plain_skeleton
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families import decoder_layer, make_rotary
 from truedraft.engine.models.heads.eagle_config import EagleConfig
+from truedraft.engine.models.heads.head import Head, check_target, linears_for
 from truedraft.engine.models.linear import Source, join
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.reader import HALVES
-from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.native_run import NativeKernels, serves
 
 # Tensors of the layer have these beginnings in one layout or the other.
@@ -37,46 +38,14 @@ LAYER, MIDLAYER = "layers.0.", "midlayer."
 IGNORED = "rotary_emb.inv_freq"
 
 
-@dataclass(frozen=True)
-class EagleHead:
-    """``model`` takes a state with each token; its logits are of the tokens ``token_ids``, None: of all in
-    order. ``taps`` are the target's layers whose outputs ``combine`` gets, normed together or one by one."""
-
-    model: FusedDecoder
-    taps: tuple[int, ...]
-    combine: Linear
-    tap_norms: tuple[Norm, ...]
-    joint_norm: Norm | None
-    token_ids: torch.Tensor | None
-    norm_output: bool
-
-    @property
-    def output(self) -> int:
-        """Returns the tap of ``model`` that stands for the next token's state."""
-        return 1 if self.norm_output else 0
-
-    def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Makes states [tokens, hidden size] of the target's ``hidden`` [tokens, taps, its hidden size]."""
-        if self.joint_norm is not None:
-            hidden = self.joint_norm(hidden.flatten(1)).view_as(hidden)
-        if self.tap_norms:
-            normed = [norm(x) for norm, x in zip(self.tap_norms, hidden.unbind(1), strict=True)]
-            hidden = torch.stack(normed, 1)
-        return self.combine(hidden.flatten(1))
-
-
-def load_eagle(config: EagleConfig, target: Model, options: LoadOptions) -> EagleHead:
+def load_eagle(config: EagleConfig, target: Model, options: LoadOptions) -> Head:
     """Loads the head that ``config`` describes for ``target``; ``ModelLoadError`` if it is not one for it."""
-    if not isinstance(target, FusedDecoder):
-        raise ModelLoadError(
-            f"{config.path} is a head, which reads states inside of the target: {target.config.model_type} "
-            "models are not fused, so take a draft model instead"
-        )
+    decoder = check_target(config.path, target)
     with stage(config.path, "weights"):
         checkpoint = Checkpoint.find(config.path, options.allow_pickle)
         if checkpoint is None:
             raise ModelLoadError(f"{config.path} has no model.safetensors")
-        return _Reader(config, checkpoint, target, options).head()
+        return _Reader(config, checkpoint, decoder, options).head()
 
 
 class _Reader:
@@ -110,10 +79,9 @@ class _Reader:
         begin, size = self.target.begin, self.layer_config.head_dim
         if not isinstance(begin, NativeKernels) or not serves(self.facts.dtype, self.facts.device, size):
             return None, TorchLinears()
-        linears = NativeLinears(begin.library, options.compact_weights, bf16=self.facts.bf16_linears)
-        return NativeKernels(begin.library), linears
+        return NativeKernels(begin.library), linears_for(self.target, options)
 
-    def head(self) -> EagleHead:
+    def head(self) -> Head:
         config, size = self.config, self.layer_config.hidden_size
         taps = config.taps(len(self.target.caches))
         features = len(taps) * self.target.config.hidden_size
@@ -128,7 +96,7 @@ class _Reader:
                 f"{config.path} has tensors that an EAGLE-3 head with its config.json does not use, "
                 f"such as {min(self.unread)!r}"
             )
-        return EagleHead(model, taps, combine, tap_norms, joint_norm, token_ids, config.norm_output)
+        return Head(EAGLE, model, taps, combine, tap_norms, joint_norm, token_ids, config.norm_output)
 
     def _model(self) -> FusedDecoder:
         config, size = self.layer_config, self.layer_config.hidden_size

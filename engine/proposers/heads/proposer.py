@@ -1,4 +1,4 @@
-"""Drafts with an EAGLE-3 head: first from the target's states, then from its own.
+"""Drafts with a head: first from the target's states, then from its own.
 
 The head's cache has a place for each token that the target has stored; place p holds the state of token p and
 the token after it. It is filled by what ``observe`` is told, in the next pass that drafts. What a draft has
@@ -17,8 +17,7 @@ from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, StepPlan
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import EAGLE
-from truedraft.engine.models.heads.eagle import EagleHead
+from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
 from truedraft.engine.sampling.ops import in_width
@@ -44,15 +43,15 @@ class _Waiting:
         return span
 
 
-class EagleProposer(Proposer):
+class HeadProposer(Proposer):
     """``runner`` runs the head's model over its own cache, ``pool`` is as large as the target's, and
     ``vocab_size`` the target's."""
 
-    name = EAGLE
     can_lag = False
     draws = True
 
-    def __init__(self, head: EagleHead, runner: ModelRunner, pool: BlockPool, vocab_size: int) -> None:
+    def __init__(self, head: Head, runner: ModelRunner, pool: BlockPool, vocab_size: int) -> None:
+        self.name = head.method
         self.head = head
         self.runner = runner
         self.cache = ProposerCache(pool)

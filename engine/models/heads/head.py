@@ -1,0 +1,71 @@
+"""A head drafts from hidden states of the target: what all kinds of heads are made of.
+
+A small decoder gets a token's embedding and the state before it, and the state that comes out stands for the
+next one. The first states are made of what layers of the target know of a token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.messages import Method
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.linears import NativeLinears
+from truedraft.engine.native.native_run import NativeKernels
+
+
+@dataclass(frozen=True)
+class Head:
+    """``method`` is what drafting with it is called. ``model`` takes a state with each token; its logits are
+    of the tokens ``token_ids``, None: of all in order.
+
+    ``taps`` are the target's layers whose outputs it reads, as in ``Proposer``: ``combine`` gets them normed
+    together or one by one. Without ``combine`` there is one tap, whose output is the state. ``norm_output``:
+    the next step gets the last norm's output instead of the norm's input.
+    """
+
+    method: Method
+    model: FusedDecoder
+    taps: tuple[int, ...]
+    combine: Linear | None
+    tap_norms: tuple[Norm, ...]
+    joint_norm: Norm | None
+    token_ids: torch.Tensor | None
+    norm_output: bool
+
+    @property
+    def output(self) -> int:
+        """Returns the tap of ``model`` that stands for the next token's state."""
+        num_layers = len(self.model.caches)
+        return num_layers if self.norm_output else num_layers - 1
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Makes states [tokens, hidden size] of the target's ``hidden`` [tokens, taps, its hidden size]."""
+        if self.joint_norm is not None:
+            hidden = self.joint_norm(hidden.flatten(1)).view_as(hidden)
+        if self.tap_norms:
+            normed = [norm(x) for norm, x in zip(self.tap_norms, hidden.unbind(1), strict=True)]
+            hidden = torch.stack(normed, 1)
+        return hidden.squeeze(1) if self.combine is None else self.combine(hidden.flatten(1))
+
+
+def check_target(path: str, target: Model) -> FusedDecoder:
+    """Returns the target if a head can read its states; else raises ``ModelLoadError``."""
+    if not isinstance(target, FusedDecoder):
+        raise ModelLoadError(
+            f"{path} is a head, which reads states inside of the target: {target.config.model_type} "
+            "models are not fused, so take a draft model instead"
+        )
+    return target
+
+
+def linears_for(model: FusedDecoder, options: LoadOptions) -> Linears:
+    """Returns what makes further linear layers for the backend of ``model``."""
+    if isinstance(model.begin, NativeKernels):
+        return NativeLinears(model.begin.library, options.compact_weights, bf16=model.bf16_linears)
+    return TorchLinears()

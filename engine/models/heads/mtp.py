@@ -1,0 +1,245 @@
+"""MTP heads: what a checkpoint has, after its layers, to predict further tokens with.
+
+The head is one more layer of the target's kind. It is read as a model of that layer alone with a few of the
+target's embeddings, so that it is compared with transformers' layer like any other model, and then gets the
+target's embeddings and output layer. It is fed with the target's states after its last norm, and then with
+its own after its own: acceptance is lower with those before the norms, in all families that were measured.
+"""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.formats.gguf_file import GgufError, is_gguf
+from truedraft.engine.layers.decoder import Joint
+from truedraft.engine.layers.linear import Embeddings, Linear
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
+from truedraft.engine.layers.weight import ScaledRows, Weight
+from truedraft.engine.messages import MTP
+from truedraft.engine.models.account import check_shape, has_all
+from truedraft.engine.models.architecture import plain_skeleton
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint, RenamedCheckpoint
+from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.experts import with_stacks
+from truedraft.engine.models.families import norm_of
+from truedraft.engine.models.fused import load_fused
+from truedraft.engine.models.gguf import open_gguf_head
+from truedraft.engine.models.heads.head import Head, check_target, linears_for
+from truedraft.engine.models.load_errors import stage
+from truedraft.engine.models.loader import open_checkpoint, requantised
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.reader import read_tensor, read_weight
+
+# So many tokens of the vocabulary are enough to compare layers.
+PROBED_TOKENS = 256
+# A model of the head's layer alone has these settings, where its config has such.
+ONE_LAYER: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+class Parts(NamedTuple):
+    """Says what a checkpoint calls a head's tensors that are no usual layer's."""
+
+    projection: str
+    embedding_norm: str
+    state_norm: str
+    norm: str
+    embeddings: str = ""
+    output: str = ""
+
+    def below(self, prefix: str) -> "Parts":
+        """Returns the whole names."""
+        return Parts(*(f"{prefix}{name}.weight" if name else "" for name in self))
+
+
+QWEN = Parts("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+DEEPSEEK = Parts("eh_proj", "enorm", "hnorm", "shared_head.norm", "embed_tokens", "shared_head.head")
+# Families whose checkpoints have heads of their own layout: the setting that counts them, and where the
+# layer and the other parts are. In others, and in GGUF files, the head is the layer after the last one.
+OF_QWEN = ("mtp_num_hidden_layers", "mtp.layers.0.", QWEN.below("mtp."))
+OWN_LAYOUTS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), OF_QWEN)
+
+
+def load_mtp(path: str, target: Model, options: LoadOptions) -> Head:
+    """Loads the head of the checkpoint at ``path``, the target's own or a GGUF file of the head alone;
+    ``ModelLoadError`` if there is none for ``target``."""
+    decoder = check_target(path, target)
+    options = replace(options, native_kernels=options.native_kernels and decoder.is_native)
+    config = _one_layer(decoder)
+    with stage(path, "weights"):
+        source, layer, parts = _open(path, decoder.config, config, options)
+        if parts.projection not in source.files:
+            raise ModelLoadError(f"{path} has no MTP head: there is no {parts.projection}")
+        return _read(path, source, layer, parts, decoder, config, options)
+
+
+def _open(path: str, of_target: Any, config: Any, options: LoadOptions) -> tuple[Checkpoint, str, Parts]:
+    """Returns a checkpoint with the head, the beginning of its layer's names, and its other parts' names."""
+    if is_gguf(path):
+        try:
+            source, number = open_gguf_head(path, config)
+        except GgufError as error:
+            raise ModelLoadError(str(error)) from error
+        layer = f"model.layers.{number}."
+        return source, layer, DEEPSEEK.below(layer)
+    found = open_checkpoint(path, options)
+    if found is None:
+        raise ModelLoadError(f"{path} is quantised or laid out in a way in which no MTP head can be read")
+    layer = f"model.layers.{of_target.num_hidden_layers}."
+    default = ("num_nextn_predict_layers", layer, DEEPSEEK.below(layer))
+    count, layer, parts = OWN_LAYOUTS.get(of_target.model_type, default)
+    number = getattr(of_target, count, 1)
+    if number not in (0, 1, None):
+        raise ModelLoadError(f"{path} has {number} MTP heads ({count}); 1 is served")
+    return found, layer, parts
+
+
+def _one_layer(target: FusedDecoder) -> Any:
+    """Returns the config of a model of the head's layer alone."""
+    config = deepcopy(target.config)
+    for name, value in {**ONE_LAYER, "vocab_size": min(target.vocab_size, PROBED_TOKENS)}.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return config
+
+
+def _read(
+    path: str,
+    source: Checkpoint,
+    layer: str,
+    parts: Parts,
+    target: FusedDecoder,
+    config: Any,
+    options: LoadOptions,
+) -> Head:
+    names = {
+        f"model.layers.0.{name.removeprefix(layer)}": name
+        for name in source.files
+        if name.startswith(layer) and name not in parts
+    }
+    embeddings = target.weights.embeddings.look_up(torch.arange(config.vocab_size, device=target.device))
+    names |= {"model.norm.weight": parts.norm} if parts.norm in source.files else {}
+    skeleton = plain_skeleton(config, options.dtype)
+    checkpoint = with_stacks(_Layer(source, names, embeddings), skeleton)
+    if not has_all(skeleton, checkpoint):
+        raise ModelLoadError(f"{path} lacks tensors of its MTP head, which is a layer like the target's")
+    model = load_fused(partial(plain_skeleton, config), requantised(checkpoint, options), None, options)
+    if model is None:
+        raise ModelLoadError(f"{path} has an MTP head that does not compute what transformers' layer does")
+    reader = _PartReader(path, requantised(source, options), model, target, options)
+    weights = replace(
+        model.weights,
+        embeddings=reader.embeddings(parts.embeddings),
+        head=reader.output(parts.output),
+        joint=Joint(
+            reader.norm(parts.embedding_norm),
+            reader.norm(parts.state_norm),
+            projection=reader.projection(parts.projection),
+        ),
+    )
+    config.vocab_size = target.vocab_size
+    head = FusedDecoder(model.facts, weights, model.begin)
+    head.keep_cache_in(model.cache_dtype)
+    taps = (len(target.caches),)
+    return Head(MTP, head, taps, None, (), None, token_ids=None, norm_output=True)
+
+
+class _Layer(RenamedCheckpoint):
+    """Is that of a model of one layer, whose ``embeddings`` are given."""
+
+    def __init__(self, source: Checkpoint, names: dict[str, str], embeddings: torch.Tensor) -> None:
+        super().__init__(source, names)
+        self.files[EMBEDDINGS] = "the target"
+        self.given = {EMBEDDINGS: embeddings}
+
+    def blocks(self, name: str) -> QuantisedBlocks | None:
+        return None if name in self.given else super().blocks(name)
+
+    def scaled_rows(self, name: str) -> ScaledRows | None:
+        return None if name in self.given else super().scaled_rows(name)
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: self.given[name] if name in self.given else self._stored(name) for name in names}
+
+    def _stored(self, name: str) -> torch.Tensor:
+        return super().read([name])[name]
+
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        wanted = set(names)
+        given = {name: tuple(self.given[name].shape) for name in wanted & self.given.keys()}
+        return given | super().shapes(wanted - given.keys())
+
+
+class _PartReader:
+    """Reads what stands around the layer, for the backend and in the type of ``model``."""
+
+    def __init__(
+        self,
+        path: str,
+        checkpoint: Checkpoint,
+        model: FusedDecoder,
+        target: FusedDecoder,
+        options: LoadOptions,
+    ) -> None:
+        self.path = path
+        self.checkpoint = checkpoint
+        self.facts = model.facts
+        self.target = target
+        self.size = int(model.config.hidden_size)
+        self.linears = linears_for(model, options)
+
+    def norm(self, name: str) -> Norm:
+        self._check(name, (self.size,))
+        config = self.facts.config
+        weight = read_tensor(self.checkpoint, name, self.linears, self.facts).to(self.facts.dtype)
+        return norm_of(config, weight, config.rms_norm_eps)
+
+    def projection(self, name: str) -> Linear:
+        return self.linears.make([self._weight(name, (self.size, 2 * self.size))], None)
+
+    def embeddings(self, name: str) -> Embeddings:
+        """Returns the target's, unless the head has others."""
+        if self._is_shared(name, EMBEDDINGS):
+            return self.target.weights.embeddings
+        return self.linears.embeddings(self._weight(name, (self.target.vocab_size, self.size)))
+
+    def output(self, name: str) -> Linear:
+        """Returns the target's output layer, unless the head has another one."""
+        if self._is_shared(name, HEAD):
+            return self.target.weights.head
+        return self.linears.make([self._weight(name, (self.target.vocab_size, self.size))], None)
+
+    def _is_shared(self, name: str, of_target: str) -> bool:
+        """Tells whether the head has the same tensor as the target, or none. Most checkpoints of these
+        families have it twice."""
+        files = self.checkpoint.files
+        if name not in files or of_target not in files:
+            return name not in files
+        stored = self.checkpoint.read([name, of_target])
+        return torch.equal(stored[name], stored[of_target])
+
+    def _weight(self, name: str, shape: tuple[int, int]) -> Weight:
+        self._check(name, shape)
+        return read_weight(self.checkpoint, name, shape, self.linears, self.facts)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self.checkpoint.files:
+            raise ModelLoadError(f"{self.path} lacks the tensor {name} of its MTP head")
+        (found,) = self.checkpoint.shapes([name]).values()
+        check_shape(self.path, name, found, shape, "the target's config")
