@@ -1,7 +1,6 @@
 """An engine's CUDA graphs: how many there are, how often they were replayed, the same engine without them."""
 
-from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import Run
@@ -11,11 +10,6 @@ from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
 
 WITHOUT = ", without graphs"
-
-
-def settings(arguments: Namespace) -> dict[str, Any]:
-    """The engine's, from ``--graphs`` and ``--minutes``, most of which are for measuring."""
-    return {"cuda_graphs": arguments.graphs != "off", "cuda_graph_seconds": 3 * arguments.minutes}
 
 
 def graphs_of(core: EngineCore) -> RoundGraphs | None:
@@ -49,9 +43,3 @@ def without(core: EngineCore, variants: Variants) -> Variants:
         return run_without
 
     return {f"{name}{WITHOUT}": off(run) for name, run in variants.items()}
-
-
-def baseline(names: Iterable[str]) -> dict[str, str]:
-    """Each variant's counterpart without graphs; what has none is compared with itself."""
-    names = set(names)
-    return {name: name + WITHOUT if name + WITHOUT in names else name for name in names}

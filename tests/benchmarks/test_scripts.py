@@ -7,17 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chat_turns, gpu, graphs, null_device, result_file
+from benchmarks import chat_turns, null_device, result_file
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
 from benchmarks.contestants.truedraft import DEFAULT, PLAIN, SPECULATIVE
-from benchmarks.graphs import WITHOUT
 from benchmarks.result_file import Figure
 from tests.benchmarks.conftest import Benchmark
-from tests.engine import torch_kernels
-from tests.tape import TapeCapture
-from truedraft.engine.models import agreement
-from truedraft.engine.runtime.cuda import plan as plan_module
-from truedraft.engine.runtime.cuda import shapes
 
 SMALL = ("--max-tokens", 12, "--repeats", 2)
 
@@ -86,57 +80,6 @@ def test_offline_on_a_synthetic_pair_with_transformers(benchmark: Benchmark, tmp
     )
     assert [row["same_text"] for row in document["results"][0]["rows"]] == ["1/1"] * 4
     assert (tmp_path / "tiny-0.88" / "draft" / "config.json").exists()
-
-
-def test_gpu_on_the_cpu(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
-    document = benchmark(
-        *("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 1, 2, "--prompt-length", 4, *SMALL),
-        *("--cache-memory", "16MiB", "--minutes", 60),
-    )
-    assert document["left_out"] == []
-    assert [(row["batch"], row["variant"]) for row in document["results"]] == [
-        *((1, name) for name in (PLAIN, SPECULATIVE, GENERATE, ASSISTED)),
-        *((2, name) for name in (PLAIN, SPECULATIVE, GENERATE)),
-    ]
-    assert all(
-        set(entry["same_text"].values()) == {f"{entry['batch']}/{entry['batch']}"}
-        for entry in document["identity"]
-    )
-    assert document["copy_bandwidth"] > 0
-    assert document["phases"][0]["weight_bandwidth_to_copy"] > 0
-    assert "GB/s" in capsys.readouterr().out
-
-
-def test_gpu_with_and_without_graphs(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU tapes stand in for graphs, so that all of it is run."""
-    monkeypatch.setattr(plan_module, "make_capture", TapeCapture)
-    monkeypatch.setattr(agreement, "find_kernels", lambda *_: torch_kernels)
-    monkeypatch.setattr(gpu, "read_prompts", lambda _: ["Once upon a time"])
-    settings = graphs.settings
-    on_tape = {"cuda_graph_seconds": 600, "native_kernels": False, "max_model_len": 128}
-    monkeypatch.setattr(graphs, "settings", lambda given: settings(given) | on_tape)
-    # Some of the passes, the first ones, rather than what some seconds are enough for.
-    monkeypatch.setattr(shapes, "MAX_PASSES", 6)
-    arguments = ("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 2, *SMALL, "--cache-memory", "16MiB")
-    arguments += ("--no-transformers", "--minutes", 60)
-    document = benchmark(*arguments, "--graphs", "both")
-    rows = {row["variant"]: row for row in document["results"]}
-    assert set(rows) == {name + suffix for name in (PLAIN, SPECULATIVE) for suffix in ("", WITHOUT)}
-    assert rows[PLAIN]["to_without_graphs"] != 1
-    assert rows[PLAIN + WITHOUT]["to_without_graphs"] == 1
-    assert set(document["identity"][0]["same_text"].values()) == {"2/2"}
-    (row,) = document["graphs"]
-    assert row["captured"] == 6 * 2
-    assert row["replays"] > 10
-    assert benchmark(*arguments, "--graphs", "off")["graphs"] == []
-
-
-def test_gpu_names_what_the_time_did_not_allow(benchmark: Benchmark) -> None:
-    document = benchmark(
-        *("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 1, 2, *SMALL, "--cache-memory", "16MiB"),
-        *("--no-transformers", "--minutes", 1e-6),
-    )
-    assert "batch 2" in document["left_out"]
 
 
 def test_online_serves_loads_and_compares_with_the_engine(benchmark: Benchmark) -> None:

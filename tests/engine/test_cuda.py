@@ -1,7 +1,6 @@
 """The gates of exactness on a GPU: ``pytest -m cuda``. Skipped where there is none.
 
-The same gates as everywhere else, with engines on the device in float32, where greedy text must be identical;
-what bfloat16 does to a real pair's text is measured by ``benchmarks.gpu``, not asserted.
+The same gates as everywhere else, with engines on the device in float32, where greedy text must be identical.
 """
 
 import random

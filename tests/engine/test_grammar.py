@@ -65,13 +65,15 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
 
 
 @pytest.mark.parametrize(
-    ("drafting", "in_flight", "num_samples"),
+    ("verification", "drafting", "in_flight", "num_samples"),
     [
-        *[("known", 1, 300), ("known", 8, 800), ("none", 8, 400)],
-        *[("draft_model", 1, 300), ("draft_model", 8, 800), ("draft_model and forced", 8, 800)],
+        *[("rejection", "known", 1, 300), ("rejection", "known", 8, 800), ("rejection", "none", 8, 400)],
+        *[("rejection", "draft_model", 1, 300), ("rejection", "draft_model and forced", 8, 800)],
+        *[("block", "known", 8, 800), ("block", "draft_model", 8, 800)],
+        *[("coupled", "known", 1, 300), ("coupled", "draft_model", 8, 800)],
+        *[("coupled", "draft_model and forced", 8, 800)],
     ],
 )
-@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
 def test_distribution_is_the_masked_targets(
     constrained: Constrained, verification: str, drafting: Drafting, in_flight: int, num_samples: int
 ) -> None:
@@ -224,8 +226,9 @@ def test_planted_bug_is_caught(
 OF_MASKS = [mask_off_by_one_position, matcher_not_rolled_back, mask_after_termination]
 
 
-@pytest.mark.parametrize("plant", OF_MASKS, ids=lambda plant: plant.__name__)
-@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize(
+    ("plant", "verification"), list(zip(OF_MASKS, ["rejection", "block", "coupled"], strict=True))
+)
 def test_planted_bug_is_caught_behind_the_draft_model(
     constrained: Constrained, monkeypatch: Patch, plant: Callable[[Patch], None], verification: str
 ) -> None:

@@ -8,9 +8,9 @@ from tests.faults.watched import watched
 
 def test_a_short_soak(tmp_path: Path) -> None:
     result = Soak()
-    compare_engines(range(1000, 1002), result)
-    with watched(tmp_path, cases=random_cases(25)) as server:
-        soak(server, seconds=6, kill_every=2.5, num_clients=6, result=result)
+    compare_engines(range(1000, 1001), result)
+    with watched(tmp_path, cases=random_cases(12)) as server:
+        soak(server, seconds=5, kill_every=2.5, num_clients=6, result=result)
     assert not result.failed, result
     save(result, tmp_path / "soak.json")
     assert (tmp_path / "soak.png").stat().st_size > 1000

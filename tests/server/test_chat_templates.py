@@ -79,7 +79,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
     code = """
 import sys
 from truedraft.server.text import template_renderer
-template_renderer.TEMPLATE_SECONDS = 0.5
+template_renderer.TEMPLATE_SECONDS = 0.2
 sys.exit(template_renderer.main())
 """
     monkeypatch.setattr(template_process, "helper_command", lambda _: (sys.executable, "-c", code))
