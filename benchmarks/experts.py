@@ -2,22 +2,23 @@
 
     python -m benchmarks.experts --layers 2 --file /tmp/a3b.gguf
 
-Writes a GGUF file with random Q4_K weights in the shape of Qwen3-30B-A3B, but for its number of layers and
-its vocabulary, and times passes over one to nine tokens of one text. In addition to seconds it prints how
-many of a layer's experts were read, and how many tokens that are routed at random would read. The last
-column is the acceptance rate from which on drafts of that length would gain, if drafting took no time.
+Writes a GGUF file with random weights in the shape of Qwen3-30B-A3B, but for its number of layers and its
+vocabulary (``synthetic_gguf``), and times passes over one to nine tokens of one text. In addition to seconds
+it prints how many of a layer's experts were read, and how many tokens that are routed at random would read.
+The last column is the acceptance rate from which on drafts of that length would gain, if drafting took no
+time.
 """
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
 
-from truedraft.engine.layers.quantised_blocks import TYPES
+from benchmarks.synthetic_gguf import SCALES, SHAPES, write
+from benchmarks.synthetic_pair import cycle, successors
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.loader import load_model
@@ -26,64 +27,9 @@ from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.threads import set_num_threads
 from truedraft.engine.runtime.calibrate import distinct_ids
 
-HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 2048, 32, 4, 128
-NUM_EXPERTS, CHOSEN, EXPERT_SIZE = 128, 8, 768
-VOCAB_SIZE, CONTEXT = 4096, 512
+SHAPE = SHAPES["a3b"]
+NUM_EXPERTS, CHOSEN = SHAPE.experts
 SIZES, REPEATS = (1, 2, 3, 5, 9), 30
-KIND = "Q4_K"
-# Scales of such blocks, and of what is taken off so that weights are about zero, by their places in a block.
-SCALE, PLACES = 2e-4, {0: 1.0, 2: 7.5}
-
-
-def write(path: Path, num_layers: int, seed: int = 1) -> None:
-    """Writes the file."""
-    draws = np.random.default_rng(seed)
-    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[KIND]]
-    writer = GGUFWriter(path, "qwen3moe")
-    writer.add_block_count(num_layers)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(3 * HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_SIZE)
-    writer.add_value_length(HEAD_SIZE)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
-    writer.add_expert_count(NUM_EXPERTS)
-    writer.add_expert_used_count(CHOSEN)
-    writer.add_expert_feed_forward_length(EXPERT_SIZE)
-
-    def quantised(name: str, *shape: int) -> None:
-        rows = int(np.prod(shape[:-1]))
-        data = draws.integers(0, 256, (rows, shape[-1] // block, size), dtype=np.uint8)
-        scales = draws.uniform(0, SCALE, (rows, shape[-1] // block, 1))
-        for place, factor in PLACES.items():
-            data[:, :, place : place + 2] = (factor * scales).astype(np.float16).view(np.uint8)
-        writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=GGMLQuantizationType[KIND])
-
-    def dense(name: str, *shape: int, mean: float = 0.0, deviation: float = 0.02) -> None:
-        writer.add_tensor(name, draws.normal(mean, deviation, shape).astype(np.float32))
-
-    dense("token_embd.weight", VOCAB_SIZE, HIDDEN)
-    quantised("output.weight", VOCAB_SIZE, HIDDEN)
-    dense("output_norm.weight", HIDDEN, mean=1.0)
-    for layer in range(num_layers):
-        name = f"blk.{layer}"
-        quantised(f"{name}.attn_q.weight", HEADS * HEAD_SIZE, HIDDEN)
-        quantised(f"{name}.attn_k.weight", KV_HEADS * HEAD_SIZE, HIDDEN)
-        quantised(f"{name}.attn_v.weight", KV_HEADS * HEAD_SIZE, HIDDEN)
-        quantised(f"{name}.attn_output.weight", HIDDEN, HEADS * HEAD_SIZE)
-        for norm, length in (("attn", HIDDEN), ("ffn", HIDDEN), ("attn_q", HEAD_SIZE), ("attn_k", HEAD_SIZE)):
-            dense(f"{name}.{norm}_norm.weight", length, mean=1.0)
-        dense(f"{name}.ffn_gate_inp.weight", NUM_EXPERTS, HIDDEN)
-        for part in ("gate", "up"):
-            quantised(f"{name}.ffn_{part}_exps.weight", NUM_EXPERTS, EXPERT_SIZE, HIDDEN)
-        quantised(f"{name}.ffn_down_exps.weight", NUM_EXPERTS, HIDDEN, EXPERT_SIZE)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def measure(runner: ModelRunner, size: int) -> tuple[float, float]:
@@ -95,7 +41,7 @@ def measure(runner: ModelRunner, size: int) -> tuple[float, float]:
     seconds, before = [], counted()
     for repeat in range(REPEATS):
         table.num_computed_tokens = 0
-        ids = [(token + 97 * repeat) % VOCAB_SIZE for token in distinct_ids(size, VOCAB_SIZE)]
+        ids = [(token + 97 * repeat) % SHAPE.vocab_size for token in distinct_ids(size, SHAPE.vocab_size)]
         started = time.perf_counter()
         runner.forward([Span(table, ids, size)])
         seconds.append(time.perf_counter() - started)
@@ -119,13 +65,15 @@ def break_even(ratio: float, length: int) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time passes of a mixture of experts of real widths.")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--type", choices=SCALES, default="Q4_K", help="of all matrices")
     parser.add_argument("--file", type=Path, default=Path("/tmp/a3b.gguf"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
-    assert KIND in TYPES
     set_num_threads(args.threads)
     if not args.file.exists():
-        write(args.file, args.layers)
+        write(
+            args.file, replace(SHAPE, layers=args.layers), args.type, successors(cycle(SHAPE.vocab_size, 0))
+        )
     model = load_model(str(args.file), LoadOptions())
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.0f} MB, {model.way}, {args.threads} threads")
     runner = ModelRunner.build(model, 8, 16)

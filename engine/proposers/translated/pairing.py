@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.formats.gguf_file import GgufError, is_gguf, read_gguf
+from truedraft.engine.formats.gguf_tokenizer import KEY
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.proposers.translated.tokenizer import TextTokenizer, fast_form
 
@@ -18,7 +20,7 @@ from truedraft.engine.proposers.translated.tokenizer import TextTokenizer, fast_
 DIFFERENT_SHARE = 0.01
 # Without tokenizers to compare: more than vocabularies are ever padded by.
 MAX_PADDING = 1024
-# A folder with one of them has a tokenizer.
+# A folder with one of these has a tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
 
@@ -83,9 +85,18 @@ def load_tokenizer(path: str) -> Any | None:
     try:
         return load_pretrained_tokenizer(path)
     except (OSError, ValueError) as error:
-        if any(Path(path).expanduser().joinpath(name).is_file() for name in VOCABULARIES):
+        if _has_vocabulary(path):
             raise ModelLoadError(str(error)) from error
         return None
+
+
+def _has_vocabulary(path: str) -> bool:
+    if is_gguf(path):
+        try:
+            return f"{KEY}.tokens" in read_gguf(path).metadata
+        except (OSError, GgufError):  # which is said when the model is read
+            return False
+    return any(Path(path).expanduser().joinpath(name).is_file() for name in VOCABULARIES)
 
 
 def compare_tokenizers(
