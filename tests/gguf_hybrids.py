@@ -14,8 +14,11 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
+from truedraft.engine.models.stacks import stored_tensors
+
 ARCHITECTURES = {
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "granitemoehybrid": "granitehybrid",
@@ -40,6 +43,7 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
     "shared_mlp.output_linear": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "feed_forward.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -85,7 +89,7 @@ def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) ->
         writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
         writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", further)
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, parameter in stored_tensors(module).items():
             stored = parameter.numpy()
             if "linear_attn." in name:
                 stored = _tiled(name, stored, config)
@@ -115,7 +119,13 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    else:
+    if architecture == "lfm2moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture != "qwen35moe":
         writer.add_feed_forward_length(_mlp_size(module))
     writer.add_head_count(config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
@@ -140,7 +150,7 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
         return
     has_heads = [kind == "full_attention" for kind in config.layer_types]
     writer.add_array(f"{architecture}.attention.head_count_kv", [heads * each for each in has_heads])
-    if architecture == "lfm2":
+    if architecture.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         return
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
@@ -177,6 +187,8 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
         return [(f"{prefix}.ssm_a", rates[:, None] if of_mamba else rates)]
     if end == "D":
         return [(f"{prefix}.ssm_d", stored[:, None])]
+    if end == "expert_bias":
+        return [(f"{prefix}.exp_probs_b.bias", stored)]
     if end == "dt_bias":
         return [(f"{prefix}.ssm_dt.bias", stored)]
     if part == "shared_mlp.input_linear":

@@ -50,6 +50,10 @@ def granite(**more: Any) -> dict[str, Any]:
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", {**HYBRID, **CONV_FIRST}),
     "LFM2 with biases": ("lfm2", {**HYBRID, **CONV_FIRST, "conv_bias": True, "conv_L_cache": 4}),
+    "LFM2 with experts": (
+        "lfm2_moe",
+        {**HYBRID, **CONV_FIRST, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
     "LFM3": (
         "lfm3",
         {

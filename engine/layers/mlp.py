@@ -60,7 +60,8 @@ class Router:
 
     ``linear`` makes a number for each expert, and ``scoring`` a score of it. ``choice_bias`` [experts] is
     added to the scores where experts are chosen, and not to their weights. Weights that are ``renormalised``
-    sum up to one before they are multiplied; of a softmax that is the same as one over the chosen experts.
+    are divided by their sum and ``added_to_sum`` before they are multiplied; of a softmax that is the same as
+    one over the chosen experts.
     """
 
     linear: Linear
@@ -69,6 +70,7 @@ class Router:
     scoring: Scoring
     choice_bias: torch.Tensor | None = None
     renormalises: bool = False
+    added_to_sum: float = 0.0
     multiplier: float = 1.0
 
     def choose(self, x: torch.Tensor, run: MlpRun) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +83,7 @@ class Router:
         chosen = order[:, : self.num_chosen].sort(-1).values
         weights = scores.gather(1, chosen)
         if self.renormalises:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.added_to_sum)
         return chosen, weights * self.multiplier
 
 

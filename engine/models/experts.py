@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.mlp import (
     SWISH_LIMIT,
@@ -29,6 +31,9 @@ class ExpertFamily:
     router: str = "gate"
     scoring: Scoring = "softmax"
     renormalises: Callable[[Any], bool] = attrgetter("norm_topk_prob")
+    added_to_sum: float = 0.0
+    # This is added to scores where experts are chosen, below the block; None, and a model may lack it.
+    choice_bias: Callable[[Any], torch.Tensor | None] = lambda block: None
     multiplier: str | None = None
     shared: str | None = None
     shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -86,6 +91,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "olmoe": ExpertFamily(fits=lambda config: config.clip_qkv is None),
     "glm4_moe": ExpertFamily(
         scoring="sigmoid",
+        choice_bias=attrgetter("gate.e_score_correction_bias"),
         multiplier="routed_scaling_factor",
         shared="mlp.shared_experts",
         fits=lambda config: config.n_group == 1,
@@ -93,6 +99,14 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "granitemoe": GRANITE,
     "granitemoeshared": GRANITE_SHARED,
     "granitemoehybrid": GRANITE_SHARED,
+    "lfm2_moe": ExpertFamily(
+        block="feed_forward",
+        scoring="sigmoid",
+        added_to_sum=1e-6,
+        choice_bias=lambda block: getattr(block, "expert_bias", None),
+        multiplier="routed_scaling_factor",
+        stored=StoredExperts((), ("w1", "w3"), ("w2",)),
+    ),
     "qwen3_5_moe_text": replace(QWEN_SHARED, renormalises=_always),
     "qwen3_next": QWEN_SHARED,
     "gpt_oss": ExpertFamily(
@@ -118,7 +132,7 @@ def make_experts(
     if not hasattr(block, "experts"):
         return None
     own, router = block.experts, getattr(block, family.router)
-    bias = getattr(router, "e_score_correction_bias", None)
+    bias = family.choice_bias(block)
 
     def linear(name: str, number: int, is_paired: bool, multiplier: float) -> Linear:
         matrix = Matrix(own, name, f"{name}_bias", number, family.reads_pairs, is_paired)
@@ -133,6 +147,7 @@ def make_experts(
             scoring=family.scoring,
             choice_bias=None if bias is None else bias.detach().float(),
             renormalises=bool(family.renormalises(config)),
+            added_to_sum=family.added_to_sum,
             multiplier=1.0 if family.multiplier is None else float(getattr(config, family.multiplier)),
         ),
         experts=tuple(

@@ -39,6 +39,7 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     mlp_output: str = "down_proj"
     last_norm: str = "norm"
+    rotary: str = "rotary_emb"
     mixer_norm: str | None = "input_layernorm"
     mixer_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
@@ -181,6 +182,7 @@ FAMILIES: dict[str, Family] = {
         gguf="granitehybrid",
     ),
     "lfm2": replace(LFM_2, gguf="lfm2"),
+    "lfm2_moe": replace(LFM_2, rotary="pos_emb", gguf="lfm2moe"),
     "lfm3": replace(
         LFM_2,
         attention_output="o_proj",
@@ -302,9 +304,13 @@ def last_norm(module: Any) -> tuple[str, nn.Module]:
     return f"model.{name}", getattr(module.model, name)
 
 
+def rotary_name(config: Any) -> str:
+    return FAMILIES[config.model_type].rotary
+
+
 def rotary_module(module: Any) -> nn.Module:
     """Returns transformers' module of the angles, or what stands in for it."""
-    found = getattr(module.model, "rotary_emb", None)
+    found = getattr(module.model, rotary_name(module.config), None)
     return NoAngles() if found is None else found
 
 

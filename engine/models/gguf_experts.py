@@ -11,22 +11,25 @@ from truedraft.engine.formats.gguf_file import GgufError
 from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Files of these architectures have experts. Files of "llama" may: transformers calls those mixtral.
-WITH_EXPERTS = ("qwen2moe", "qwen3moe", "qwen35moe", "olmoe", "gpt-oss")
+WITH_EXPERTS = ("qwen2moe", "qwen3moe", "qwen35moe", "olmoe", "gpt-oss", "lfm2moe")
 # These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
-SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+SCORINGS = {"gpt-oss": (0, SOFTMAX_OF_CHOSEN), "lfm2moe": (SIGMOID,)}
 # Names that the package's table has for whole tensors of other architectures, or not at all.
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OTHERS = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
 }
+# Parameters of stacks, below a layer's module.
 STACKS = {
-    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
-    "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+    "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "experts.down_proj": ("ffn_down_exps.weight",),
+    "experts.down_proj_bias": ("ffn_down_exps.bias",),
 }
 
 
@@ -61,9 +64,10 @@ def tensor_of(name: str) -> str | None:
 def stack_of(name: str, architecture: str) -> GgufStack | None:
     """Returns the tensors of transformers' ``name``; None if it is not a parameter of all experts."""
     found = LAYER.fullmatch(name)
-    if not found or found[2] not in STACKS:
+    own = found[2].partition(".")[2] if found else ""
+    if not found or own not in STACKS:
         return None
-    return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in STACKS[found[2]]), architecture == "gpt-oss")
+    return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in STACKS[own]), architecture == "gpt-oss")
 
 
 def has_experts(keys: GgufKeys, architecture: str) -> bool:
@@ -75,8 +79,11 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
     number, chosen = keys.needed("expert_count", int), keys.needed("expert_used_count", int)
     if chosen > number:
         raise GgufError(f"{keys.path} is damaged: tokens cannot take {chosen} of {number} experts")
-    own = SOFTMAX_OF_CHOSEN if architecture == "gpt-oss" else SOFTMAX
-    keys.expect("expert_gating_func", 0, own)
+    scoring, own = keys.says("expert_gating_func", 0), SCORINGS.get(architecture, (0, SOFTMAX))
+    if scoring not in own:
+        raise GgufError(
+            f"{keys.path} has {keys.prefix}expert_gating_func {scoring}; only {' or '.join(map(str, own))} is served"
+        )
     settings: dict[str, Any] = {"num_experts_per_tok": chosen}
     if architecture in ("llama", "olmoe"):
         keys.expect("expert_feed_forward_length", found["intermediate_size"])
@@ -92,6 +99,8 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
     if not size:
         raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
     settings |= {"num_experts": number, "moe_intermediate_size": size}
+    if architecture == "lfm2moe":
+        return settings | {"num_dense_layers": keys.says("leading_dense_block_count", 0)}
     if architecture == "qwen3moe":
         return settings | {"norm_topk_prob": True}
     shared = keys.number("expert_shared_feed_forward_length", int, dense)

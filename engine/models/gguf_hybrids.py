@@ -19,7 +19,7 @@ from truedraft.engine.models.gguf_keys import GgufKeys
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
 TILED, PAIRED = ("qwen35", "qwen35moe"), ("granitehybrid", "llama")
 # Keys of these architectures with a number for each layer are zero for layers that have no such part.
-WITH_ZEROS = ("granitehybrid", "lfm2")
+WITH_ZEROS = ("granitehybrid", "lfm2", "lfm2moe")
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 # What a file calls transformers' parameters of a layer, where the package's table has other names or none.
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -79,12 +79,15 @@ def hybrid_settings(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> di
 
 
 def _lfm2(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    return _lfm2_moe(file, keys, found) | {"block_auto_adjust_ff_dim": False}
+
+
+def _lfm2_moe(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     return found | {
         "norm_eps": found.pop("rms_norm_eps"),
         "layer_types": _layer_types(keys, found, "conv"),
         "conv_L_cache": keys.needed("shortconv.l_cache", int),
         "conv_bias": False,
-        "block_auto_adjust_ff_dim": False,
     }
 
 
@@ -198,6 +201,7 @@ def _has(file: GgufFile, name: str) -> bool:
 SETTINGS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any]], dict[str, Any]]] = {
     "granitehybrid": _granite,
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
 }

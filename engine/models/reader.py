@@ -33,6 +33,7 @@ from truedraft.engine.models.families import (
     make_norm,
     make_rotary,
     rotary_module,
+    rotary_name,
     table_scale,
 )
 from truedraft.engine.models.head_order import to_grouped
@@ -97,7 +98,7 @@ class Reader:
         embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
         embedded = embedded * table_scale(self.skeleton, facts.dtype)
         if not isinstance(rotary, NoAngles):
-            decoder.rotary_emb = _EachAlone(rotary)
+            setattr(decoder, rotary_name(self.skeleton.config), _EachAlone(rotary))
         hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
         states = decoder(
             inputs_embeds=embedded.view(*ids.shape, -1),

@@ -142,8 +142,8 @@ typedef struct {
     const Linear *shared_gate;    /* of one output, whose sigmoid multiplies the shared one's; or NULL */
     const float *choice_bias;     /* [num_experts], added to scores where experts are chosen, or NULL */
     int64_t num_experts, num_chosen, scoring;
-    int64_t renormalises;         /* weights of a token sum up to one before they are multiplied */
-    float multiplier;
+    int64_t renormalises;         /* weights of a token are divided by their sum and added_to_sum */
+    float added_to_sum, multiplier;
     int64_t *touched;             /* experts that passes have read, and in how many layers of them */
 } Experts;
 

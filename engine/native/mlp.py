@@ -62,6 +62,7 @@ class NativeExperts:
             num_chosen=router.num_chosen,
             scoring=SCORINGS.index(router.scoring),
             renormalises=router.renormalises,
+            added_to_sum=router.added_to_sum,
             multiplier=router.multiplier,
             touched=address(mlp.touched.counts, torch.int64, (2,)),
         )

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.test_hybrid_families import CUTS, expected_logits, logits_in
 from tests.families import save_random
 from tests.gguf_hybrids import save_hybrid_gguf
-from tests.hybrids import EXPERTS, HYBRIDS, delta_net, granite
+from tests.hybrids import CONV_FIRST, EXPERTS, HYBRID, HYBRIDS, delta_net, granite
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import GgufCheckpoint
@@ -27,6 +27,10 @@ WHOLE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "
 DELTA_WHOLE = {**WHOLE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 16}
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", {**HYBRIDS["LFM2"][1], **WHOLE}),
+    "LFM2 with experts": (
+        "lfm2_moe",
+        {**HYBRID, **CONV_FIRST, **EXPERTS, **WHOLE, "num_dense_layers": 1},
+    ),
     "Qwen3.5, 1 head a key": ("qwen3_5_text", {**delta_net(2, 2, 4), **DELTA_WHOLE}),
     "Qwen3.5, 2 heads a key": ("qwen3_5_text", {**delta_net(2, 4, 4), **DELTA_WHOLE}),
     "Qwen3.5, 3 heads a key": ("qwen3_5_text", {**delta_net(2, 6, 3), **DELTA_WHOLE}),
