@@ -21,8 +21,10 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
     "granitemoehybrid": "granitehybrid",
 }
+QWEN, TILED = ("qwen35", "qwen35moe", "qwen3next"), ("qwen35", "qwen35moe")
 ROOT = {
     "model.embed_tokens": "token_embd",
     "lm_head": "output",
@@ -44,6 +46,7 @@ LAYER = {
     "shared_mlp.output_linear": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "feed_forward.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -62,6 +65,7 @@ LAYER = {
     "conv.out_proj": "shortconv.out_proj",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.conv1d": "ssm_conv1d",
@@ -91,7 +95,7 @@ def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) ->
     with torch.no_grad():
         for name, parameter in stored_tensors(module).items():
             stored = parameter.numpy()
-            if "linear_attn." in name:
+            if "linear_attn." in name and architecture in TILED:
                 stored = _tiled(name, stored, config)
             for theirs, tensor in _converted(name, stored, architecture, config):
                 own = next((kind for end, kind in more.items() if theirs.endswith(end)), kind)
@@ -114,32 +118,34 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
     writer.add_block_count(config.num_hidden_layers + num_further)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    if architecture == "qwen35moe":
-        writer.add_expert_count(config.num_experts)
+    if number := getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+        writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture in ("qwen35moe", "qwen3next", "lfm2moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture in ("qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "granitehybrid" and number:
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if architecture == "lfm2moe":
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture != "qwen35moe":
-        writer.add_feed_forward_length(_mlp_size(module))
+        writer.add_feed_forward_length(config.intermediate_size if number else _mlp_size(module))
     writer.add_head_count(config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     rope = config.rope_parameters or {}
     writer.add_rope_freq_base(rope.get("rope_theta", 1e4))
     heads = config.num_key_value_heads
-    if architecture.startswith("qwen35"):
+    if architecture in QWEN:
         values = config.linear_num_value_heads
         writer.add_head_count_kv(heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        if architecture in TILED:
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -177,7 +183,7 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
     """Returns the file's tensors of transformers' ``name``."""
     base, _, end = name.rpartition(".")
     if base in ROOT:
-        shifted = stored + 1 if architecture.startswith("qwen35") and stored.ndim == 1 else stored
+        shifted = stored + 1 if architecture in QWEN and stored.ndim == 1 else stored
         return [(f"{ROOT[base]}.{end}", shifted)]
     number, inner = name.removeprefix("model.layers.").split(".", 1)
     prefix, part = f"blk.{number}", inner.rpartition(".")[0]
@@ -193,7 +199,12 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
         return [(f"{prefix}.ssm_dt.bias", stored)]
     if part == "shared_mlp.input_linear":
         gate, up = np.split(stored, 2)
-        return [(f"{prefix}.ffn_gate.weight", gate), (f"{prefix}.ffn_up.weight", up)]
+        end = "_shexp" if config.num_local_experts else ""
+        return [(f"{prefix}.ffn_gate{end}.weight", gate), (f"{prefix}.ffn_up{end}.weight", up)]
+    if part == "shared_mlp.output_linear" and config.num_local_experts:
+        return [(f"{prefix}.ffn_down_shexp.weight", stored)]
+    if part == "linear_attn.in_proj_qkvz":
+        return _by_kind(prefix, stored, config)
     if end == "gate_up_proj":
         gate, up = np.split(stored, 2, axis=1)
         return [(f"{prefix}.ffn_gate_exps.weight", gate), (f"{prefix}.ffn_up_exps.weight", up)]
@@ -208,12 +219,21 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
         stored = stored[:, 0]
     if part == "mamba.norm":
         stored = stored.reshape(config.mamba_n_groups, -1)
-    if architecture.startswith("qwen35") and part.endswith("norm") and part != "linear_attn.norm":
+    if architecture in QWEN and part.endswith("norm") and part != "linear_attn.norm":
         stored = stored + 1
     if architecture == "granitehybrid" and part in ("self_attn.q_proj", "self_attn.k_proj"):
         heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
         stored = stored.reshape(heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
     return [(f"{prefix}.{theirs}.{end}", stored)]
+
+
+def _by_kind(prefix: str, stored: Any, config: Any) -> list[tuple[str, Any]]:
+    """Orders what lies key head by key head: all queries first, then all keys, values and gates."""
+    key_size, shared = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
+    ends = np.cumsum([key_size, key_size, shared * config.linear_value_head_dim])
+    by_head = stored.reshape(config.linear_num_key_heads, -1, stored.shape[-1])
+    parts = [part.reshape(-1, stored.shape[-1]) for part in np.split(by_head, ends, axis=1)]
+    return [(f"{prefix}.attn_qkv.weight", np.concatenate(parts[:3])), (f"{prefix}.attn_gate.weight", parts[3])]
 
 
 def _tiled(name: str, stored: Any, config: Any) -> Any:
@@ -236,7 +256,7 @@ def _tiled(name: str, stored: Any, config: Any) -> Any:
 def _take_back(name: str, parameter: Any, theirs: str, dense: Any, architecture: str, config: Any) -> None:
     """Gives the module the rounded weights: whatever was moved is found again by converting numbers."""
     numbers = np.arange(parameter.numel()).reshape(parameter.shape)
-    if "linear_attn." in name:
+    if "linear_attn." in name and architecture in TILED:
         numbers = _tiled(name, numbers, config)
     for part, moved in _converted(name, numbers, architecture, config):
         if part == theirs:

@@ -194,7 +194,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": replace(QWEN_3_5, gguf="qwen35"),
     "qwen3_5_moe_text": replace(QWEN_3_5, gguf="qwen35moe"),
-    "qwen3_next": QWEN_3_5,
+    "qwen3_next": replace(QWEN_3_5, gguf="qwen3next"),
 }
 
 

@@ -10,8 +10,9 @@ import torch
 from truedraft.engine.formats.gguf_file import GgufError
 from truedraft.engine.models.gguf_keys import GgufKeys
 
-# Files of these architectures have experts. Files of "llama" may: transformers calls those mixtral.
-WITH_EXPERTS = ("qwen2moe", "qwen3moe", "qwen35moe", "olmoe", "gpt-oss", "lfm2moe")
+# Files of these architectures have experts, and of those may: a llama with some is transformers' mixtral.
+WITH_EXPERTS = ("qwen2moe", "qwen3moe", "qwen35moe", "olmoe", "gpt-oss", "lfm2moe", "qwen3next")
+MAY_HAVE_EXPERTS = ("llama", "granitehybrid")
 # These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
@@ -23,6 +24,7 @@ OTHERS = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
 }
 # Parameters of stacks, below a layer's module.
 STACKS = {
@@ -71,7 +73,9 @@ def stack_of(name: str, architecture: str) -> GgufStack | None:
 
 
 def has_experts(keys: GgufKeys, architecture: str) -> bool:
-    return architecture in WITH_EXPERTS or (architecture == "llama" and bool(keys.says("expert_count", 0)))
+    return architecture in WITH_EXPERTS or (
+        architecture in MAY_HAVE_EXPERTS and bool(keys.says("expert_count", 0))
+    )
 
 
 def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +92,9 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
     if architecture in ("llama", "olmoe"):
         keys.expect("expert_feed_forward_length", found["intermediate_size"])
         return settings | {"num_experts" if architecture == "olmoe" else "num_local_experts": number}
+    if architecture == "granitehybrid":
+        shared = keys.needed("expert_shared_feed_forward_length", int)
+        return settings | {"num_local_experts": number, "shared_intermediate_size": shared}
     size = keys.number("expert_feed_forward_length", int)
     if architecture == "gpt-oss":
         if size is None:
@@ -104,4 +111,6 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
     if architecture == "qwen3moe":
         return settings | {"norm_topk_prob": True}
     shared = keys.number("expert_shared_feed_forward_length", int, dense)
+    # Those that tell of it, and Qwen2-MoE does not: llama.cpp always does it.
+    settings |= {"norm_topk_prob": True} if architecture == "qwen3next" else {}
     return settings | {"shared_expert_intermediate_size": shared}

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from truedraft.engine.errors import ModelLoadError
@@ -20,6 +22,8 @@ from truedraft.engine.models.gguf_keys import GgufKeys
 TILED, PAIRED = ("qwen35", "qwen35moe"), ("granitehybrid", "llama")
 # Keys of these architectures with a number for each layer are zero for layers that have no such part.
 WITH_ZEROS = ("granitehybrid", "lfm2", "lfm2moe")
+# Joins of this module's outputs lie head by head in transformers.
+BY_KEY_HEAD = "linear_attn.in_proj_qkvz.weight"
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 # What a file calls transformers' parameters of a layer, where the package's table has other names or none.
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -30,29 +34,47 @@ OTHERS: dict[str, tuple[str, ...]] = {
 OTHERS |= {
     "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "shared_mlp.output_linear.weight": ("ffn_down.weight",),
+    BY_KEY_HEAD: ("attn_qkv.weight", "attn_gate.weight"),
 }
 LINEAR, FULL = "linear_attention", "full_attention"
 FULL_ATTENTION_INTERVAL = 4
 
 
-def tensors_of(name: str) -> tuple[str, ...] | None:
+def tensors_of(name: str, config: Any) -> tuple[str, ...] | None:
     """Returns what a file calls transformers' ``name``, in parts that lie one after the other; None if the
     package's table says it."""
     found = LAYER.fullmatch(name)
     theirs = OTHERS.get(found[2]) if found else None
-    return None if found is None or theirs is None else tuple(f"blk.{found[1]}.{each}" for each in theirs)
+    if found is None or theirs is None:
+        return None
+    if found[2].startswith("shared_mlp.") and config.num_local_experts:
+        theirs = tuple(each.replace(".weight", "_shexp.weight") for each in theirs)
+    return tuple(f"blk.{found[1]}.{each}" for each in theirs)
 
 
-def stored_shape(name: str, shape: Sequence[int], config: Any) -> tuple[int, ...]:
-    """Returns the shape in a file of each part of transformers' ``name``, which is of the shape ``shape``."""
+def stored_shapes(name: str, shape: Sequence[int], config: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes in a file of the parts of transformers' ``name``, which is of the shape ``shape``."""
     if len(shape) == 3 and name.endswith(("conv.weight", "conv1d.weight")):
-        return shape[0], shape[2]
+        return [(shape[0], shape[2])]
     if name.endswith((".mamba.A_log", ".mamba.D")):
-        return shape[0], 1
+        return [(shape[0], 1)]
     if name.endswith(".mamba.norm.weight"):
-        return config.mamba_n_groups, shape[0] // config.mamba_n_groups
-    parts = tensors_of(name) or ("",)
-    return shape[0] // len(parts), *shape[1:]
+        return [(config.mamba_n_groups, shape[0] // config.mamba_n_groups)]
+    if name.endswith(BY_KEY_HEAD):
+        gates = config.linear_num_value_heads * config.linear_value_head_dim
+        return [(shape[0] - gates, shape[1]), (gates, shape[1])]
+    parts = tensors_of(name, config) or ("",)
+    return [(shape[0] // len(parts), *shape[1:])] * len(parts)
+
+
+def rows_by_key_head(name: str, config: Any) -> npt.NDArray[np.int64] | None:
+    """Returns the places in a file of the rows of transformers' ``name``; None if they are in order."""
+    if not name.endswith(BY_KEY_HEAD):
+        return None
+    heads, keys = config.linear_num_key_heads, config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    parts = np.split(np.arange(2 * keys + 2 * values), [keys, 2 * keys, 2 * keys + values])
+    return np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).ravel()
 
 
 def from_file(name: str, tensor: torch.Tensor, path: str) -> torch.Tensor:
@@ -104,7 +126,7 @@ def _qwen35(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, 
             f"{file.path} is damaged: {heads} value heads of {head_size} numbers cannot share {key_heads} "
             "key heads and make up its ssm.inner_size"
         )
-    found["rope_parameters"] |= _partly_rotated(keys, found["head_dim"])
+    found["rope_parameters"] |= _partly_rotated(keys, file.architecture, found["head_dim"])
     return found | {
         "num_hidden_layers": layers,
         "num_further_layers": further,
@@ -127,7 +149,7 @@ def _qwen35_layers(keys: GgufKeys, layers: int, further: int) -> list[str]:
     return [LINEAR if each else FULL for each in recurrent[:layers]]
 
 
-def _partly_rotated(keys: GgufKeys, head_size: int) -> dict[str, Any]:
+def _partly_rotated(keys: GgufKeys, architecture: str, head_size: int) -> dict[str, Any]:
     """Returns how much of a head is rotated. Positions of a text are the same in all dimensions of an image,
     so that it does not matter which turns which pair; but one that none of them turns is not rotated."""
     size = keys.number("rope.dimension_count", int, head_size)
@@ -135,6 +157,8 @@ def _partly_rotated(keys: GgufKeys, head_size: int) -> dict[str, Any]:
         raise GgufError(
             f"{keys.path} rotates {size} numbers of a head of {head_size}, which is not supported"
         )
+    if architecture == "qwen3next":
+        return {"partial_rotary_factor": size / head_size}
     sections = keys.listed("rope.dimension_sections")
     if sections is None or len(sections) < 3:
         raise GgufError(f"{keys.path} does not say its model's {keys.prefix}rope.dimension_sections")
@@ -154,7 +178,8 @@ def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str,
             f"{file.path} has granitehybrid.ssm.inner_size {inner}, which is no multiple of its "
             f"embedding_length {hidden} and its {heads} heads"
         )
-    keys.expect("expert_shared_feed_forward_length", 0, found["intermediate_size"])
+    if not keys.says("expert_count", 0):
+        keys.expect("expert_shared_feed_forward_length", 0, found["intermediate_size"])
     rotates = keys.says("rope.scaling.finetuned", True)
     scale = keys.says("attention.scale") or found["head_dim"] ** -0.5
     return found | {
@@ -204,4 +229,5 @@ SETTINGS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any]], dict[str, Any
     "lfm2moe": _lfm2_moe,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
+    "qwen3next": _qwen35,
 }

@@ -35,6 +35,11 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5, 2 heads a key": ("qwen3_5_text", {**delta_net(2, 4, 4), **DELTA_WHOLE}),
     "Qwen3.5, 3 heads a key": ("qwen3_5_text", {**delta_net(2, 6, 3), **DELTA_WHOLE}),
     "Qwen3.5 with experts": ("qwen3_5_moe_text", {**delta_net(2, 4, 4), **DELTA_WHOLE, **EXPERTS}),
+    "Qwen3-Next": ("qwen3_next", {**delta_net(2, 4, 4), **DELTA_WHOLE, **EXPERTS}),
+    "Granite 4 H with experts": (
+        "granitemoehybrid",
+        granite(**WHOLE, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2),
+    ),
     "Granite 4 H": ("granitemoehybrid", granite(**WHOLE, shared_intermediate_size=64)),
     "Granite 4 H with angles": (
         "granitemoehybrid",
