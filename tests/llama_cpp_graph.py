@@ -42,7 +42,7 @@ class Graph:
         self.hidden_size, self.num_layers = self.says("embedding_length"), self.says("block_count")
         self.head_size = self.says("attention.key_length", self.hidden_size // self.heads(0))
         self.rotated = self.says("rope.dimension_count", self.head_size)
-        if architecture not in ("phi3", "qwen35") and self.rotated != self.head_size:
+        if architecture not in ("phi3", "qwen35", "qwen3next") and self.rotated != self.head_size:
             raise RefusedError("rope.dimension_count")
         if self.says("attention.value_length", self.head_size) != self.head_size:
             raise RefusedError("attention.value_length")

@@ -9,7 +9,8 @@ import numpy as np
 
 from tests.llama_cpp_graph import Array, Graph, RefusedError
 
-MAMBA = ("granitehybrid",)
+DELTA_NET = ("qwen35", "qwen3next")
+SIGMOID = 2
 
 
 def silu(x: Array) -> Array:
@@ -33,9 +34,9 @@ class HybridGraph(Graph):
         return float(self.says(key, 0.0)) or 1.0
 
     def is_recurrent(self, layer: int) -> bool:
-        if self.architecture != "qwen35":
+        if self.architecture not in DELTA_NET:
             return self.kv_heads(layer) == 0
-        said = self.metadata.get("qwen35.attention.recurrent_layers")
+        said = self.metadata.get(f"{self.architecture}.attention.recurrent_layers")
         if said is None:
             return bool((layer + 1) % self.says("full_attention_interval", 4))
         if len(said) != self.says("block_count"):
@@ -43,7 +44,7 @@ class HybridGraph(Graph):
         return bool(said[layer])
 
     def logits(self, ids: list[int]) -> Array:
-        further = int(self.says("nextn_predict_layers", 0)) if self.architecture == "qwen35" else 0
+        further = int(self.says("nextn_predict_layers", 0)) if self.architecture in DELTA_NET else 0
         layers = self.num_layers - further
         if not 0 <= further < self.num_layers:
             raise RefusedError("nextn_predict_layers")
@@ -53,7 +54,7 @@ class HybridGraph(Graph):
             x = x * self.scale_of("embedding_scale")
         for layer in range(layers):
             x = self.layer(x, layer)
-        x = self.norm(x, "token_embd_norm" if self.architecture == "lfm2" else "output_norm")
+        x = self.norm(x, "token_embd_norm" if self.architecture.startswith("lfm2") else "output_norm")
         head = "output.weight" if "output.weight" in self.all else "token_embd.weight"
         logits: Array = x @ self.tensor(head, *table).T
         if self.architecture == "granitehybrid":
@@ -67,15 +68,62 @@ class HybridGraph(Graph):
         factor = self.scale_of("residual_scale") if is_granite else 1.0
         inputs = self.norm(x, f"{name}.attn_norm")
         x = x + factor * (self.recur if self.is_recurrent(layer) else self.attention)(inputs, layer)
-        norm = "post_attention_norm" if self.architecture == "qwen35" else "ffn_norm"
-        inputs, size = self.norm(x, f"{name}.{norm}"), int(self.of_layer("feed_forward_length", layer))
-        gate, up = (self.linear(inputs, layer, part, size) for part in ("ffn_gate", "ffn_up"))
-        return x + factor * self.linear(silu(gate) * up, layer, "ffn_down", self.hidden_size)
+        norm = "post_attention_norm" if self.architecture in DELTA_NET else "ffn_norm"
+        return x + factor * self.mlp(self.norm(x, f"{name}.{norm}"), layer)
+
+    def mlp(self, x: Array, layer: int) -> Array:
+        dense = self.says("leading_dense_block_count", 0) if self.architecture == "lfm2moe" else 0
+        is_granite_dense = self.architecture == "granitehybrid" and not self.says("expert_count", 0)
+        if self.architecture in ("lfm2", "qwen35") or is_granite_dense or layer < dense:
+            return self.gated(x, layer, "", int(self.of_layer("feed_forward_length", layer)))
+        return self.mixture(x, layer)
+
+    def gated(self, x: Array, layer: int, end: str, size: int) -> Array:
+        gate, up = (self.linear(x, layer, f"ffn_{part}{end}", size) for part in ("gate", "up"))
+        return self.linear(silu(gate) * up, layer, f"ffn_down{end}", self.hidden_size)
+
+    def mixture(self, x: Array, layer: int) -> Array:
+        """Experts, and one for all tokens."""
+        number, chosen = self.says_positive("expert_count"), self.says_positive("expert_used_count")
+        of_dense = int(self.of_layer("feed_forward_length", layer, 0))
+        size = of_dense
+        if self.architecture != "granitehybrid":
+            size = int(self.says("expert_feed_forward_length", 0)) or of_dense // chosen
+        is_sigmoid = self.architecture == "lfm2moe"
+        # Those that do not say how, or may choose, are served in the models' own way only.
+        scoring = self.says("expert_gating_func", SIGMOID if is_sigmoid else 1)
+        if chosen > number or scoring != (SIGMOID if is_sigmoid else 1):
+            raise RefusedError("expert_gating_func")
+        if is_sigmoid:
+            self.says("expert_gating_func")
+        if self.says("expert_weights_scale", 1.0) not in (0.0, 1.0):
+            raise RefusedError("expert_weights_scale")
+        scores = self.linear(x, layer, "ffn_gate_inp", number)
+        scores = sigmoid(scores) if is_sigmoid else np.exp(scores - scores.max(-1, keepdims=True))
+        wanted = scores + self.tensor(f"blk.{layer}.exp_probs_b.bias", number) if is_sigmoid else scores
+        order = np.argsort(-wanted, axis=-1, kind="stable")[:, :chosen]
+        out = np.zeros_like(x)
+        for token, experts in enumerate(order):
+            weights = scores[token, experts] / scores[token, experts].sum()
+            for expert, weight in zip(experts, weights, strict=True):
+                row, sizes = x[token], (number, size)
+                gate, up = (self.expert(row, layer, part, expert, *sizes) for part in ("gate", "up"))
+                out[token] += weight * self.expert(
+                    silu(gate) * up, layer, "down", expert, number, self.hidden_size
+                )
+        if self.architecture == "lfm2moe":
+            return out
+        of_shared = int(self.says("expert_shared_feed_forward_length", of_dense))
+        shared = self.gated(x, layer, "_shexp", of_shared)
+        if self.architecture == "granitehybrid":
+            return out + shared
+        share = x @ self.tensor(f"blk.{layer}.ffn_gate_inp_shexp.weight", self.hidden_size)
+        return out + shared * sigmoid(share)[:, None]
 
     def recur(self, x: Array, layer: int) -> Array:
-        if self.architecture == "lfm2":
+        if self.architecture.startswith("lfm2"):
             return self.short_conv(x, layer)
-        return self.delta_net(x, layer) if self.architecture == "qwen35" else self.mamba(x, layer)
+        return self.delta_net(x, layer) if self.architecture in DELTA_NET else self.mamba(x, layer)
 
     def convolved(self, x: Array, name: str, width: int) -> Array:
         weight = self.tensor(name, x.shape[1], width)
@@ -105,15 +153,20 @@ class HybridGraph(Graph):
         )
         query, key = (each / np.sqrt((each**2).sum(-1, keepdims=True) + 1e-6) for each in (query, key))
         z = self.linear(x, layer, "attn_gate", heads * size)
-        beta = sigmoid(self.linear(x, layer, "ssm_beta", heads))
-        step = np.log1p(
-            np.exp(self.linear(x, layer, "ssm_alpha", heads) + self.tensor(f"{name}.ssm_dt.bias", heads))
-        )
+        is_tiled = self.architecture == "qwen35"
+        if is_tiled:
+            b, a = (self.linear(x, layer, f"ssm_{part}", heads) for part in ("beta", "alpha"))
+        else:
+            both = self.linear(x, layer, "ssm_ba", 2 * heads).reshape(len(x), keys, 2, -1)
+            b, a = (both[:, :, part].reshape(len(x), heads) for part in (0, 1))
+        beta = sigmoid(b)
+        step = np.log1p(np.exp(a + self.tensor(f"{name}.ssm_dt.bias", heads)))
         decay = np.exp(step * self.tensor(f"{name}.ssm_a", heads))
         state, out = np.zeros((heads, size, size)), np.zeros((len(x), heads, size))
         for token in range(len(x)):
             for head in range(heads):
-                k, q = key[token, head % keys], query[token, head % keys] * size**-0.5
+                own = head % keys if is_tiled else head // (heads // keys)
+                k, q = key[token, own], query[token, own] * size**-0.5
                 state[head] *= decay[token, head]
                 state[head] += np.outer(k, beta[token, head] * (value[token, head] - k @ state[head]))
                 out[token, head] = q @ state[head]
@@ -155,14 +208,14 @@ class HybridGraph(Graph):
 
     def attention(self, x: Array, layer: int) -> Array:
         heads, kv_heads, size, name = self.heads(layer), self.kv_heads(layer), self.head_size, f"blk.{layer}"
-        is_gated, gate = self.architecture == "qwen35", None
+        is_gated, gate = self.architecture in DELTA_NET, None
         query = self.linear(x, layer, "attn_q", heads * size * (1 + is_gated)).reshape(len(x), heads, -1)
         key, value = (
             self.linear(x, layer, f"attn_{part}", kv_heads * size).reshape(len(x), -1, size) for part in "kv"
         )
         if is_gated:
             query, gate = query[..., :size], query[..., size:].reshape(len(x), -1)
-        if self.architecture in ("qwen35", "lfm2"):
+        if self.architecture in (*DELTA_NET, "lfm2", "lfm2moe"):
             query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
         if self.architecture != "granitehybrid" or self.says("rope.scaling.finetuned", True):
             query, key = self.rotate(query, layer), self.rotate(key, layer)

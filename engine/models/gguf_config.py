@@ -89,7 +89,9 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     found: dict[str, Any] = {
         name: keys.needed(key, float if key.endswith("epsilon") else int)
         for key, name in NEEDED.items()
-        if key != "feed_forward_length" or architecture not in ("qwen35moe", "qwen3next") or keys.says(key) is not None
+        if key != "feed_forward_length"
+        or architecture not in ("qwen35moe", "qwen3next")
+        or keys.says(key) is not None
     }
     found |= {name: value for key, name in OPTIONAL.items() if (value := keys.number(key, int)) is not None}
     heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads")
