@@ -229,17 +229,13 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
 
 def _by_kind(prefix: str, stored: Any, config: Any) -> list[tuple[str, Any]]:
     """Orders what lies key head by key head: all queries first, then all keys, values and gates."""
-    key_size, shared = (
-        config.linear_key_head_dim,
-        config.linear_num_value_heads // config.linear_num_key_heads,
-    )
-    ends = np.cumsum([key_size, key_size, shared * config.linear_value_head_dim])
-    by_head = stored.reshape(config.linear_num_key_heads, -1, stored.shape[-1])
-    parts = [part.reshape(-1, stored.shape[-1]) for part in np.split(by_head, ends, axis=1)]
-    return [
-        (f"{prefix}.attn_qkv.weight", np.concatenate(parts[:3])),
-        (f"{prefix}.attn_gate.weight", parts[3]),
-    ]
+    key_size, heads = config.linear_key_head_dim, config.linear_num_key_heads
+    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    by_head = stored.reshape(heads, -1, stored.shape[-1])
+    parts = np.split(by_head, np.cumsum([key_size, key_size, values]), axis=1)
+    parts = [part.reshape(-1, stored.shape[-1]) for part in parts]
+    mixed, gates = np.concatenate(parts[:3]), parts[3]
+    return [(f"{prefix}.attn_qkv.weight", mixed), (f"{prefix}.attn_gate.weight", gates)]
 
 
 def _tiled(name: str, stored: Any, config: Any) -> Any:

@@ -37,6 +37,8 @@ NEEDED = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "context_length": "max_position_embeddings",
 }
+# Files of these architectures need not say how large dense layers would be.
+ONLY_EXPERTS = ("qwen35moe", "qwen3next")
 OPTIONAL = {"attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim"}
 # These keys are served only with values that ask for nothing.
 NEUTRAL: dict[str, Sequence[Any]] = {
@@ -89,9 +91,7 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     found: dict[str, Any] = {
         name: keys.needed(key, float if key.endswith("epsilon") else int)
         for key, name in NEEDED.items()
-        if key != "feed_forward_length"
-        or architecture not in ("qwen35moe", "qwen3next")
-        or keys.says(key) is not None
+        if key != "feed_forward_length" or architecture not in ONLY_EXPERTS or keys.says(key) is not None
     }
     found |= {name: value for key, name in OPTIONAL.items() if (value := keys.number(key, int)) is not None}
     heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads")

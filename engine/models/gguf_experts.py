@@ -85,9 +85,8 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
         raise GgufError(f"{keys.path} is damaged: tokens cannot take {chosen} of {number} experts")
     scoring, own = keys.says("expert_gating_func", 0), SCORINGS.get(architecture, (0, SOFTMAX))
     if scoring not in own:
-        raise GgufError(
-            f"{keys.path} has {keys.prefix}expert_gating_func {scoring}; only {' or '.join(map(str, own))} is served"
-        )
+        served = " or ".join(map(str, own))
+        raise GgufError(f"{keys.path} has {keys.prefix}expert_gating_func {scoring}; only {served} is served")
     settings: dict[str, Any] = {"num_experts_per_tok": chosen}
     if architecture in ("llama", "olmoe"):
         keys.expect("expert_feed_forward_length", found["intermediate_size"])
