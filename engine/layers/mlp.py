@@ -8,10 +8,11 @@ import torch
 
 from truedraft.engine.layers.linear import Linear
 
-# Activations of gates have transformers' names and stand in the order of kernels.h. gpt-oss clamps what it
-# gates and what gates (``clamped_swish``).
-Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish"]
+# Activations have transformers' names and stand in the order of kernels.h. gpt-oss clamps what it gates and
+# what gates (``clamped_swish``). Those that are ``UNGATED`` gate nothing: a number becomes another.
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+UNGATED: tuple[Activation, ...] = ("relu2",)
 # Numbers of ``clamped_swish`` are at most SWISH_LIMIT, and x becomes x sigmoid(SWISH_SLOPE x).
 SWISH_LIMIT, SWISH_SLOPE = 7.0, 1.702
 # A router's numbers become scores by one of these, in the order of kernels.h.
@@ -27,7 +28,8 @@ class MlpRun(Protocol):
         ...
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-        """Gates [tokens, 2 * size] to [tokens, size]; ``gate_up`` may be overwritten."""
+        """Gates [tokens, 2 * size] to [tokens, size], or takes the activation of as many numbers as there are
+        if it is ``UNGATED``; ``gate_up`` may be overwritten."""
         ...
 
     def experts(
@@ -39,7 +41,7 @@ class MlpRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """Some numbers of each token gate as many others."""
+    """Some numbers of each token gate as many others, unless the activation is ``UNGATED``."""
 
     activation: Activation
     gate_up: Linear

@@ -35,6 +35,8 @@ class ExpertFamily:
     # This is added to scores where experts are chosen, below the block; None, and a model may lack it.
     choice_bias: Callable[[Any], torch.Tensor | None] = lambda block: None
     multiplier: str | None = None
+    # The parameter of all experts that makes what is gated, or what the activation is of.
+    gate_up: str = "gate_up_proj"
     shared: str | None = None
     shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
@@ -107,6 +109,19 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
         multiplier="routed_scaling_factor",
         stored=StoredExperts((), ("w1", "w3"), ("w2",)),
     ),
+    "nemotron_h": ExpertFamily(
+        block="mixer",
+        scoring="sigmoid",
+        choice_bias=attrgetter("gate.e_score_correction_bias"),
+        multiplier="routed_scaling_factor",
+        gate_up="up_proj",
+        shared="mixer.shared_experts",
+        shared_gate_up=("up_proj",),
+        fits=lambda config: (
+            "moe" not in config.layer_types or (config.moe_latent_size is None and config.n_group == 1)
+        ),
+        stored=StoredExperts((("model.", "backbone."),), ("up_proj",)),
+    ),
     "qwen3_5_moe_text": replace(QWEN_SHARED, renormalises=_always),
     "qwen3_next": QWEN_SHARED,
     "gpt_oss": ExpertFamily(
@@ -153,7 +168,7 @@ def make_experts(
         experts=tuple(
             GatedMlp(
                 family.activation or activation,
-                linear("gate_up_proj", each, family.reads_pairs, 1.0),
+                linear(family.gate_up, each, family.reads_pairs, 1.0),
                 linear("down_proj", each, False, residual),
             )
             for each in range(number)

@@ -53,7 +53,7 @@ def tensors_of(name: str, config: Any) -> tuple[str, ...] | None:
 
 
 def stored_shapes(name: str, shape: Sequence[int], config: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes in a file of the parts of transformers' ``name``, a tensor of the shape ``shape``."""
+    """Returns the shapes in a file of the parts of transformers' ``name``, which has ``shape``."""
     if len(shape) == 3 and name.endswith(("conv.weight", "conv1d.weight")):
         return [(shape[0], shape[2])]
     if name.endswith((".mamba.A_log", ".mamba.D")):
