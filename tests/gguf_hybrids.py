@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
+    "nemotron_h": "nemotron_h",
     "granitemoehybrid": "granitehybrid",
 }
 QWEN, TILED = ("qwen35", "qwen35moe", "qwen3next"), ("qwen35", "qwen35moe")
@@ -29,6 +30,8 @@ ROOT = {
     "model.embed_tokens": "token_embd",
     "lm_head": "output",
     "model.norm": "output_norm",
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
     "model.embedding_norm": "token_embd_norm",
 }
 # Names below a layer; those of one part by default end as transformers' do.
@@ -71,10 +74,19 @@ LAYER = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
+    "norm": "attn_norm",
+    **{f"mixer.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    **{
+        f"{module}.{theirs}": f"ssm_{ours}"
+        for module in ("mamba", "mixer")
+        for theirs, ours in {"in_proj": "in", "conv1d": "conv1d", "norm": "norm", "out_proj": "out"}.items()
+    },
 }
 
 
@@ -86,6 +98,8 @@ def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) ->
     module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = module.config
     architecture = ARCHITECTURES[config.model_type]
+    if architecture == "nemotron_h" and "moe" in config.layer_types:
+        architecture = "nemotron_h_moe"
     writer = GGUFWriter(path, architecture)
     further = more.pop("further", None)
     _add_metadata(writer, architecture, module, 0 if further is None else 1)
@@ -118,6 +132,9 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
     writer.add_block_count(config.num_hidden_layers + num_further)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
+    if architecture.startswith("nemotron_h"):
+        _add_nemotron(writer, architecture, config)
+        return
     if number := getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
         writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -172,6 +189,37 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
     writer.add_logit_scale(config.logits_scaling)
 
 
+def _add_nemotron(writer: GGUFWriter, architecture: str, config: Any) -> None:
+    has_experts = architecture == "nemotron_h_moe"
+    kinds, size = (
+        config.layer_types,
+        config.moe_intermediate_size if has_experts else config.intermediate_size,
+    )
+    writer.add_feed_forward_length([size if kind in ("mlp", "moe") else 0 for kind in kinds])
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    if has_experts:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
 def _mlp_size(module: Any) -> int:
     """Returns that of the weights, which a setting of LFM2 may make another than its config says."""
     names = [name for name in module.state_dict() if name.endswith(("w2.weight", "down_proj.weight"))]
@@ -187,13 +235,13 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
         return [(f"{ROOT[base]}.{end}", shifted)]
     number, inner = name.removeprefix("model.layers.").split(".", 1)
     prefix, part = f"blk.{number}", inner.rpartition(".")[0]
-    of_mamba = part == "mamba"
+    of_mamba = part in ("mamba", "mixer")
     if end == "A_log":
         rates = -np.exp(stored)
         return [(f"{prefix}.ssm_a", rates[:, None] if of_mamba else rates)]
     if end == "D":
         return [(f"{prefix}.ssm_d", stored[:, None])]
-    if end == "expert_bias":
+    if end in ("expert_bias", "e_score_correction_bias"):
         return [(f"{prefix}.exp_probs_b.bias", stored)]
     if end == "dt_bias":
         return [(f"{prefix}.ssm_dt.bias", stored)]
@@ -208,6 +256,8 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
     if end == "gate_up_proj":
         gate, up = np.split(stored, 2, axis=1)
         return [(f"{prefix}.ffn_gate_exps.weight", gate), (f"{prefix}.ffn_up_exps.weight", up)]
+    if end == "up_proj":
+        return [(f"{prefix}.ffn_up_exps.weight", stored)]
     if end == "down_proj":
         return [(f"{prefix}.ffn_down_exps.weight", stored)]
     if part == "mlp.shared_expert_gate":
@@ -217,8 +267,9 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
         theirs = "ffn_norm"
     if stored.ndim == 3:
         stored = stored[:, 0]
-    if part == "mamba.norm":
-        stored = stored.reshape(config.mamba_n_groups, -1)
+    if part in ("mamba.norm", "mixer.norm"):
+        groups = config.n_groups if part == "mixer.norm" else config.mamba_n_groups
+        stored = stored.reshape(groups, -1)
     if architecture in QWEN and part.endswith("norm") and part != "linear_attn.norm":
         stored = stored + 1
     if architecture == "granitehybrid" and part in ("self_attn.q_proj", "self_attn.k_proj"):

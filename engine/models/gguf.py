@@ -253,7 +253,7 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
         account.take(ROTARY_FACTORS)
     for name in [name for name in account.left if predicts_further(name, config)]:
         account.take(name)
-    if (config.rope_parameters or {}).get("rope_type") == "longrope":
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         account.take(LONG_FACTORS)
         account.take(SHORT_FACTORS)
     account.close(
@@ -298,7 +298,7 @@ def _names(file: GgufFile, config: Any, first: int = 0) -> dict[str, str]:
         elif (others := tensors_of(name, config)) is not None:
             candidates = others
         else:
-            theirs = table.get_name(base)
+            theirs = table.get_name(base) or table.get_name(base.replace("model.", "backbone.", 1))
             candidates = () if theirs is None else (f"{theirs}.{suffix}",)
         if candidates and all(each in file.tensors for each in candidates):
             found[name] = candidates[0]

@@ -11,24 +11,35 @@ from truedraft.engine.formats.gguf_file import GgufError
 from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Files of these architectures have experts, and of those may: a llama with some is transformers' mixtral.
-WITH_EXPERTS = ("qwen2moe", "qwen3moe", "qwen35moe", "olmoe", "gpt-oss", "lfm2moe", "qwen3next")
+WITH_EXPERTS = (
+    "qwen2moe",
+    "qwen3moe",
+    "qwen35moe",
+    "olmoe",
+    "gpt-oss",
+    "lfm2moe",
+    "qwen3next",
+    "nemotron_h_moe",
+)
 MAY_HAVE_EXPERTS = ("llama", "granitehybrid")
 # These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
-SCORINGS = {"gpt-oss": (0, SOFTMAX_OF_CHOSEN), "lfm2moe": (SIGMOID,)}
+SCORINGS = {"gpt-oss": (0, SOFTMAX_OF_CHOSEN), "lfm2moe": (SIGMOID,), "nemotron_h_moe": (0, SIGMOID)}
 # Names that the package's table has for whole tensors of other architectures, or not at all.
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OTHERS = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
 }
 # Parameters of stacks, below a layer's module.
 STACKS = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "experts.up_proj": ("ffn_up_exps.weight",),
     "experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
     "experts.down_proj": ("ffn_down_exps.weight",),
     "experts.down_proj_bias": ("ffn_down_exps.bias",),
@@ -99,6 +110,15 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
         if size is None:
             raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
         return settings | {"num_local_experts": number, "intermediate_size": size}
+    if architecture == "nemotron_h_moe":
+        keys.says("expert_shared_count")  # they are one, of this size
+        return settings | {
+            "n_routed_experts": number,
+            "moe_intermediate_size": size or found["intermediate_size"] // chosen,
+            "moe_shared_expert_intermediate_size": keys.needed("expert_shared_feed_forward_length", int),
+            "norm_topk_prob": keys.says("expert_weights_norm", False),
+            "routed_scaling_factor": keys.says("expert_weights_scale") or 1.0,
+        }
     # Files of Qwen3.5 without dense layers need not say how large those were.
     dense = found.get("intermediate_size", 0)
     size = size or dense // chosen

@@ -21,14 +21,15 @@ from truedraft.engine.models.gguf_keys import GgufKeys
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
 TILED, PAIRED = ("qwen35", "qwen35moe"), ("granitehybrid", "llama")
 # Keys of these architectures with a number for each layer are zero for layers that have no such part.
-WITH_ZEROS = ("granitehybrid", "lfm2", "lfm2moe")
+WITH_ZEROS = ("granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
+GROUPED_NORMS = (".mamba.norm.weight", ".mixer.norm.weight")
 # Joins of this module's outputs lie head by head in transformers.
 BY_KEY_HEAD = "linear_attn.in_proj_qkvz.weight"
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 # What a file calls transformers' parameters of a layer, where the package's table has other names or none.
 OTHERS: dict[str, tuple[str, ...]] = {
     f"{module}.{name}": (theirs,)
-    for module in ("linear_attn", "mamba")
+    for module in ("linear_attn", "mamba", "mixer")
     for name, theirs in {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}.items()
 }
 OTHERS |= {
@@ -56,10 +57,11 @@ def stored_shapes(name: str, shape: Sequence[int], config: Any) -> list[tuple[in
     """Returns the shapes in a file of the parts of transformers' ``name``, which has ``shape``."""
     if len(shape) == 3 and name.endswith(("conv.weight", "conv1d.weight")):
         return [(shape[0], shape[2])]
-    if name.endswith((".mamba.A_log", ".mamba.D")):
+    if name.endswith((".mamba.A_log", ".mixer.A_log", ".mamba.D", ".mixer.D")):
         return [(shape[0], 1)]
-    if name.endswith(".mamba.norm.weight"):
-        return [(config.mamba_n_groups, shape[0] // config.mamba_n_groups)]
+    if name.endswith(GROUPED_NORMS):
+        groups = config.n_groups if ".mixer." in name else config.mamba_n_groups
+        return [(groups, shape[0] // groups)]
     if name.endswith(BY_KEY_HEAD):
         gates = config.linear_num_value_heads * config.linear_value_head_dim
         return [(shape[0] - gates, shape[1]), (gates, shape[1])]
@@ -85,7 +87,7 @@ def from_file(name: str, tensor: torch.Tensor, path: str) -> torch.Tensor:
         if not (tensor < 0).all():
             raise ModelLoadError(f"{path} is damaged: {name} has decay rates that are not below zero")
         return (-tensor.double()).log().float().flatten()
-    return tensor.flatten() if name.endswith((".mamba.D", ".mamba.norm.weight")) else tensor
+    return tensor.flatten() if name.endswith((".mamba.D", ".mixer.D", *GROUPED_NORMS)) else tensor
 
 
 def predicts_further(name: str, config: Any) -> bool:
@@ -114,11 +116,7 @@ def _lfm2_moe(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
 
 
 def _qwen35(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    # Layers that predict further tokens come last.
-    further = keys.says("nextn_predict_layers", 0)
-    layers = found["num_hidden_layers"] - further
-    if not 0 <= further <= layers:
-        raise GgufError(f"{file.path} is damaged: {further} layers predict further tokens")
+    layers, further = _without_further(keys, found)
     head_size = keys.needed("ssm.state_size", int)
     heads, key_heads = keys.needed("ssm.time_step_rank", int), keys.needed("ssm.group_count", int)
     if heads * head_size != keys.needed("ssm.inner_size", int) or heads % key_heads:
@@ -208,15 +206,52 @@ def _mamba(file: GgufFile, keys: GgufKeys) -> dict[str, Any]:
     }
 
 
+def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    inner, heads = keys.needed("ssm.inner_size", int), keys.needed("ssm.time_step_rank", int)
+    if inner % heads:
+        raise GgufError(f"{file.path} is damaged: {heads} heads cannot make up {keys.prefix}ssm.inner_size")
+    layers, further = _without_further(keys, found)
+    epsilon = keys.needed("attention.layer_norm_epsilon", float)
+    mixers, mlps = (_per_layer(keys, found, key) for key in PER_LAYER)
+    mlp = "moe" if file.architecture == "nemotron_h_moe" else "mlp"
+    kinds = [mlp if size else FULL if count else LINEAR for count, size in zip(mixers, mlps, strict=True)]
+    found.pop("rope_parameters")  # nothing is rotated
+    return found | {
+        "num_hidden_layers": layers,
+        "num_further_layers": further,
+        "layers_block_type": kinds[:layers],
+        "layer_norm_epsilon": found.pop("rms_norm_eps", epsilon),
+        "n_groups": keys.needed("ssm.group_count", int),
+        "ssm_state_size": keys.needed("ssm.state_size", int),
+        "conv_kernel": keys.needed("ssm.conv_kernel", int),
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mlp_bias": _has(file, "ffn_up.bias"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+    }
+
+
+def _without_further(keys: GgufKeys, found: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many layers there are without those that predict further tokens, which come last, and how
+    many these are."""
+    further = keys.says("nextn_predict_layers", 0)
+    layers = found["num_hidden_layers"] - further
+    if not 0 <= further <= layers:
+        raise GgufError(f"{keys.path} is damaged: {further} layers predict further tokens")
+    return layers, further
+
+
+def _per_layer(keys: GgufKeys, found: dict[str, Any], key: str) -> list[int]:
+    """Returns a number for each layer."""
+    numbers, layers = keys.listed(key), found["num_hidden_layers"]
+    if numbers is None or len(numbers) != layers:
+        raise GgufError(f"{keys.path} does not say {keys.prefix}{key} of each of its {layers} layers")
+    return numbers
+
+
 def _layer_types(keys: GgufKeys, found: dict[str, Any], other: str) -> list[str]:
     """Returns which layers are of attention: those with heads of keys."""
-    counts, layers = keys.listed("attention.head_count_kv"), found["num_hidden_layers"]
-    if counts is None or len(counts) != layers:
-        raise GgufError(
-            f"{keys.path} does not say of each of its {layers} layers whether it has attention "
-            f"({keys.prefix}attention.head_count_kv)"
-        )
-    return [FULL if count else other for count in counts]
+    return [FULL if count else other for count in _per_layer(keys, found, "attention.head_count_kv")]
 
 
 def _has(file: GgufFile, name: str) -> bool:
@@ -227,6 +262,8 @@ SETTINGS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any]], dict[str, Any
     "granitehybrid": _granite,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
+    "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "qwen3next": _qwen35,

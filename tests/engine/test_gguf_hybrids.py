@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.test_hybrid_families import CUTS, expected_logits, logits_in
 from tests.families import save_random
 from tests.gguf_hybrids import save_hybrid_gguf
-from tests.hybrids import CONV_FIRST, EXPERTS, HYBRID, HYBRIDS, delta_net, granite
+from tests.hybrids import CONV_FIRST, EXPERTS, FULL, HYBRID, HYBRIDS, MAMBA, delta_net, granite, nemotron
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import GgufCheckpoint
@@ -39,6 +39,27 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite 4 H with experts": (
         "granitemoehybrid",
         granite(**WHOLE, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "Nemotron-H": (
+        "nemotron_h",
+        {
+            **nemotron("mlp", MAMBA, FULL, MAMBA, "mlp", mlp_bias=True),
+            **WHOLE,
+            "mamba_head_dim": 16,
+        },
+    ),
+    "Nemotron-H with experts": (
+        "nemotron_h",
+        {
+            **nemotron(MAMBA, "moe", FULL, "moe"),
+            **WHOLE,
+            "mamba_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+            "routed_scaling_factor": 2.5,
+        },
     ),
     "Granite 4 H": ("granitemoehybrid", granite(**WHOLE, shared_intermediate_size=64)),
     "Granite 4 H with angles": (
@@ -98,7 +119,7 @@ def test_blocks_are_multiplied_as_they_are_stored(
     expected = expected_logits(save_hybrid_gguf(path, folder(name), "Q8_0", **MIXED))
     model = load_model(str(path), LoadOptions())
     assert isinstance(model, FusedDecoder)
-    mixers = [linear for layer in model.weights.layers for linear in layer.mixer.linears]
+    mixers = [linear for mixer in model.weights.mixers for linear in mixer.linears]
     assert all(isinstance(linear, QuantisedLinear) for linear in mixers)
     whole, cut = (logits_in(model, sizes) for sizes in CUTS)
     assert torch.equal(whole, cut)
