@@ -10,7 +10,8 @@ import numpy as np
 from tests.llama_cpp_graph import Array, Graph, RefusedError
 
 DELTA_NET = ("qwen35", "qwen3next")
-SIGMOID = 2
+NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+WITH_SIGMOID, SIGMOID = ("lfm2moe", "nemotron_h_moe"), 2
 
 
 def silu(x: Array) -> Array:
@@ -44,7 +45,8 @@ class HybridGraph(Graph):
         return bool(said[layer])
 
     def logits(self, ids: list[int]) -> Array:
-        further = int(self.says("nextn_predict_layers", 0)) if self.architecture in DELTA_NET else 0
+        has_further = self.architecture in (*DELTA_NET, *NEMOTRON)
+        further = int(self.says("nextn_predict_layers", 0)) if has_further else 0
         layers = self.num_layers - further
         if not 0 <= further < self.num_layers:
             raise RefusedError("nextn_predict_layers")
@@ -64,12 +66,31 @@ class HybridGraph(Graph):
         return logits
 
     def layer(self, x: Array, layer: int) -> Array:
+        if self.architecture in NEMOTRON:
+            return x + self.only_branch(self.norm(x, f"blk.{layer}.attn_norm"), layer)
         name, is_granite = f"blk.{layer}", self.architecture == "granitehybrid"
         factor = self.scale_of("residual_scale") if is_granite else 1.0
         inputs = self.norm(x, f"{name}.attn_norm")
         x = x + factor * (self.recur if self.is_recurrent(layer) else self.attention)(inputs, layer)
         norm = "post_attention_norm" if self.architecture in DELTA_NET else "ffn_norm"
         return x + factor * self.mlp(self.norm(x, f"{name}.{norm}"), layer)
+
+    def only_branch(self, x: Array, layer: int) -> Array:
+        size = int(self.of_layer("feed_forward_length", layer))
+        if not size:
+            return (self.mamba if self.kv_heads(layer) == 0 else self.attention)(x, layer)
+        if self.architecture == "nemotron_h_moe":
+            return self.mixture(x, layer)
+        return self.squared(x, layer, "", size, ("up", "down"))
+
+    def squared(self, x: Array, layer: int, end: str, size: int, biases: tuple[str, ...] = ()) -> Array:
+        """The squares of what is above zero; biases are optional."""
+        for part, width in (("up", size), ("down", self.hidden_size)):
+            x = self.linear(x, layer, f"ffn_{part}{end}", width)
+            if part in biases and f"blk.{layer}.ffn_{part}.bias" in self.all:
+                x = x + self.tensor(f"blk.{layer}.ffn_{part}.bias", width)
+            x = np.maximum(x, 0) ** 2 if part == "up" else x
+        return x
 
     def mlp(self, x: Array, layer: int) -> Array:
         dense = self.says("leading_dense_block_count", 0) if self.architecture == "lfm2moe" else 0
@@ -85,18 +106,20 @@ class HybridGraph(Graph):
     def mixture(self, x: Array, layer: int) -> Array:
         """Experts, and one for all tokens."""
         number, chosen = self.says_positive("expert_count"), self.says_positive("expert_used_count")
+        is_nemotron = self.architecture in NEMOTRON
         of_dense = int(self.of_layer("feed_forward_length", layer, 0))
         size = of_dense
         if self.architecture != "granitehybrid":
             size = int(self.says("expert_feed_forward_length", 0)) or of_dense // chosen
-        is_sigmoid = self.architecture == "lfm2moe"
-        # Those that do not say how, or may choose, are served in the models' own way only.
+        is_sigmoid = self.architecture in WITH_SIGMOID
+        # A file may say another way to score, and only the models' own is served.
         scoring = self.says("expert_gating_func", SIGMOID if is_sigmoid else 1)
         if chosen > number or scoring != (SIGMOID if is_sigmoid else 1):
             raise RefusedError("expert_gating_func")
-        if is_sigmoid:
+        if self.architecture == "lfm2moe":
             self.says("expert_gating_func")
-        if self.says("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        scale = float(self.says("expert_weights_scale", 0.0)) or 1.0
+        if (scale != 1 and not is_nemotron) or self.says("expert_group_count", 0) > 1:
             raise RefusedError("expert_weights_scale")
         scores = self.linear(x, layer, "ffn_gate_inp", number)
         scores = sigmoid(scores) if is_sigmoid else np.exp(scores - scores.max(-1, keepdims=True))
@@ -104,15 +127,22 @@ class HybridGraph(Graph):
         order = np.argsort(-wanted, axis=-1, kind="stable")[:, :chosen]
         out = np.zeros_like(x)
         for token, experts in enumerate(order):
-            weights = scores[token, experts] / scores[token, experts].sum()
+            weights = scores[token, experts]
+            if not is_nemotron or self.says("expert_weights_norm", False):
+                weights = weights / weights.sum()
             for expert, weight in zip(experts, weights, strict=True):
                 row, sizes = x[token], (number, size)
-                gate, up = (self.expert(row, layer, part, expert, *sizes) for part in ("gate", "up"))
-                out[token] += weight * self.expert(
-                    silu(gate) * up, layer, "down", expert, number, self.hidden_size
-                )
+                inner = self.expert(row, layer, "up", expert, *sizes)
+                if is_nemotron:
+                    inner = np.maximum(inner, 0) ** 2
+                else:
+                    inner = silu(self.expert(row, layer, "gate", expert, *sizes)) * inner
+                down = self.expert(inner, layer, "down", expert, number, self.hidden_size)
+                out[token] += scale * weight * down
         if self.architecture == "lfm2moe":
             return out
+        if is_nemotron:
+            return out + self.squared(x, layer, "_shexp", int(self.says("expert_shared_feed_forward_length")))
         of_shared = int(self.says("expert_shared_feed_forward_length", of_dense))
         shared = self.gated(x, layer, "_shexp", of_shared)
         if self.architecture == "granitehybrid":
@@ -178,7 +208,8 @@ class HybridGraph(Graph):
             self.says_positive(f"ssm.{key}")
             for key in ("state_size", "group_count", "time_step_rank", "inner_size")
         )
-        if inner != 2 * self.hidden_size or inner % heads or heads % groups:
+        is_other = self.architecture == "granitehybrid" and inner != 2 * self.hidden_size
+        if is_other or inner % heads or heads % groups:
             raise RefusedError("ssm.inner_size")
         name, of_groups = f"blk.{layer}", groups * size
         mixed = self.linear(x, layer, "ssm_in", 2 * inner + 2 * of_groups + heads)
@@ -200,9 +231,7 @@ class HybridGraph(Graph):
             state = decay[token][:, None, None] * state + added
             out[token] = (state * c[token][:, None]).sum(-1) + skip * value[token]
         gated = (out.reshape(len(x), -1) * silu(z)).reshape(len(x), groups, -1)
-        gated = gated / np.sqrt(
-            (gated**2).mean(-1, keepdims=True) + self.says("attention.layer_norm_rms_epsilon")
-        )
+        gated = gated / np.sqrt((gated**2).mean(-1, keepdims=True) + self.epsilon())
         normed = gated * self.tensor(f"{name}.ssm_norm.weight", groups, inner // groups)
         return self.linear(normed.reshape(len(x), -1), layer, "ssm_out", self.hidden_size)
 
@@ -217,7 +246,8 @@ class HybridGraph(Graph):
             query, gate = query[..., :size], query[..., size:].reshape(len(x), -1)
         if self.architecture in (*DELTA_NET, "lfm2", "lfm2moe"):
             query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
-        if self.architecture != "granitehybrid" or self.says("rope.scaling.finetuned", True):
+        is_turned = self.architecture != "granitehybrid" or self.says("rope.scaling.finetuned", True)
+        if is_turned and self.architecture not in NEMOTRON:
             query, key = self.rotate(query, layer), self.rotate(key, layer)
         key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
         scale = self.says("attention.scale", 0.0) if self.architecture == "granitehybrid" else 0.0

@@ -16,7 +16,7 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
-from truedraft.engine.models.gguf_hybrids import PER_LAYER, SETTINGS, WITH_ZEROS, hybrid_settings
+from truedraft.engine.models.gguf_hybrids import SETTINGS, WITH_ZEROS, hybrid_settings
 from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Architectures have a name in each of both worlds.
@@ -93,7 +93,7 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
     architecture = file.architecture
-    keys = GgufKeys(file, PER_LAYER if architecture in WITH_ZEROS else ())
+    keys = GgufKeys(file, WITH_ZEROS.get(architecture, ()))
     found: dict[str, Any] = {
         name: keys.needed(key, float if key.endswith("epsilon") else int)
         for key, name in NEEDED.items()

@@ -130,6 +130,6 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
     if architecture == "qwen3moe":
         return settings | {"norm_topk_prob": True}
     shared = keys.number("expert_shared_feed_forward_length", int, dense)
-    # Those that tell of it, and Qwen2-MoE does not: llama.cpp always does it.
+    # llama.cpp renormalises the weights of Qwen3-Next, whatever a file says, and not those of Qwen2-MoE.
     settings |= {"norm_topk_prob": True} if architecture == "qwen3next" else {}
     return settings | {"shared_expert_intermediate_size": shared}

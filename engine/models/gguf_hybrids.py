@@ -20,12 +20,15 @@ from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
 TILED, PAIRED = ("qwen35", "qwen35moe"), ("granitehybrid", "llama")
-# Keys of these architectures with a number for each layer are zero for layers that have no such part.
-WITH_ZEROS = ("granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
+# These keys have a number for each layer, which is zero for layers that have no such part.
+PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
+WITH_ZEROS = {
+    **dict.fromkeys(("granitehybrid", "lfm2", "lfm2moe"), PER_LAYER[:1]),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), PER_LAYER),
+}
 GROUPED_NORMS = (".mamba.norm.weight", ".mixer.norm.weight")
 # Joins of this module's outputs lie head by head in transformers.
 BY_KEY_HEAD = "linear_attn.in_proj_qkvz.weight"
-PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 # What a file calls transformers' parameters of a layer, where the package's table has other names or none.
 OTHERS: dict[str, tuple[str, ...]] = {
     f"{module}.{name}": (theirs,)

@@ -53,6 +53,19 @@ GRANITE = {
     "logit_scale": 2.0,
     "expert_shared_feed_forward_length": INNER,
 }
+# Each of its layers is only one thing.
+NEMOTRON = {
+    "block_count": 3,
+    "feed_forward_length": [0, 0, INNER],
+    "attention.head_count_kv": [0, KV_HEADS, 0],
+    "attention.layer_norm_epsilon": 1e-5,
+    "rope.scaling.finetuned": False,
+    "ssm.conv_kernel": WIDTH,
+    "ssm.state_size": SIZE,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 2 * HIDDEN,
+}
 OF_STATE: dict[str, dict[str, Any]] = {
     "lfm2": {"shortconv.l_cache": 3},
     "qwen35": {**DELTA_NET, "rope.dimension_sections": [1, 1, 0, 0]},
@@ -69,6 +82,18 @@ OF_STATE: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "expert_feed_forward_length": EXPERT,
         "expert_shared_feed_forward_length": INNER,
+    },
+    "nemotron_h": NEMOTRON,
+    "nemotron_h_moe": {
+        **NEMOTRON,
+        **EXPERTS,
+        "feed_forward_length": [0, 0, EXPERT],
+        "expert_feed_forward_length": EXPERT,
+        "expert_shared_feed_forward_length": INNER,
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "expert_group_count": 1,
     },
     "granitehybrid with experts": {**GRANITE, **EXPERTS, "feed_forward_length": EXPERT},
 }
@@ -91,11 +116,18 @@ def base(architecture: str) -> Content:
         "attn_v.weight": drawn(keys, HIDDEN),
         "attn_output.weight": drawn(HIDDEN, queries),
     }
-    if architecture != "granitehybrid":
+    if architecture not in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
         attention |= {f"attn_{part}_norm.weight": drawn(HEAD_SIZE, mean=1) for part in "qk"}
     norm = "post_attention_norm" if is_delta_net else "ffn_norm"
     last = "token_embd_norm" if architecture.startswith("lfm2") else "output_norm"
     tensors = {"token_embd.weight": drawn(VOCAB_SIZE, HIDDEN), f"{last}.weight": drawn(HIDDEN, mean=1)}
+    if architecture.startswith("nemotron_h"):
+        mlp = _experts if architecture == "nemotron_h_moe" else _squared
+        parts = _recurrence(architecture, drawn), attention, mlp(architecture, drawn)
+        for layer, part in enumerate(parts):
+            part["attn_norm.weight"] = drawn(HIDDEN, mean=1)
+            tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in part.items()}
+        return Content(architecture, _sizes(architecture) | settings, tensors)
     for layer, parts in enumerate((_recurrence(architecture, drawn), attention)):
         of_layer = parts | {
             "attn_norm.weight": drawn(HIDDEN, mean=1),
@@ -103,7 +135,12 @@ def base(architecture: str) -> Content:
             **(_experts(architecture, drawn) if "expert_count" in settings else _gated(drawn, "")),
         }
         tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in of_layer.items()}
-    metadata: dict[str, Any] = {
+    return Content(architecture, _sizes(architecture) | settings, tensors)
+
+
+def _sizes(architecture: str) -> dict[str, Any]:
+    is_delta_net = architecture in ("qwen35", "qwen3next")
+    found: dict[str, Any] = {
         "block_count": LAYERS,
         "context_length": CONTEXT,
         "embedding_length": HIDDEN,
@@ -117,7 +154,16 @@ def base(architecture: str) -> Content:
         "rope.dimension_count": HEAD_SIZE,
         "vocab_size": VOCAB_SIZE,
     }
-    return Content(architecture, metadata | settings, tensors)
+    if architecture.startswith("nemotron_h"):
+        del found["attention.layer_norm_rms_epsilon"]
+    return found
+
+
+def _squared(architecture: str, drawn: Callable[..., Any], end: str = "") -> dict[str, Any]:
+    return {
+        f"ffn_up{end}.weight": drawn(INNER, HIDDEN),
+        f"ffn_down{end}.weight": drawn(HIDDEN, INNER),
+    }
 
 
 def _gated(drawn: Callable[..., Any], end: str) -> dict[str, Any]:
@@ -137,6 +183,9 @@ def _experts(architecture: str, drawn: Callable[..., Any]) -> dict[str, Any]:
     }
     if architecture == "lfm2moe":
         return found | {"exp_probs_b.bias": drawn(NUMBER)}
+    if architecture == "nemotron_h_moe":
+        del found["ffn_gate_exps.weight"]
+        return found | {"exp_probs_b.bias": drawn(NUMBER)} | _squared(architecture, drawn, "_shexp")
     found |= _gated(drawn, "_shexp")
     return found | ({"ffn_gate_inp_shexp.weight": drawn(HIDDEN)} if architecture == "qwen3next" else {})
 
@@ -177,10 +226,11 @@ def _recurrence(architecture: str, drawn: Callable[..., Any]) -> dict[str, Any]:
 # Other values of keys than those that the file has; None removes it.
 VALUES: dict[str, list[Any]] = {
     "block_count": [1],
-    "feed_forward_length": [INNER // 2, [INNER, INNER]],
-    "attention.head_count_kv": [[KV_HEADS, 0], [0, 1], [0, 0], [0], KV_HEADS, None],
+    "feed_forward_length": [INNER // 2, [INNER, INNER], [0, INNER, 0], [INNER, 0, INNER], [0, 0, 0]],
+    "attention.head_count_kv": [[KV_HEADS, 0], [0, 1], [0, 0], [0, 2, 2], [0], KV_HEADS, None],
     "attention.key_length": [8],
     "attention.layer_norm_rms_epsilon": [0.5],
+    "attention.layer_norm_epsilon": [0.5, None],
     "attention.recurrent_layers": [[True, False], [False, True], [True]],
     "attention.scale": [0.7, 0.0],
     "embedding_scale": [12.0, 0.0],
@@ -208,7 +258,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def key_mutations(content: Content) -> Iterator[Content]:
-    """Of architectures with experts only what tells of them is changed: the rest goes the same ways."""
+    """Changes of architectures with experts only what tells of them: the rest goes the same ways."""
     values = VALUES
     if "expert_count" in content.metadata:
         values = {key: some for key, some in VALUES.items() if key.startswith(KEYS_OF_EXPERTS)} | OF_EXPERTS
@@ -246,12 +296,14 @@ MUTATIONS: dict[str, Callable[[Content], Iterator[Content]]] = {
 }
 # Files served as by llama.cpp, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
-    "lfm2": [(9, 39), (0, 10), (0, 16), (1, 13)],
-    "qwen35": [(11, 39), (0, 16), (0, 24), (2, 13)],
-    "granitehybrid": [(13, 37), (1, 14), (0, 25), (1, 12)],
-    "lfm2moe": [(5, 22), (0, 5), (0, 9), (0, 13)],
-    "qwen3next": [(9, 19), (0, 12), (0, 21), (2, 12)],
-    "granitehybrid with experts": [(4, 23), (0, 9), (0, 16), (1, 11)],
+    "lfm2": [(9, 44), (0, 10), (0, 16), (1, 13)],
+    "qwen35": [(11, 44), (0, 16), (0, 24), (2, 13)],
+    "granitehybrid": [(13, 42), (1, 14), (0, 25), (1, 12)],
+    "lfm2moe": [(5, 25), (0, 5), (0, 9), (0, 13)],
+    "qwen3next": [(9, 22), (0, 12), (0, 21), (2, 12)],
+    "nemotron_h": [(11, 45), (1, 13), (0, 23), (1, 12)],
+    "nemotron_h_moe": [(5, 24), (0, 6), (0, 11), (1, 12)],
+    "granitehybrid with experts": [(4, 26), (0, 9), (0, 16), (1, 11)],
 }
 
 
