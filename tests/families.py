@@ -251,7 +251,7 @@ def save_random(folder: Path, model_type: str, values: dict[str, Any], seed: int
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * STD)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * STD)
     model.save_pretrained(folder)
     return str(folder)

@@ -14,16 +14,24 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
+from truedraft.engine.models.stacks import stored_tensors
+
 ARCHITECTURES = {
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
+    "nemotron_h": "nemotron_h",
     "granitemoehybrid": "granitehybrid",
 }
+QWEN, TILED = ("qwen35", "qwen35moe", "qwen3next"), ("qwen35", "qwen35moe")
 ROOT = {
     "model.embed_tokens": "token_embd",
     "lm_head": "output",
     "model.norm": "output_norm",
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
     "model.embedding_norm": "token_embd_norm",
 }
 # Names below a layer; those of one part by default end as transformers' do.
@@ -40,6 +48,8 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
     "shared_mlp.output_linear": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "feed_forward.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -58,15 +68,25 @@ LAYER = {
     "conv.out_proj": "shortconv.out_proj",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
+    "norm": "attn_norm",
+    **{f"mixer.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    **{
+        f"{module}.{theirs}": f"ssm_{ours}"
+        for module in ("mamba", "mixer")
+        for theirs, ours in {"in_proj": "in", "conv1d": "conv1d", "norm": "norm", "out_proj": "out"}.items()
+    },
 }
 
 
@@ -78,6 +98,8 @@ def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) ->
     module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = module.config
     architecture = ARCHITECTURES[config.model_type]
+    if architecture == "nemotron_h" and "moe" in config.layer_types:
+        architecture = "nemotron_h_moe"
     writer = GGUFWriter(path, architecture)
     further = more.pop("further", None)
     _add_metadata(writer, architecture, module, 0 if further is None else 1)
@@ -85,9 +107,9 @@ def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) ->
         writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
         writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", further)
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, parameter in stored_tensors(module).items():
             stored = parameter.numpy()
-            if "linear_attn." in name:
+            if "linear_attn." in name and architecture in TILED:
                 stored = _tiled(name, stored, config)
             for theirs, tensor in _converted(name, stored, architecture, config):
                 own = next((kind for end, kind in more.items() if theirs.endswith(end)), kind)
@@ -110,26 +132,37 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
     writer.add_block_count(config.num_hidden_layers + num_further)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    if architecture == "qwen35moe":
-        writer.add_expert_count(config.num_experts)
+    if architecture.startswith("nemotron_h"):
+        _add_nemotron(writer, architecture, config)
+        return
+    if number := getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+        writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture in ("qwen35moe", "qwen3next", "lfm2moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture in ("qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    else:
-        writer.add_feed_forward_length(_mlp_size(module))
+    if architecture == "granitehybrid" and number:
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if architecture == "lfm2moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture != "qwen35moe":
+        writer.add_feed_forward_length(config.intermediate_size if number else _mlp_size(module))
     writer.add_head_count(config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     rope = config.rope_parameters or {}
     writer.add_rope_freq_base(rope.get("rope_theta", 1e4))
     heads = config.num_key_value_heads
-    if architecture.startswith("qwen35"):
+    if architecture in QWEN:
         values = config.linear_num_value_heads
         writer.add_head_count_kv(heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        if architecture in TILED:
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -140,7 +173,7 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
         return
     has_heads = [kind == "full_attention" for kind in config.layer_types]
     writer.add_array(f"{architecture}.attention.head_count_kv", [heads * each for each in has_heads])
-    if architecture == "lfm2":
+    if architecture.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         return
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
@@ -156,6 +189,37 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
     writer.add_logit_scale(config.logits_scaling)
 
 
+def _add_nemotron(writer: GGUFWriter, architecture: str, config: Any) -> None:
+    has_experts = architecture == "nemotron_h_moe"
+    kinds, size = (
+        config.layer_types,
+        config.moe_intermediate_size if has_experts else config.intermediate_size,
+    )
+    writer.add_feed_forward_length([size if kind in ("mlp", "moe") else 0 for kind in kinds])
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    if has_experts:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
 def _mlp_size(module: Any) -> int:
     """Returns that of the weights, which a setting of LFM2 may make another than its config says."""
     names = [name for name in module.state_dict() if name.endswith(("w2.weight", "down_proj.weight"))]
@@ -167,24 +231,33 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
     """Returns the file's tensors of transformers' ``name``."""
     base, _, end = name.rpartition(".")
     if base in ROOT:
-        shifted = stored + 1 if architecture.startswith("qwen35") and stored.ndim == 1 else stored
+        shifted = stored + 1 if architecture in QWEN and stored.ndim == 1 else stored
         return [(f"{ROOT[base]}.{end}", shifted)]
     number, inner = name.removeprefix("model.layers.").split(".", 1)
     prefix, part = f"blk.{number}", inner.rpartition(".")[0]
-    of_mamba = part == "mamba"
+    of_mamba = part in ("mamba", "mixer")
     if end == "A_log":
         rates = -np.exp(stored)
         return [(f"{prefix}.ssm_a", rates[:, None] if of_mamba else rates)]
     if end == "D":
         return [(f"{prefix}.ssm_d", stored[:, None])]
+    if end in ("expert_bias", "e_score_correction_bias"):
+        return [(f"{prefix}.exp_probs_b.bias", stored)]
     if end == "dt_bias":
         return [(f"{prefix}.ssm_dt.bias", stored)]
     if part == "shared_mlp.input_linear":
         gate, up = np.split(stored, 2)
-        return [(f"{prefix}.ffn_gate.weight", gate), (f"{prefix}.ffn_up.weight", up)]
+        end = "_shexp" if config.num_local_experts else ""
+        return [(f"{prefix}.ffn_gate{end}.weight", gate), (f"{prefix}.ffn_up{end}.weight", up)]
+    if part == "shared_mlp.output_linear" and config.num_local_experts:
+        return [(f"{prefix}.ffn_down_shexp.weight", stored)]
+    if part == "linear_attn.in_proj_qkvz":
+        return _by_kind(prefix, stored, config)
     if end == "gate_up_proj":
         gate, up = np.split(stored, 2, axis=1)
         return [(f"{prefix}.ffn_gate_exps.weight", gate), (f"{prefix}.ffn_up_exps.weight", up)]
+    if end == "up_proj":
+        return [(f"{prefix}.ffn_up_exps.weight", stored)]
     if end == "down_proj":
         return [(f"{prefix}.ffn_down_exps.weight", stored)]
     if part == "mlp.shared_expert_gate":
@@ -194,14 +267,26 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
         theirs = "ffn_norm"
     if stored.ndim == 3:
         stored = stored[:, 0]
-    if part == "mamba.norm":
-        stored = stored.reshape(config.mamba_n_groups, -1)
-    if architecture.startswith("qwen35") and part.endswith("norm") and part != "linear_attn.norm":
+    if part in ("mamba.norm", "mixer.norm"):
+        groups = config.n_groups if part == "mixer.norm" else config.mamba_n_groups
+        stored = stored.reshape(groups, -1)
+    if architecture in QWEN and part.endswith("norm") and part != "linear_attn.norm":
         stored = stored + 1
     if architecture == "granitehybrid" and part in ("self_attn.q_proj", "self_attn.k_proj"):
         heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
         stored = stored.reshape(heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
     return [(f"{prefix}.{theirs}.{end}", stored)]
+
+
+def _by_kind(prefix: str, stored: Any, config: Any) -> list[tuple[str, Any]]:
+    """Orders what lies key head by key head: all queries first, then all keys, values and gates."""
+    key_size, heads = config.linear_key_head_dim, config.linear_num_key_heads
+    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    by_head = stored.reshape(heads, -1, stored.shape[-1])
+    parts = np.split(by_head, np.cumsum([key_size, key_size, values]), axis=1)
+    parts = [part.reshape(-1, stored.shape[-1]) for part in parts]
+    mixed, gates = np.concatenate(parts[:3]), parts[3]
+    return [(f"{prefix}.attn_qkv.weight", mixed), (f"{prefix}.attn_gate.weight", gates)]
 
 
 def _tiled(name: str, stored: Any, config: Any) -> Any:
@@ -224,7 +309,7 @@ def _tiled(name: str, stored: Any, config: Any) -> Any:
 def _take_back(name: str, parameter: Any, theirs: str, dense: Any, architecture: str, config: Any) -> None:
     """Gives the module the rounded weights: whatever was moved is found again by converting numbers."""
     numbers = np.arange(parameter.numel()).reshape(parameter.shape)
-    if "linear_attn." in name:
+    if "linear_attn." in name and architecture in TILED:
         numbers = _tiled(name, numbers, config)
     for part, moved in _converted(name, numbers, architecture, config):
         if part == theirs:

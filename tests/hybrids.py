@@ -46,10 +46,32 @@ def granite(**more: Any) -> dict[str, Any]:
     }
 
 
+def nemotron(*kinds: str, **more: Any) -> dict[str, Any]:
+    """Clamps no dt, which transformers would do in prompts only, and its makers do not do at all."""
+    values: dict[str, Any] = {key: value for key, value in HYBRID.items() if key != "num_hidden_layers"}
+    return {
+        **values,
+        "layers_block_type": list(kinds),
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "time_step_min": 1e-9,
+        "chunk_size": 16,
+        **more,
+    }
+
+
+MAMBA, FULL = "linear_attention", "full_attention"
 # Family -> (transformers' model type, its config).
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", {**HYBRID, **CONV_FIRST}),
     "LFM2 with biases": ("lfm2", {**HYBRID, **CONV_FIRST, "conv_bias": True, "conv_L_cache": 4}),
+    "LFM2 with experts": (
+        "lfm2_moe",
+        {**HYBRID, **CONV_FIRST, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
     "LFM3": (
         "lfm3",
         {
@@ -69,6 +91,22 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5, three value heads for each key head": ("qwen3_5_text", delta_net(2, 6, 7)),
     "Qwen3.5 with experts": ("qwen3_5_moe_text", {**delta_net(2, 4, 4), **EXPERTS}),
     "Qwen3-Next": ("qwen3_next", {**delta_net(2, 6, 4), **EXPERTS, "mlp_only_layers": [1]}),
+    "Nemotron-H": ("nemotron_h", nemotron(MAMBA, "mlp", FULL, "mlp", "mlp", MAMBA, MAMBA)),
+    "Nemotron-H, an MLP first, with biases": (
+        "nemotron_h",
+        nemotron("mlp", MAMBA, FULL, mlp_bias=True, use_bias=True, conv_kernel=3, n_groups=1),
+    ),
+    "Nemotron-H with experts": (
+        "nemotron_h",
+        nemotron(
+            *(MAMBA, "moe", FULL, "moe"),
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=40,
+            routed_scaling_factor=2.5,
+        ),
+    ),
     "Granite 4 H with experts": (
         "granitemoehybrid",
         granite(num_local_experts=4, num_experts_per_tok=2, intermediate_size=24),

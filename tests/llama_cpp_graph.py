@@ -42,7 +42,7 @@ class Graph:
         self.hidden_size, self.num_layers = self.says("embedding_length"), self.says("block_count")
         self.head_size = self.says("attention.key_length", self.hidden_size // self.heads(0))
         self.rotated = self.says("rope.dimension_count", self.head_size)
-        if architecture not in ("phi3", "qwen35") and self.rotated != self.head_size:
+        if architecture not in ("phi3", "qwen35", "qwen3next") and self.rotated != self.head_size:
             raise RefusedError("rope.dimension_count")
         if self.says("attention.value_length", self.head_size) != self.head_size:
             raise RefusedError("attention.value_length")
@@ -55,6 +55,8 @@ class Graph:
 
     def of_layer(self, key: str, layer: int, default: Any = None) -> Any:
         value = self.says(key, default)
+        if isinstance(value, list) and len(value) != self.says("block_count"):
+            raise RefusedError(f"wrong array length: {key}")
         return value[layer] if isinstance(value, list) else value
 
     def heads(self, layer: int) -> int:
@@ -77,9 +79,14 @@ class Graph:
             y = y + self.tensor(bias, size)
         return y
 
+    def epsilon(self) -> float:
+        if not self.architecture.startswith("nemotron_h"):
+            return float(self.says("attention.layer_norm_rms_epsilon"))
+        other = self.says("attention.layer_norm_epsilon")
+        return float(self.says("attention.layer_norm_rms_epsilon", other))
+
     def norm(self, x: Array, name: str) -> Array:
-        eps = self.says("attention.layer_norm_rms_epsilon")
-        scale = np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+        scale = np.sqrt((x**2).mean(-1, keepdims=True) + self.epsilon())
         return x / scale * self.tensor(f"{name}.weight", x.shape[-1])
 
     def logits(self, ids: list[int]) -> Array:

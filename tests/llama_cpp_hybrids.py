@@ -9,7 +9,9 @@ import numpy as np
 
 from tests.llama_cpp_graph import Array, Graph, RefusedError
 
-MAMBA = ("granitehybrid",)
+DELTA_NET = ("qwen35", "qwen3next")
+NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+WITH_SIGMOID, SIGMOID = ("lfm2moe", "nemotron_h_moe"), 2
 
 
 def silu(x: Array) -> Array:
@@ -33,9 +35,9 @@ class HybridGraph(Graph):
         return float(self.says(key, 0.0)) or 1.0
 
     def is_recurrent(self, layer: int) -> bool:
-        if self.architecture != "qwen35":
+        if self.architecture not in DELTA_NET:
             return self.kv_heads(layer) == 0
-        said = self.metadata.get("qwen35.attention.recurrent_layers")
+        said = self.metadata.get(f"{self.architecture}.attention.recurrent_layers")
         if said is None:
             return bool((layer + 1) % self.says("full_attention_interval", 4))
         if len(said) != self.says("block_count"):
@@ -43,7 +45,8 @@ class HybridGraph(Graph):
         return bool(said[layer])
 
     def logits(self, ids: list[int]) -> Array:
-        further = int(self.says("nextn_predict_layers", 0)) if self.architecture == "qwen35" else 0
+        has_further = self.architecture in (*DELTA_NET, *NEMOTRON)
+        further = int(self.says("nextn_predict_layers", 0)) if has_further else 0
         layers = self.num_layers - further
         if not 0 <= further < self.num_layers:
             raise RefusedError("nextn_predict_layers")
@@ -53,7 +56,7 @@ class HybridGraph(Graph):
             x = x * self.scale_of("embedding_scale")
         for layer in range(layers):
             x = self.layer(x, layer)
-        x = self.norm(x, "token_embd_norm" if self.architecture == "lfm2" else "output_norm")
+        x = self.norm(x, "token_embd_norm" if self.architecture.startswith("lfm2") else "output_norm")
         head = "output.weight" if "output.weight" in self.all else "token_embd.weight"
         logits: Array = x @ self.tensor(head, *table).T
         if self.architecture == "granitehybrid":
@@ -63,19 +66,94 @@ class HybridGraph(Graph):
         return logits
 
     def layer(self, x: Array, layer: int) -> Array:
+        if self.architecture in NEMOTRON:
+            return x + self.only_branch(self.norm(x, f"blk.{layer}.attn_norm"), layer)
         name, is_granite = f"blk.{layer}", self.architecture == "granitehybrid"
         factor = self.scale_of("residual_scale") if is_granite else 1.0
         inputs = self.norm(x, f"{name}.attn_norm")
         x = x + factor * (self.recur if self.is_recurrent(layer) else self.attention)(inputs, layer)
-        norm = "post_attention_norm" if self.architecture == "qwen35" else "ffn_norm"
-        inputs, size = self.norm(x, f"{name}.{norm}"), int(self.of_layer("feed_forward_length", layer))
-        gate, up = (self.linear(inputs, layer, part, size) for part in ("ffn_gate", "ffn_up"))
-        return x + factor * self.linear(silu(gate) * up, layer, "ffn_down", self.hidden_size)
+        norm = "post_attention_norm" if self.architecture in DELTA_NET else "ffn_norm"
+        return x + factor * self.mlp(self.norm(x, f"{name}.{norm}"), layer)
+
+    def only_branch(self, x: Array, layer: int) -> Array:
+        size = int(self.of_layer("feed_forward_length", layer))
+        if not size:
+            return (self.mamba if self.kv_heads(layer) == 0 else self.attention)(x, layer)
+        if self.architecture == "nemotron_h_moe":
+            return self.mixture(x, layer)
+        return self.squared(x, layer, "", size, ("up", "down"))
+
+    def squared(self, x: Array, layer: int, end: str, size: int, biases: tuple[str, ...] = ()) -> Array:
+        """The squares of what is above zero; biases are optional."""
+        for part, width in (("up", size), ("down", self.hidden_size)):
+            x = self.linear(x, layer, f"ffn_{part}{end}", width)
+            if part in biases and f"blk.{layer}.ffn_{part}.bias" in self.all:
+                x = x + self.tensor(f"blk.{layer}.ffn_{part}.bias", width)
+            x = np.maximum(x, 0) ** 2 if part == "up" else x
+        return x
+
+    def mlp(self, x: Array, layer: int) -> Array:
+        dense = self.says("leading_dense_block_count", 0) if self.architecture == "lfm2moe" else 0
+        is_granite_dense = self.architecture == "granitehybrid" and not self.says("expert_count", 0)
+        if self.architecture in ("lfm2", "qwen35") or is_granite_dense or layer < dense:
+            return self.gated(x, layer, "", int(self.of_layer("feed_forward_length", layer)))
+        return self.mixture(x, layer)
+
+    def gated(self, x: Array, layer: int, end: str, size: int) -> Array:
+        gate, up = (self.linear(x, layer, f"ffn_{part}{end}", size) for part in ("gate", "up"))
+        return self.linear(silu(gate) * up, layer, f"ffn_down{end}", self.hidden_size)
+
+    def mixture(self, x: Array, layer: int) -> Array:
+        """Experts, and one for all tokens."""
+        number, chosen = self.says_positive("expert_count"), self.says_positive("expert_used_count")
+        is_nemotron = self.architecture in NEMOTRON
+        of_dense = int(self.of_layer("feed_forward_length", layer, 0))
+        size = of_dense
+        if self.architecture != "granitehybrid":
+            size = int(self.says("expert_feed_forward_length", 0)) or of_dense // chosen
+        is_sigmoid = self.architecture in WITH_SIGMOID
+        # A file may say another way to score, and only the models' own is served.
+        scoring = self.says("expert_gating_func", SIGMOID if is_sigmoid else 1)
+        if chosen > number or scoring != (SIGMOID if is_sigmoid else 1):
+            raise RefusedError("expert_gating_func")
+        if self.architecture == "lfm2moe":
+            self.says("expert_gating_func")
+        scale = float(self.says("expert_weights_scale", 0.0)) or 1.0
+        if (scale != 1 and not is_nemotron) or self.says("expert_group_count", 0) > 1:
+            raise RefusedError("expert_weights_scale")
+        scores = self.linear(x, layer, "ffn_gate_inp", number)
+        scores = sigmoid(scores) if is_sigmoid else np.exp(scores - scores.max(-1, keepdims=True))
+        wanted = scores + self.tensor(f"blk.{layer}.exp_probs_b.bias", number) if is_sigmoid else scores
+        order = np.argsort(-wanted, axis=-1, kind="stable")[:, :chosen]
+        out = np.zeros_like(x)
+        for token, experts in enumerate(order):
+            weights = scores[token, experts]
+            if not is_nemotron or self.says("expert_weights_norm", False):
+                weights = weights / weights.sum()
+            for expert, weight in zip(experts, weights, strict=True):
+                row, sizes = x[token], (number, size)
+                inner = self.expert(row, layer, "up", expert, *sizes)
+                if is_nemotron:
+                    inner = np.maximum(inner, 0) ** 2
+                else:
+                    inner = silu(self.expert(row, layer, "gate", expert, *sizes)) * inner
+                down = self.expert(inner, layer, "down", expert, number, self.hidden_size)
+                out[token] += scale * weight * down
+        if self.architecture == "lfm2moe":
+            return out
+        if is_nemotron:
+            return out + self.squared(x, layer, "_shexp", int(self.says("expert_shared_feed_forward_length")))
+        of_shared = int(self.says("expert_shared_feed_forward_length", of_dense))
+        shared = self.gated(x, layer, "_shexp", of_shared)
+        if self.architecture == "granitehybrid":
+            return out + shared
+        share = x @ self.tensor(f"blk.{layer}.ffn_gate_inp_shexp.weight", self.hidden_size)
+        return out + shared * sigmoid(share)[:, None]
 
     def recur(self, x: Array, layer: int) -> Array:
-        if self.architecture == "lfm2":
+        if self.architecture.startswith("lfm2"):
             return self.short_conv(x, layer)
-        return self.delta_net(x, layer) if self.architecture == "qwen35" else self.mamba(x, layer)
+        return self.delta_net(x, layer) if self.architecture in DELTA_NET else self.mamba(x, layer)
 
     def convolved(self, x: Array, name: str, width: int) -> Array:
         weight = self.tensor(name, x.shape[1], width)
@@ -105,15 +183,20 @@ class HybridGraph(Graph):
         )
         query, key = (each / np.sqrt((each**2).sum(-1, keepdims=True) + 1e-6) for each in (query, key))
         z = self.linear(x, layer, "attn_gate", heads * size)
-        beta = sigmoid(self.linear(x, layer, "ssm_beta", heads))
-        step = np.log1p(
-            np.exp(self.linear(x, layer, "ssm_alpha", heads) + self.tensor(f"{name}.ssm_dt.bias", heads))
-        )
+        is_tiled = self.architecture == "qwen35"
+        if is_tiled:
+            b, a = (self.linear(x, layer, f"ssm_{part}", heads) for part in ("beta", "alpha"))
+        else:
+            both = self.linear(x, layer, "ssm_ba", 2 * heads).reshape(len(x), keys, 2, -1)
+            b, a = (both[:, :, part].reshape(len(x), heads) for part in (0, 1))
+        beta = sigmoid(b)
+        step = np.log1p(np.exp(a + self.tensor(f"{name}.ssm_dt.bias", heads)))
         decay = np.exp(step * self.tensor(f"{name}.ssm_a", heads))
         state, out = np.zeros((heads, size, size)), np.zeros((len(x), heads, size))
         for token in range(len(x)):
             for head in range(heads):
-                k, q = key[token, head % keys], query[token, head % keys] * size**-0.5
+                own = head % keys if is_tiled else head // (heads // keys)
+                k, q = key[token, own], query[token, own] * size**-0.5
                 state[head] *= decay[token, head]
                 state[head] += np.outer(k, beta[token, head] * (value[token, head] - k @ state[head]))
                 out[token, head] = q @ state[head]
@@ -125,7 +208,8 @@ class HybridGraph(Graph):
             self.says_positive(f"ssm.{key}")
             for key in ("state_size", "group_count", "time_step_rank", "inner_size")
         )
-        if inner != 2 * self.hidden_size or inner % heads or heads % groups:
+        is_other = self.architecture == "granitehybrid" and inner != 2 * self.hidden_size
+        if is_other or inner % heads or heads % groups:
             raise RefusedError("ssm.inner_size")
         name, of_groups = f"blk.{layer}", groups * size
         mixed = self.linear(x, layer, "ssm_in", 2 * inner + 2 * of_groups + heads)
@@ -147,24 +231,23 @@ class HybridGraph(Graph):
             state = decay[token][:, None, None] * state + added
             out[token] = (state * c[token][:, None]).sum(-1) + skip * value[token]
         gated = (out.reshape(len(x), -1) * silu(z)).reshape(len(x), groups, -1)
-        gated = gated / np.sqrt(
-            (gated**2).mean(-1, keepdims=True) + self.says("attention.layer_norm_rms_epsilon")
-        )
+        gated = gated / np.sqrt((gated**2).mean(-1, keepdims=True) + self.epsilon())
         normed = gated * self.tensor(f"{name}.ssm_norm.weight", groups, inner // groups)
         return self.linear(normed.reshape(len(x), -1), layer, "ssm_out", self.hidden_size)
 
     def attention(self, x: Array, layer: int) -> Array:
         heads, kv_heads, size, name = self.heads(layer), self.kv_heads(layer), self.head_size, f"blk.{layer}"
-        is_gated, gate = self.architecture == "qwen35", None
+        is_gated, gate = self.architecture in DELTA_NET, None
         query = self.linear(x, layer, "attn_q", heads * size * (1 + is_gated)).reshape(len(x), heads, -1)
         key, value = (
             self.linear(x, layer, f"attn_{part}", kv_heads * size).reshape(len(x), -1, size) for part in "kv"
         )
         if is_gated:
             query, gate = query[..., :size], query[..., size:].reshape(len(x), -1)
-        if self.architecture in ("qwen35", "lfm2"):
+        if self.architecture in (*DELTA_NET, "lfm2", "lfm2moe"):
             query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
-        if self.architecture != "granitehybrid" or self.says("rope.scaling.finetuned", True):
+        is_turned = self.architecture != "granitehybrid" or self.says("rope.scaling.finetuned", True)
+        if is_turned and self.architecture not in NEMOTRON:
             query, key = self.rotate(query, layer), self.rotate(key, layer)
         key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
         scale = self.says("attention.scale", 0.0) if self.architecture == "granitehybrid" else 0.0

@@ -170,6 +170,8 @@ MORE: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
     "muse_spark": {"audio_config.out_hidden_size": 32},
     "nemotron": {"num_key_value_heads": 2},
+    # transformers' own prompts and steps differ where a step is less than this.
+    "nemotron_h": {"time_step_min": 1e-9},
     "paddleocr_vl": {"text_config.rope_parameters": {**PLAIN, "mrope_section": [2, 2, 4]}},
     "qwen2_5_omni_thinker": THREE_DIMENSIONS,
     "qwen2_5_vl": THREE_DIMENSIONS,

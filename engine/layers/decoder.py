@@ -58,7 +58,21 @@ class Recurrent:
         return run.linear(self.output, run.recur(self.recurrence, run.linear(self.inputs, x)), residual)
 
 
-Mixer: TypeAlias = Attention | Recurrent
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Two mixers get the same of each token, and what they compute is added."""
+
+    mixers: tuple[Attention | Recurrent, Attention | Recurrent]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.mixers[0].linears, *self.mixers[1].linears
+
+    def __call__(self, x: torch.Tensor, run: LayerRun, residual: torch.Tensor | None) -> torch.Tensor:
+        return self.mixers[1](x, run, self.mixers[0](x, run, residual))
+
+
+Mixer: TypeAlias = Attention | Recurrent | Parallel
 Mlp: TypeAlias = GatedMlp | Experts
 
 
@@ -75,11 +89,11 @@ class Part(Protocol):
 class DecoderLayer:
     """Norms may stand before each branch, and after it, of what is added to the hidden states.
 
-    ``is_parallel``: both branches get what the mixer's norm makes of the layer's input. ``mlp`` is None where
-    the mixer is all there is.
+    ``is_parallel``: both branches get what the mixer's norm makes of the layer's input. ``mixer`` or ``mlp``
+    is None where the other one is all there is.
     """
 
-    mixer: Mixer
+    mixer: Mixer | None
     mlp: Mlp | None
     mixer_norm: Norm | None
     mlp_norm: Norm | None
@@ -93,6 +107,17 @@ class DecoderLayer:
             raise ValueError("branches that run in parallel have the mixer's norm, and no other")
         if self.mlp is None and (self.is_parallel or self.mlp_norm or self.mlp_post_norm):
             raise ValueError("a layer without an MLP has no norm of it, and nothing that runs in parallel")
+        if self.mixer is None and (self.mlp is None or self.mixer_norm or self.mixer_post_norm):
+            raise ValueError("a layer without a mixer has an MLP, and no norm of a mixer")
+        if isinstance(self.mixer, Parallel) and (self.mixer_norm is None or self.mixer_post_norm is not None):
+            raise ValueError("mixers that run in parallel have a norm before them, and none after them")
+
+    @property
+    def mixers(self) -> tuple[Attention | Recurrent, ...]:
+        """Returns those that have a cache, one after the other."""
+        if isinstance(self.mixer, Parallel):
+            return self.mixer.mixers
+        return () if self.mixer is None else (self.mixer,)
 
     def __call__(
         self, hidden: torch.Tensor, run: LayerRun, joined: torch.Tensor | None = None
@@ -101,12 +126,14 @@ class DecoderLayer:
         [tokens, 2 * hidden size] in its place, if that is given."""
         if self.is_parallel:
             assert self.mixer_norm is not None
+            assert self.mixer is not None
             assert self.mlp is not None
             x = run.norm(self.mixer_norm, hidden)
             return self.mlp(x, run, self.mixer(x, run, hidden))
         if joined is not None:
+            assert self.mixer is not None
             hidden = self.mixer(joined, run, hidden)
-        else:
+        elif self.mixer is not None:
             hidden = _branch(self.mixer, self.mixer_norm, self.mixer_post_norm, hidden, run)
         if self.mlp is None:
             return hidden
@@ -168,17 +195,22 @@ class DecoderWeights:
         if self.joint is not None and self.joint.projection is not None:
             yield self.joint.projection
         for layer in self.layers:
-            yield from layer.mixer.linears
+            yield from () if layer.mixer is None else layer.mixer.linears
             yield from () if layer.mlp is None else layer.mlp.linears
 
     @property
     def has_states(self) -> bool:
-        return any(isinstance(layer.mixer, Recurrent) for layer in self.layers)
+        return any(isinstance(mixer, Recurrent) for mixer in self.mixers)
+
+    @property
+    def mixers(self) -> list[Attention | Recurrent]:
+        """Returns those of all layers: a mixer's ``layer`` is its place here, and its cache's."""
+        return [mixer for layer in self.layers for mixer in layer.mixers]
 
     @property
     def attention(self) -> list[AttentionShape]:
         """Returns the shapes of its layers of attention."""
-        return [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, Attention)]
+        return [mixer.shape for mixer in self.mixers if isinstance(mixer, Attention)]
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the first hidden states [tokens, hidden size]."""

@@ -8,10 +8,11 @@ import torch
 
 from truedraft.engine.layers.linear import Linear
 
-# Activations of gates have transformers' names and stand in the order of kernels.h. gpt-oss clamps what it
-# gates and what gates (``clamped_swish``).
-Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish"]
+# Activations have transformers' names and stand in the order of kernels.h. gpt-oss clamps what it gates and
+# what gates (``clamped_swish``). Those that are ``UNGATED`` gate nothing: a number becomes another.
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+UNGATED: tuple[Activation, ...] = ("relu2",)
 # Numbers of ``clamped_swish`` are at most SWISH_LIMIT, and x becomes x sigmoid(SWISH_SLOPE x).
 SWISH_LIMIT, SWISH_SLOPE = 7.0, 1.702
 # A router's numbers become scores by one of these, in the order of kernels.h.
@@ -27,7 +28,8 @@ class MlpRun(Protocol):
         ...
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-        """Gates [tokens, 2 * size] to [tokens, size]; ``gate_up`` may be overwritten."""
+        """Gates [tokens, 2 * size] to [tokens, size], or takes the activation of as many numbers as there are
+        if it is ``UNGATED``; ``gate_up`` may be overwritten."""
         ...
 
     def experts(
@@ -39,7 +41,7 @@ class MlpRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """Some numbers of each token gate as many others."""
+    """Some numbers of each token gate as many others, unless the activation is ``UNGATED``."""
 
     activation: Activation
     gate_up: Linear
@@ -60,7 +62,8 @@ class Router:
 
     ``linear`` makes a number for each expert, and ``scoring`` a score of it. ``choice_bias`` [experts] is
     added to the scores where experts are chosen, and not to their weights. Weights that are ``renormalised``
-    sum up to one before they are multiplied; of a softmax that is the same as one over the chosen experts.
+    are divided by their sum and ``added_to_sum`` before they are multiplied; of a softmax that is the same as
+    one over the chosen experts.
     """
 
     linear: Linear
@@ -69,6 +72,7 @@ class Router:
     scoring: Scoring
     choice_bias: torch.Tensor | None = None
     renormalises: bool = False
+    added_to_sum: float = 0.0
     multiplier: float = 1.0
 
     def choose(self, x: torch.Tensor, run: MlpRun) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +85,7 @@ class Router:
         chosen = order[:, : self.num_chosen].sort(-1).values
         weights = scores.gather(1, chosen)
         if self.renormalises:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.added_to_sum)
         return chosen, weights * self.multiplier
 
 

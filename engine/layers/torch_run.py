@@ -38,6 +38,8 @@ class TorchPointwise:
         return query_key, value
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+        if activation == "relu2":
+            return F.relu(gate_up).square()
         gate, up = gate_up.chunk(2, dim=1)
         if activation == "clamped_swish":
             gate, up = gate.clamp(max=SWISH_LIMIT), up.clamp(-SWISH_LIMIT, SWISH_LIMIT)

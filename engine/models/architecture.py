@@ -32,6 +32,7 @@ from truedraft.engine.models.hf.layer_probe import NOT_REPLACEABLE
 from truedraft.engine.models.load_errors import has_file, stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
+from truedraft.engine.models.recurrences import keep_limits
 from truedraft.engine.models.text_part import (
     PLAIN_INSIDE,
     TextCheckpoint,
@@ -137,7 +138,7 @@ def skeleton(
         if error.args != (ATTENTION_NAME,):
             raise
         raise ModelLoadError(NOT_REPLACEABLE.format(config.model_type)) from error
-    return module.eval().requires_grad_(False)
+    return keep_limits(module.eval().requires_grad_(False))
 
 
 def read_architecture(path: str, options: LoadOptions) -> Architecture:

@@ -40,7 +40,7 @@ class FusedDecoder(Model):
         weights: DecoderWeights,
         begin: Callable[[ForwardBatch, KVCache, Rotary], LayerRun] = TorchRun,
     ) -> None:
-        super().__init__(facts, [layer.mixer.cache for layer in weights.layers])
+        super().__init__(facts, [mixer.cache for mixer in weights.mixers])
         if has_experts := any(isinstance(layer.mlp, Experts) for layer in weights.layers):
             self.touched = TouchedExperts()
             weights = replace(weights, layers=[_counting(layer, self.touched) for layer in weights.layers])

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.mlp import (
     SWISH_LIMIT,
@@ -29,7 +31,12 @@ class ExpertFamily:
     router: str = "gate"
     scoring: Scoring = "softmax"
     renormalises: Callable[[Any], bool] = attrgetter("norm_topk_prob")
+    added_to_sum: float = 0.0
+    # This is added to scores where experts are chosen, below the block; None, and a model may lack it.
+    choice_bias: Callable[[Any], torch.Tensor | None] = lambda block: None
     multiplier: str | None = None
+    # The parameter of all experts that makes what is gated, or what the activation is of.
+    gate_up: str = "gate_up_proj"
     shared: str | None = None
     shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
@@ -86,6 +93,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "olmoe": ExpertFamily(fits=lambda config: config.clip_qkv is None),
     "glm4_moe": ExpertFamily(
         scoring="sigmoid",
+        choice_bias=attrgetter("gate.e_score_correction_bias"),
         multiplier="routed_scaling_factor",
         shared="mlp.shared_experts",
         fits=lambda config: config.n_group == 1,
@@ -93,6 +101,27 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "granitemoe": GRANITE,
     "granitemoeshared": GRANITE_SHARED,
     "granitemoehybrid": GRANITE_SHARED,
+    "lfm2_moe": ExpertFamily(
+        block="feed_forward",
+        scoring="sigmoid",
+        added_to_sum=1e-6,
+        choice_bias=lambda block: getattr(block, "expert_bias", None),
+        multiplier="routed_scaling_factor",
+        stored=StoredExperts((), ("w1", "w3"), ("w2",)),
+    ),
+    "nemotron_h": ExpertFamily(
+        block="mixer",
+        scoring="sigmoid",
+        choice_bias=attrgetter("gate.e_score_correction_bias"),
+        multiplier="routed_scaling_factor",
+        gate_up="up_proj",
+        shared="mixer.shared_experts",
+        shared_gate_up=("up_proj",),
+        fits=lambda config: (
+            "moe" not in config.layer_types or (config.moe_latent_size is None and config.n_group == 1)
+        ),
+        stored=StoredExperts((("model.", "backbone."),), ("up_proj",)),
+    ),
     "qwen3_5_moe_text": replace(QWEN_SHARED, renormalises=_always),
     "qwen3_next": QWEN_SHARED,
     "gpt_oss": ExpertFamily(
@@ -118,7 +147,7 @@ def make_experts(
     if not hasattr(block, "experts"):
         return None
     own, router = block.experts, getattr(block, family.router)
-    bias = getattr(router, "e_score_correction_bias", None)
+    bias = family.choice_bias(block)
 
     def linear(name: str, number: int, is_paired: bool, multiplier: float) -> Linear:
         matrix = Matrix(own, name, f"{name}_bias", number, family.reads_pairs, is_paired)
@@ -133,12 +162,13 @@ def make_experts(
             scoring=family.scoring,
             choice_bias=None if bias is None else bias.detach().float(),
             renormalises=bool(family.renormalises(config)),
+            added_to_sum=family.added_to_sum,
             multiplier=1.0 if family.multiplier is None else float(getattr(config, family.multiplier)),
         ),
         experts=tuple(
             GatedMlp(
                 family.activation or activation,
-                linear("gate_up_proj", each, family.reads_pairs, 1.0),
+                linear(family.gate_up, each, family.reads_pairs, 1.0),
                 linear("down_proj", each, False, residual),
             )
             for each in range(number)

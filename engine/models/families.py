@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers.decoder import Attention, DecoderLayer, Mixer
-from truedraft.engine.layers.mlp import ACTIVATIONS, Activation, GatedMlp
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, Mixer, Mlp
+from truedraft.engine.layers.mlp import Activation, GatedMlp
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.rotary import NoAngles, Rotary, rotary_kinds
 from truedraft.engine.layers.run import AttentionShape
@@ -24,7 +24,7 @@ from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.experts import EXPERT_FAMILIES, make_experts
 from truedraft.engine.models.linear import Make, Rows, Source
-from truedraft.engine.models.recurrences import recurrent_mixer
+from truedraft.engine.models.recurrences import is_recurrence, recurrent_mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     mlp_output: str = "down_proj"
     last_norm: str = "norm"
+    rotary: str = "rotary_emb"
+    embeddings: str = "embed_tokens"
     mixer_norm: str | None = "input_layernorm"
     mixer_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
@@ -53,14 +55,17 @@ class Family:
     # number for each head.
     attention_gate: Literal["queries", "heads"] | None = None
     # Layers without attention have one of these modules (``recurrences``).
-    recurrence: Literal["conv", "linear_attn", "mamba"] | None = None
+    recurrence: Literal["conv", "linear_attn", "mamba", "mixer"] | None = None
     # Rotary angles turn neighbours of a head, not its halves.
     interleaved: bool = False
     # These say of transformers' attention whether it rotates, and how many tokens a query sees; None: all.
     rotates: Callable[[Any], bool] = lambda attention: True
     window: Callable[[Any], int | None] = lambda attention: None
-    # The setting that names it; None: it is silu.
+    # The setting that names it, and its values that are known; None: it is silu.
     activation: str | None = "hidden_act"
+    activations: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
+    # Each layer is a mixer or an MLP, with one norm, which is named as a mixer's.
+    has_one_branch: bool = False
     # The embeddings' own module multiplies them, or the decoder does, by a setting.
     scales_embeddings: bool = False
     embedding_multiplier: str | None = None
@@ -108,6 +113,7 @@ GRANITE = Family(
 )
 GLM = Family(gate_up=("gate_up_proj",), interleaved=True)
 QWEN_3_5 = Family(
+    activations=("silu",),
     norms_add_one=True,
     head_norm="each",
     attention_gate="queries",
@@ -177,10 +183,12 @@ FAMILIES: dict[str, Family] = {
         gate_up=("input_linear",),
         mlp_output="output_linear",
         recurrence="mamba",
+        activations=("silu",),
         rotates=lambda attention: attention.config.position_embedding_type == "rope",
         gguf="granitehybrid",
     ),
     "lfm2": replace(LFM_2, gguf="lfm2"),
+    "lfm2_moe": replace(LFM_2, rotary="pos_emb", gguf="lfm2moe"),
     "lfm3": replace(
         LFM_2,
         attention_output="o_proj",
@@ -190,9 +198,25 @@ FAMILIES: dict[str, Family] = {
         attention_gate="heads",
         window=WINDOW,
     ),
+    "nemotron_h": Family(
+        attention="mixer",
+        mlp="mixer",
+        gate_up=("up_proj",),
+        last_norm="norm_f",
+        embeddings="embeddings",
+        mixer_norm="norm",
+        mlp_norm=None,
+        recurrence="mixer",
+        rotates=lambda attention: False,
+        activation="mlp_hidden_act",
+        activations=("relu2",),
+        has_one_branch=True,
+        known=(("mamba_hidden_act", ("silu",)), ("tie_word_embeddings", (False,))),
+        gguf="nemotron_h",
+    ),
     "qwen3_5_text": replace(QWEN_3_5, gguf="qwen35"),
     "qwen3_5_moe_text": replace(QWEN_3_5, gguf="qwen35moe"),
-    "qwen3_next": QWEN_3_5,
+    "qwen3_next": replace(QWEN_3_5, gguf="qwen3next"),
 }
 
 
@@ -202,7 +226,7 @@ def has_family(module: Any) -> bool:
     return (
         config.model_type in FAMILIES
         and type(module).__module__.startswith("transformers.models.")
-        and _activation(config) in (["silu"] if FAMILIES[config.model_type].recurrence else ACTIVATIONS)
+        and _activation(config) in FAMILIES[config.model_type].activations
         and not getattr(config, "use_bidirectional_attention", None)
         and (not has_experts(config) or EXPERT_FAMILIES[config.model_type].fits(config))
     )
@@ -227,8 +251,8 @@ def check_settings(config: Any) -> None:
 def decoder_layer(
     layer: Any, index: int, facts: ModelFacts, make: Make, is_tiled: bool = False
 ) -> DecoderLayer:
-    """Describes transformers' ``layer``; ``make`` makes its linear layers, whose value heads are tiled or not
-    (``head_order``)."""
+    """Describes transformers' ``layer``, whose first mixer has the place ``index`` among all of them.
+    ``make`` makes its linear layers, whose value heads are tiled or not (``head_order``)."""
     family = FAMILIES[facts.config.model_type]
     residual = _setting(facts.config, family.residual_multiplier, 1.0)
 
@@ -237,10 +261,16 @@ def decoder_layer(
         # A setting may leave a norm out, and transformers has a module that does nothing in its place.
         return None if module is None or type(module) is nn.Identity else make_norm(facts.config, module)
 
+    if family.has_one_branch:
+        own = norm(family.mixer_norm)
+        if layer.block_type in ("mlp", "moe"):
+            mlp = _mlp(family, layer, facts.config, make, residual)
+            return DecoderLayer(None, mlp, mixer_norm=None, mlp_norm=own)
+        mixer = _mixer(family, layer, index, facts, make, residual, is_tiled)
+        return DecoderLayer(mixer, None, mixer_norm=own, mlp_norm=None)
     return DecoderLayer(
         mixer=_mixer(family, layer, index, facts, make, residual, is_tiled),
-        mlp=make_experts(layer, facts.config, _activation(facts.config), make, residual)
-        or _gated_mlp(family, getattr(layer, family.mlp), facts.config, make, residual),
+        mlp=_mlp(family, layer, facts.config, make, residual),
         mixer_norm=norm(family.mixer_norm),
         mlp_norm=norm(family.mlp_norm),
         mixer_post_norm=norm(family.mixer_post_norm),
@@ -249,9 +279,13 @@ def decoder_layer(
     )
 
 
-def _gated_mlp(family: Family, mlp: Any, config: Any, make: Make, residual: float) -> GatedMlp:
+def _mlp(family: Family, layer: Any, config: Any, make: Make, residual: float) -> Mlp:
+    activation = _activation(config)
+    if (experts := make_experts(layer, config, activation, make, residual)) is not None:
+        return experts
+    mlp = getattr(layer, family.mlp)
     return GatedMlp(
-        activation=_activation(config),
+        activation=activation,
         gate_up=make([getattr(mlp, name) for name in family.gate_up], 1.0),
         down=make([getattr(mlp, family.mlp_output)], residual),
     )
@@ -260,8 +294,8 @@ def _gated_mlp(family: Family, mlp: Any, config: Any, make: Make, residual: floa
 def _mixer(
     family: Family, layer: Any, index: int, facts: ModelFacts, make: Make, residual: float, is_tiled: bool
 ) -> Mixer:
-    recurrence = family.recurrence and getattr(layer, family.recurrence, None)
-    if recurrence is not None:
+    recurrence = None if family.recurrence is None else getattr(layer, family.recurrence, None)
+    if recurrence is not None and is_recurrence(recurrence):
         return recurrent_mixer(recurrence, index, facts.device, make, residual, is_tiled)
     attention = getattr(layer, family.attention)
     shape = _attention_shape(family, attention, index)
@@ -291,9 +325,9 @@ def _queries_keys_values(family: Family, attention: Any, shape: AttentionShape) 
 
 def head_sizes(module: Any) -> set[int]:
     """Returns those of the layers of attention of transformers' ``module``."""
-    name = FAMILIES[module.config.model_type].attention
-    found = (getattr(layer, name, None) for layer in module.model.layers)
-    return {attention.head_dim for attention in found if attention is not None}
+    family = FAMILIES[module.config.model_type]
+    found: list[Any] = [getattr(layer, family.attention, None) for layer in module.model.layers]
+    return {attention.head_dim for attention in found if hasattr(attention, family.attention_output)}
 
 
 def last_norm(module: Any) -> tuple[str, nn.Module]:
@@ -302,9 +336,19 @@ def last_norm(module: Any) -> tuple[str, nn.Module]:
     return f"model.{name}", getattr(module.model, name)
 
 
+def embeddings_of(module: Any) -> tuple[str, Any]:
+    """Returns transformers' module of the embeddings, and the name of its weight."""
+    name = FAMILIES[module.config.model_type].embeddings
+    return f"model.{name}.weight", getattr(module.model, name)
+
+
+def rotary_name(config: Any) -> str:
+    return FAMILIES[config.model_type].rotary
+
+
 def rotary_module(module: Any) -> nn.Module:
     """Returns transformers' module of the angles, or what stands in for it."""
-    found = getattr(module.model, "rotary_emb", None)
+    found = getattr(module.model, rotary_name(module.config), None)
     return NoAngles() if found is None else found
 
 
@@ -334,7 +378,7 @@ def table_scale(module: Any, dtype: torch.dtype) -> float:
     """Returns what transformers' module of the embeddings multiplies them by, rounded as it rounds it."""
     if not FAMILIES[module.config.model_type].scales_embeddings:
         return 1.0
-    return torch.tensor(module.model.embed_tokens.scalar_embed_scale).to(dtype).item()
+    return torch.tensor(embeddings_of(module)[1].scalar_embed_scale).to(dtype).item()
 
 
 def embedding_scale(module: Any, dtype: torch.dtype) -> float:

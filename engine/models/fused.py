@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from truedraft.engine.cuda.quantised import find_linears
-from truedraft.engine.layers.decoder import DecoderWeights
+from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
 from truedraft.engine.layers.linear import DenseEmbeddings, Linears, TorchLinears
 from truedraft.engine.models.agreement import first_that_agrees
 from truedraft.engine.models.base import ModelFacts
@@ -19,6 +19,7 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families import (
     decoder_layer,
     embedding_scale,
+    embeddings_of,
     head_sizes,
     last_norm,
     logit_multiplier,
@@ -86,10 +87,13 @@ def fuse_module(decoder: DecoderModel, options: LoadOptions) -> FusedDecoder | N
 def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
     """Describes a loaded module, with its own weights."""
     make = partial(join, linears=TorchLinears())
-    embeddings = module.model.embed_tokens.weight.detach()
+    embeddings = embeddings_of(module)[1].weight.detach()
+    layers: list[DecoderLayer] = []
+    for layer in module.model.layers:
+        layers.append(decoder_layer(layer, sum(len(each.mixers) for each in layers), facts, make))
     return DecoderWeights(
         DenseEmbeddings(embeddings),
-        [decoder_layer(layer, index, facts, make) for index, layer in enumerate(module.model.layers)],
+        layers,
         make_norm(module.config, last_norm(module)[1]),
         make([module.lm_head], logit_multiplier(module.config)),
         make_rotary(rotary_module(module), module.config, embeddings.to(facts.dtype)),

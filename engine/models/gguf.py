@@ -32,7 +32,8 @@ from truedraft.engine.models.gguf_hybrids import (
     TILED,
     from_file,
     predicts_further,
-    stored_shape,
+    rows_by_key_head,
+    stored_shapes,
     tensors_of,
 )
 from truedraft.engine.models.stacks import stored_tensors
@@ -114,7 +115,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _parts(self, name: str) -> tuple[str, ...]:
         """Returns the file's tensors that lie one after the other in transformers' ``name``."""
-        return tensors_of(name) or (self.names[name],)
+        return tensors_of(name, self.config) or (self.names[name],)
 
     def _blocks(self, theirs: str) -> QuantisedBlocks | None:
         place = self.file.tensors[theirs]
@@ -161,9 +162,9 @@ class GgufCheckpoint(Checkpoint):
     def _order(self, name: str) -> npt.NDArray[np.int64] | None:
         """llama.cpp turns pairs of neighbours where transformers turns halves; it moves the rows of its files
         for that, but only of these architectures."""
-        if self.file.architecture not in PAIRED or not (".q_proj." in name or ".k_proj." in name):
-            return None
         config = self.config
+        if self.file.architecture not in PAIRED or not (".q_proj." in name or ".k_proj." in name):
+            return rows_by_key_head(name, config)
         is_query = ".q_proj." in name
         heads = config.num_attention_heads if is_query else config.num_key_value_heads
         rows = self.file.tensors[self.names[name]].shape[0]
@@ -244,15 +245,15 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
         stack = checkpoint.stacks.get(name)
         if name.endswith(ONE_ROW) and theirs is not None and len(file.tensors[theirs].shape) == 1:
             shape = shape[1:]
-        parts = (tensors_of(name) or (theirs,)) if stack is None else stack.parts
-        needed = stored_shape(name, shape, config) if stack is None else stack.shape(shape)
-        for part in parts:
+        parts = (tensors_of(name, config) or (theirs,)) if stack is None else stack.parts
+        shapes = stored_shapes(name, shape, config) if stack is None else [stack.shape(shape)] * len(parts)
+        for part, needed in zip(parts, shapes, strict=True):
             account.expect_shape(name, needed, "its metadata", part)
     if checkpoint.factors is not None:
         account.take(ROTARY_FACTORS)
     for name in [name for name in account.left if predicts_further(name, config)]:
         account.take(name)
-    if (config.rope_parameters or {}).get("rope_type") == "longrope":
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         account.take(LONG_FACTORS)
         account.take(SHORT_FACTORS)
     account.close(
@@ -294,10 +295,10 @@ def _names(file: GgufFile, config: Any, first: int = 0) -> dict[str, str]:
             candidates = stack.parts
         elif (special := tensor_of(name)) is not None:
             candidates = (special,)
-        elif (others := tensors_of(name)) is not None:
+        elif (others := tensors_of(name, config)) is not None:
             candidates = others
         else:
-            theirs = table.get_name(base)
+            theirs = table.get_name(base) or table.get_name(base.replace("model.", "backbone.", 1))
             candidates = () if theirs is None else (f"{theirs}.{suffix}",)
         if candidates and all(each in file.tensors for each in candidates):
             found[name] = candidates[0]

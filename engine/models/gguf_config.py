@@ -16,11 +16,12 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
-from truedraft.engine.models.gguf_hybrids import PER_LAYER, SETTINGS, WITH_ZEROS, hybrid_settings
+from truedraft.engine.models.gguf_hybrids import SETTINGS, WITH_ZEROS, hybrid_settings
 from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Architectures have a name in each of both worlds.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
+MODEL_TYPES["nemotron_h_moe"] = "nemotron_h"
 GEMMA = ("gemma2", "gemma3")
 # Gemmas of so many layers scale scores by hidden size / heads; the others scale them by the head size.
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
@@ -36,6 +37,13 @@ NEEDED = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "context_length": "max_position_embeddings",
+}
+# Files of these architectures need not say how large dense layers would be, or have another epsilon.
+NOT_NEEDED = {
+    "qwen35moe": "feed_forward_length",
+    "qwen3next": "feed_forward_length",
+    "nemotron_h": "attention.layer_norm_rms_epsilon",
+    "nemotron_h_moe": "attention.layer_norm_rms_epsilon",
 }
 OPTIONAL = {"attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim"}
 # These keys are served only with values that ask for nothing.
@@ -53,8 +61,8 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "expert_count": (0,),
     "expert_feed_forward_length": (0,),
     "expert_gating_func": (0,),
-    "expert_group_count": (0,),
-    "expert_group_used_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
     "expert_shared_count": (0,),
     "expert_shared_feed_forward_length": (0,),
     "expert_used_count": (0,),
@@ -85,11 +93,11 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
     architecture = file.architecture
-    keys = GgufKeys(file, PER_LAYER if architecture in WITH_ZEROS else ())
+    keys = GgufKeys(file, WITH_ZEROS.get(architecture, ()))
     found: dict[str, Any] = {
         name: keys.needed(key, float if key.endswith("epsilon") else int)
         for key, name in NEEDED.items()
-        if key != "feed_forward_length" or architecture != "qwen35moe" or keys.says(key) is not None
+        if key != NOT_NEEDED.get(architecture) or keys.says(key) is not None
     }
     found |= {name: value for key, name in OPTIONAL.items() if (value := keys.number(key, int)) is not None}
     heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads")

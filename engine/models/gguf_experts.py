@@ -10,23 +10,39 @@ import torch
 from truedraft.engine.formats.gguf_file import GgufError
 from truedraft.engine.models.gguf_keys import GgufKeys
 
-# Files of these architectures have experts. Files of "llama" may: transformers calls those mixtral.
-WITH_EXPERTS = ("qwen2moe", "qwen3moe", "qwen35moe", "olmoe", "gpt-oss")
+# Files of these architectures have experts, and of those may: a llama with some is transformers' mixtral.
+WITH_EXPERTS = (
+    "qwen2moe",
+    "qwen3moe",
+    "qwen35moe",
+    "olmoe",
+    "gpt-oss",
+    "lfm2moe",
+    "qwen3next",
+    "nemotron_h_moe",
+)
+MAY_HAVE_EXPERTS = ("llama", "granitehybrid")
 # These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
-SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+SCORINGS = {"gpt-oss": (0, SOFTMAX_OF_CHOSEN), "lfm2moe": (SIGMOID,), "nemotron_h_moe": (0, SIGMOID)}
 # Names that the package's table has for whole tensors of other architectures, or not at all.
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OTHERS = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
 }
+# Parameters of stacks, below a layer's module.
 STACKS = {
-    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
-    "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+    "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "experts.up_proj": ("ffn_up_exps.weight",),
+    "experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "experts.down_proj": ("ffn_down_exps.weight",),
+    "experts.down_proj_bias": ("ffn_down_exps.bias",),
 }
 
 
@@ -61,13 +77,16 @@ def tensor_of(name: str) -> str | None:
 def stack_of(name: str, architecture: str) -> GgufStack | None:
     """Returns the tensors of transformers' ``name``; None if it is not a parameter of all experts."""
     found = LAYER.fullmatch(name)
-    if not found or found[2] not in STACKS:
+    own = found[2].partition(".")[2] if found else ""
+    if not found or own not in STACKS:
         return None
-    return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in STACKS[found[2]]), architecture == "gpt-oss")
+    return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in STACKS[own]), architecture == "gpt-oss")
 
 
 def has_experts(keys: GgufKeys, architecture: str) -> bool:
-    return architecture in WITH_EXPERTS or (architecture == "llama" and bool(keys.says("expert_count", 0)))
+    return architecture in WITH_EXPERTS or (
+        architecture in MAY_HAVE_EXPERTS and bool(keys.says("expert_count", 0))
+    )
 
 
 def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -75,24 +94,42 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
     number, chosen = keys.needed("expert_count", int), keys.needed("expert_used_count", int)
     if chosen > number:
         raise GgufError(f"{keys.path} is damaged: tokens cannot take {chosen} of {number} experts")
-    own = SOFTMAX_OF_CHOSEN if architecture == "gpt-oss" else SOFTMAX
-    keys.expect("expert_gating_func", 0, own)
+    scoring, own = keys.says("expert_gating_func", 0), SCORINGS.get(architecture, (0, SOFTMAX))
+    if scoring not in own:
+        served = " or ".join(map(str, own))
+        raise GgufError(f"{keys.path} has {keys.prefix}expert_gating_func {scoring}; only {served} is served")
     settings: dict[str, Any] = {"num_experts_per_tok": chosen}
     if architecture in ("llama", "olmoe"):
         keys.expect("expert_feed_forward_length", found["intermediate_size"])
         return settings | {"num_experts" if architecture == "olmoe" else "num_local_experts": number}
+    if architecture == "granitehybrid":
+        shared = keys.needed("expert_shared_feed_forward_length", int)
+        return settings | {"num_local_experts": number, "shared_intermediate_size": shared}
     size = keys.number("expert_feed_forward_length", int)
     if architecture == "gpt-oss":
         if size is None:
             raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
         return settings | {"num_local_experts": number, "intermediate_size": size}
+    if architecture == "nemotron_h_moe":
+        keys.says("expert_shared_count")  # they are one, of this size
+        return settings | {
+            "n_routed_experts": number,
+            "moe_intermediate_size": size or found["intermediate_size"] // chosen,
+            "moe_shared_expert_intermediate_size": keys.needed("expert_shared_feed_forward_length", int),
+            "norm_topk_prob": keys.says("expert_weights_norm", False),
+            "routed_scaling_factor": keys.says("expert_weights_scale") or 1.0,
+        }
     # Files of Qwen3.5 without dense layers need not say how large those were.
     dense = found.get("intermediate_size", 0)
     size = size or dense // chosen
     if not size:
         raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
     settings |= {"num_experts": number, "moe_intermediate_size": size}
+    if architecture == "lfm2moe":
+        return settings | {"num_dense_layers": keys.says("leading_dense_block_count", 0)}
     if architecture == "qwen3moe":
         return settings | {"norm_topk_prob": True}
     shared = keys.number("expert_shared_feed_forward_length", int, dense)
+    # llama.cpp renormalises the weights of Qwen3-Next, whatever a file says, and not those of Qwen2-MoE.
+    settings |= {"norm_topk_prob": True} if architecture == "qwen3next" else {}
     return settings | {"shared_expert_intermediate_size": shared}

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from truedraft.engine.errors import ModelLoadError
@@ -18,41 +20,66 @@ from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
 TILED, PAIRED = ("qwen35", "qwen35moe"), ("granitehybrid", "llama")
-# Keys of these architectures with a number for each layer are zero for layers that have no such part.
-WITH_ZEROS = ("granitehybrid", "lfm2")
+# These keys have a number for each layer, which is zero for layers that have no such part.
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
+WITH_ZEROS = {
+    **dict.fromkeys(("granitehybrid", "lfm2", "lfm2moe"), PER_LAYER[:1]),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), PER_LAYER),
+}
+GROUPED_NORMS = (".mamba.norm.weight", ".mixer.norm.weight")
+# Joins of this module's outputs lie head by head in transformers.
+BY_KEY_HEAD = "linear_attn.in_proj_qkvz.weight"
 # What a file calls transformers' parameters of a layer, where the package's table has other names or none.
 OTHERS: dict[str, tuple[str, ...]] = {
     f"{module}.{name}": (theirs,)
-    for module in ("linear_attn", "mamba")
+    for module in ("linear_attn", "mamba", "mixer")
     for name, theirs in {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}.items()
 }
 OTHERS |= {
     "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "shared_mlp.output_linear.weight": ("ffn_down.weight",),
+    BY_KEY_HEAD: ("attn_qkv.weight", "attn_gate.weight"),
 }
 LINEAR, FULL = "linear_attention", "full_attention"
 FULL_ATTENTION_INTERVAL = 4
 
 
-def tensors_of(name: str) -> tuple[str, ...] | None:
+def tensors_of(name: str, config: Any) -> tuple[str, ...] | None:
     """Returns what a file calls transformers' ``name``, in parts that lie one after the other; None if the
     package's table says it."""
     found = LAYER.fullmatch(name)
     theirs = OTHERS.get(found[2]) if found else None
-    return None if found is None or theirs is None else tuple(f"blk.{found[1]}.{each}" for each in theirs)
+    if found is None or theirs is None:
+        return None
+    if found[2].startswith("shared_mlp.") and config.num_local_experts:
+        theirs = tuple(each.replace(".weight", "_shexp.weight") for each in theirs)
+    return tuple(f"blk.{found[1]}.{each}" for each in theirs)
 
 
-def stored_shape(name: str, shape: Sequence[int], config: Any) -> tuple[int, ...]:
-    """Returns the shape in a file of each part of transformers' ``name``, which is of the shape ``shape``."""
+def stored_shapes(name: str, shape: Sequence[int], config: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes in a file of the parts of transformers' ``name``, which has ``shape``."""
     if len(shape) == 3 and name.endswith(("conv.weight", "conv1d.weight")):
-        return shape[0], shape[2]
-    if name.endswith((".mamba.A_log", ".mamba.D")):
-        return shape[0], 1
-    if name.endswith(".mamba.norm.weight"):
-        return config.mamba_n_groups, shape[0] // config.mamba_n_groups
-    parts = tensors_of(name) or ("",)
-    return shape[0] // len(parts), *shape[1:]
+        return [(shape[0], shape[2])]
+    if name.endswith((".mamba.A_log", ".mixer.A_log", ".mamba.D", ".mixer.D")):
+        return [(shape[0], 1)]
+    if name.endswith(GROUPED_NORMS):
+        groups = config.n_groups if ".mixer." in name else config.mamba_n_groups
+        return [(groups, shape[0] // groups)]
+    if name.endswith(BY_KEY_HEAD):
+        gates = config.linear_num_value_heads * config.linear_value_head_dim
+        return [(shape[0] - gates, shape[1]), (gates, shape[1])]
+    parts = tensors_of(name, config) or ("",)
+    return [(shape[0] // len(parts), *shape[1:])] * len(parts)
+
+
+def rows_by_key_head(name: str, config: Any) -> npt.NDArray[np.int64] | None:
+    """Returns the places in a file of the rows of transformers' ``name``; None if they are in order."""
+    if not name.endswith(BY_KEY_HEAD):
+        return None
+    heads, keys = config.linear_num_key_heads, config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    parts = np.split(np.arange(2 * keys + 2 * values), [keys, 2 * keys, 2 * keys + values])
+    return np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).ravel()
 
 
 def from_file(name: str, tensor: torch.Tensor, path: str) -> torch.Tensor:
@@ -63,7 +90,7 @@ def from_file(name: str, tensor: torch.Tensor, path: str) -> torch.Tensor:
         if not (tensor < 0).all():
             raise ModelLoadError(f"{path} is damaged: {name} has decay rates that are not below zero")
         return (-tensor.double()).log().float().flatten()
-    return tensor.flatten() if name.endswith((".mamba.D", ".mamba.norm.weight")) else tensor
+    return tensor.flatten() if name.endswith((".mamba.D", ".mixer.D", *GROUPED_NORMS)) else tensor
 
 
 def predicts_further(name: str, config: Any) -> bool:
@@ -79,21 +106,20 @@ def hybrid_settings(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> di
 
 
 def _lfm2(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    return _lfm2_moe(file, keys, found) | {"block_auto_adjust_ff_dim": False}
+
+
+def _lfm2_moe(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     return found | {
         "norm_eps": found.pop("rms_norm_eps"),
         "layer_types": _layer_types(keys, found, "conv"),
         "conv_L_cache": keys.needed("shortconv.l_cache", int),
         "conv_bias": False,
-        "block_auto_adjust_ff_dim": False,
     }
 
 
 def _qwen35(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    # Layers that predict further tokens come last.
-    further = keys.says("nextn_predict_layers", 0)
-    layers = found["num_hidden_layers"] - further
-    if not 0 <= further <= layers:
-        raise GgufError(f"{file.path} is damaged: {further} layers predict further tokens")
+    layers, further = _without_further(keys, found)
     head_size = keys.needed("ssm.state_size", int)
     heads, key_heads = keys.needed("ssm.time_step_rank", int), keys.needed("ssm.group_count", int)
     if heads * head_size != keys.needed("ssm.inner_size", int) or heads % key_heads:
@@ -101,7 +127,7 @@ def _qwen35(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, 
             f"{file.path} is damaged: {heads} value heads of {head_size} numbers cannot share {key_heads} "
             "key heads and make up its ssm.inner_size"
         )
-    found["rope_parameters"] |= _partly_rotated(keys, found["head_dim"])
+    found["rope_parameters"] |= _partly_rotated(keys, file.architecture, found["head_dim"])
     return found | {
         "num_hidden_layers": layers,
         "num_further_layers": further,
@@ -124,7 +150,7 @@ def _qwen35_layers(keys: GgufKeys, layers: int, further: int) -> list[str]:
     return [LINEAR if each else FULL for each in recurrent[:layers]]
 
 
-def _partly_rotated(keys: GgufKeys, head_size: int) -> dict[str, Any]:
+def _partly_rotated(keys: GgufKeys, architecture: str, head_size: int) -> dict[str, Any]:
     """Returns how much of a head is rotated. Positions of a text are the same in all dimensions of an image,
     so that it does not matter which turns which pair; but one that none of them turns is not rotated."""
     size = keys.number("rope.dimension_count", int, head_size)
@@ -132,6 +158,8 @@ def _partly_rotated(keys: GgufKeys, head_size: int) -> dict[str, Any]:
         raise GgufError(
             f"{keys.path} rotates {size} numbers of a head of {head_size}, which is not supported"
         )
+    if architecture == "qwen3next":
+        return {"partial_rotary_factor": size / head_size}
     sections = keys.listed("rope.dimension_sections")
     if sections is None or len(sections) < 3:
         raise GgufError(f"{keys.path} does not say its model's {keys.prefix}rope.dimension_sections")
@@ -151,7 +179,8 @@ def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str,
             f"{file.path} has granitehybrid.ssm.inner_size {inner}, which is no multiple of its "
             f"embedding_length {hidden} and its {heads} heads"
         )
-    keys.expect("expert_shared_feed_forward_length", 0, found["intermediate_size"])
+    if not keys.says("expert_count", 0):
+        keys.expect("expert_shared_feed_forward_length", 0, found["intermediate_size"])
     rotates = keys.says("rope.scaling.finetuned", True)
     scale = keys.says("attention.scale") or found["head_dim"] ** -0.5
     return found | {
@@ -180,15 +209,52 @@ def _mamba(file: GgufFile, keys: GgufKeys) -> dict[str, Any]:
     }
 
 
+def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    inner, heads = keys.needed("ssm.inner_size", int), keys.needed("ssm.time_step_rank", int)
+    if inner % heads:
+        raise GgufError(f"{file.path} is damaged: {heads} heads cannot make up {keys.prefix}ssm.inner_size")
+    layers, further = _without_further(keys, found)
+    epsilon = keys.needed("attention.layer_norm_epsilon", float)
+    mixers, mlps = (_per_layer(keys, found, key) for key in PER_LAYER)
+    mlp = "moe" if file.architecture == "nemotron_h_moe" else "mlp"
+    kinds = [mlp if size else FULL if count else LINEAR for count, size in zip(mixers, mlps, strict=True)]
+    found.pop("rope_parameters")  # nothing is rotated
+    return found | {
+        "num_hidden_layers": layers,
+        "num_further_layers": further,
+        "layers_block_type": kinds[:layers],
+        "layer_norm_epsilon": found.pop("rms_norm_eps", epsilon),
+        "n_groups": keys.needed("ssm.group_count", int),
+        "ssm_state_size": keys.needed("ssm.state_size", int),
+        "conv_kernel": keys.needed("ssm.conv_kernel", int),
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mlp_bias": _has(file, "ffn_up.bias"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+    }
+
+
+def _without_further(keys: GgufKeys, found: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many layers there are without those that predict further tokens, which come last, and how
+    many these are."""
+    further = keys.says("nextn_predict_layers", 0)
+    layers = found["num_hidden_layers"] - further
+    if not 0 <= further <= layers:
+        raise GgufError(f"{keys.path} is damaged: {further} layers predict further tokens")
+    return layers, further
+
+
+def _per_layer(keys: GgufKeys, found: dict[str, Any], key: str) -> list[int]:
+    """Returns a number for each layer."""
+    numbers, layers = keys.listed(key), found["num_hidden_layers"]
+    if numbers is None or len(numbers) != layers:
+        raise GgufError(f"{keys.path} does not say {keys.prefix}{key} of each of its {layers} layers")
+    return numbers
+
+
 def _layer_types(keys: GgufKeys, found: dict[str, Any], other: str) -> list[str]:
     """Returns which layers are of attention: those with heads of keys."""
-    counts, layers = keys.listed("attention.head_count_kv"), found["num_hidden_layers"]
-    if counts is None or len(counts) != layers:
-        raise GgufError(
-            f"{keys.path} does not say of each of its {layers} layers whether it has attention "
-            f"({keys.prefix}attention.head_count_kv)"
-        )
-    return [FULL if count else other for count in counts]
+    return [FULL if count else other for count in _per_layer(keys, found, "attention.head_count_kv")]
 
 
 def _has(file: GgufFile, name: str) -> bool:
@@ -198,6 +264,10 @@ def _has(file: GgufFile, name: str) -> bool:
 SETTINGS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any]], dict[str, Any]]] = {
     "granitehybrid": _granite,
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
+    "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
+    "qwen3next": _qwen35,
 }

@@ -22,6 +22,9 @@ class GgufKeys:
     def says(self, key: str, default: Any = None) -> Any:
         """Returns the value; a list of one value for every layer is that value."""
         value = self.account.take(self.prefix + key, default)
+        layers = self.account.entries.get(f"{self.prefix}block_count")
+        if isinstance(value, list) and len(value) != layers:
+            raise GgufError(f"{self.path} has {self.prefix}{key} for {len(value)} layers, not for {layers}")
         if isinstance(value, list) and key in self.with_zeros:
             value = [each for each in value if each != 0] or [0]
         if isinstance(value, list) and key != "attention.sliding_window_pattern":

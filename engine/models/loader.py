@@ -55,6 +55,7 @@ from truedraft.engine.models.quantization import (
     open_for_gpu,
     open_quantised,
 )
+from truedraft.engine.models.recurrences import keep_limits
 from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.linear import linear_library
 from truedraft.engine.native.linears import NativeLinears
@@ -393,7 +394,7 @@ def _module_of(
     if (factors := checkpoint.rotary_factors()) is not None:
         module.model.rotary_emb.inv_freq /= factors
     module.generation_config = generation
-    return module.eval().requires_grad_(False).to(options.device)
+    return keep_limits(module.eval().requires_grad_(False).to(options.device))
 
 
 def _load_module(found: Architecture, options: LoadOptions, attention: str) -> Any:
@@ -417,7 +418,7 @@ def _load_module(found: Architecture, options: LoadOptions, attention: str) -> A
         )
         check_loaded(path, loaded, options.allow_pickle)
     model.generation_config = found.generation_config()
-    model.eval().requires_grad_(False)
+    keep_limits(model.eval().requires_grad_(False))
     if options.device_map is not None:
         _refuse_offload(path, getattr(model, "hf_device_map", {}))
         return model

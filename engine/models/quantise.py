@@ -15,7 +15,7 @@ from truedraft.engine.models.stacks import DOWN, GATE_UP
 # The setting ``quantize`` decides the type of the layers. Embeddings and output layers have 8 bits.
 LAYER_TYPES = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q4_0}
 OUTER_TYPE = GGMLQuantizationType.Q8_0
-OUTER = ("model.embed_tokens.weight", "lm_head.weight")
+OUTER = ("model.embed_tokens.weight", "model.embeddings.weight", "lm_head.weight")
 GROUP = 32
 # Tensors of one layer, which are asked for twice.
 KEPT, KEPT_STACKS = 8, 2
@@ -63,14 +63,14 @@ class QuantisedCheckpoint(Checkpoint):
         stored = self.source.blocks(name)
         if stored is not None and _bits(stored.type) <= _bits(kind):
             return None
-        if name.endswith((*ROUTERS, GATE_UP, DOWN)):
+        if name.endswith((*ROUTERS, *GATE_UP, *DOWN)):
             return None
         tensor = self.source.read([name])[name]
         return self._blocks(tensor, kind) if tensor.dim() == 2 and tensor.shape[1] % GROUP == 0 else None
 
     def _quantise_stack(self, name: str) -> list[QuantisedBlocks]:
         """Returns the matrices of a stack of experts; an empty list if it stays as it is."""
-        if not name.endswith((GATE_UP, DOWN)):
+        if not name.endswith(GATE_UP + DOWN):
             return []
         stored = self.source.expert_blocks(name, 0)
         if stored and max(_bits(part.type) for part in stored) <= _bits(self.layer_type):

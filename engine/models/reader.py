@@ -23,16 +23,18 @@ from truedraft.engine.layers.rotary import NoAngles
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.models.base import ModelFacts
-from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
+from truedraft.engine.models.checkpoint import HEAD, Checkpoint
 from truedraft.engine.models.families import (
     decoder_layer,
     embedding_scale,
+    embeddings_of,
     last_norm,
     logit_multiplier,
     logit_softcap,
     make_norm,
     make_rotary,
     rotary_module,
+    rotary_name,
     table_scale,
 )
 from truedraft.engine.models.head_order import to_grouped
@@ -63,7 +65,7 @@ class Reader:
     def read(self) -> tuple[DecoderWeights, list[torch.Tensor]]:
         """Returns the weights, and the probe texts' logits as ``packed_logits`` gives them."""
         module, facts = self.skeleton, self.facts
-        stored = self._weight(EMBEDDINGS)
+        stored = self._weight(embeddings_of(module)[0])
         embeddings = self.linears.embeddings(stored)
         rotary = self._rotary_module()
         norm_name, norm = last_norm(module)
@@ -97,7 +99,7 @@ class Reader:
         embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
         embedded = embedded * table_scale(self.skeleton, facts.dtype)
         if not isinstance(rotary, NoAngles):
-            decoder.rotary_emb = _EachAlone(rotary)
+            setattr(decoder, rotary_name(self.skeleton.config), _EachAlone(rotary))
         hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
         states = decoder(
             inputs_embeds=embedded.view(*ids.shape, -1),
@@ -153,7 +155,8 @@ class Reader:
 
         def after(*_: Any) -> None:
             make = partial(join, linears=self.linears, weights_of=weights_of)
-            self.layers.append(decoder_layer(layer, index, self.facts, make, self.checkpoint.is_tiled))
+            first = sum(len(each.mixers) for each in self.layers)
+            self.layers.append(decoder_layer(layer, first, self.facts, make, self.checkpoint.is_tiled))
             weights.clear()
             layer.to("meta")
             trim_heap()

@@ -30,6 +30,22 @@ def recurrent_mixer(
     )
 
 
+def is_recurrence(module: nn.Module) -> bool:
+    """Tells whether a mixer keeps a running state: they all have a convolution."""
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
+def keep_limits(module: Any) -> Any:
+    """Lets Nemotron-H's dt have the limits that its makers' code takes, in prompts and in steps alike, which
+    is ``time_step_limit``. transformers takes the least with which training began, and in prompts only.
+    Returns ``module``."""
+    if module.config.model_type == "nemotron_h":
+        for layer in module.model.layers:
+            if is_recurrence(layer.mixer):
+                layer.mixer.time_step_limit = tuple(module.config.time_step_limit)
+    return module
+
+
 def _describe(module: Any, index: int, is_tiled: bool) -> tuple[Recurrence, list[Source]]:
     """Returns the recurrence, and the linear layers whose outputs it gets."""
     if not hasattr(module, "A_log"):

@@ -16,7 +16,7 @@ from truedraft.engine.layers.weight import Weight
 from truedraft.engine.models.checkpoint import Checkpoint
 
 # What transformers calls the parameters of experts.
-GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+GATE_UP, DOWN = ("experts.gate_up_proj", "experts.up_proj"), ("experts.down_proj",)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StoredExperts:
             name = name.replace(theirs, stored)
         for end, each in ((GATE_UP, self.gate_up), (DOWN, self.down)):
             if name.endswith(end) and each:
-                prefix = name.removesuffix(end.removeprefix("experts."))
+                prefix = name.rpartition(".")[0] + "."
                 numbers = range(num_experts)
                 return [[f"{prefix}{number}.{part}.weight" for number in numbers] for part in each]
         return [[name]]

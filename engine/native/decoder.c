@@ -158,10 +158,12 @@ static int run_layer(const Pass *pass, const DecoderLayer *layer, const float *j
         return run_part(&layer->mixer, pass->spans, pass->hidden, pass->normed, pass->hidden, pass->arena)
             && run_part(&layer->mlp, pass->spans, pass->hidden, pass->normed, pass->hidden, pass->arena);
     }
-    const int is_mixed = joined
-        ? run_part(&layer->mixer, pass->spans, pass->hidden, joined, pass->hidden, pass->arena)
-        : add_part(pass, &layer->mixer, layer->mixer_norm, layer->mixer_norm_eps, layer->mixer_post_norm,
-                   layer->mixer_post_norm_eps);
+    int is_mixed = 1;
+    if (joined)
+        is_mixed = run_part(&layer->mixer, pass->spans, pass->hidden, joined, pass->hidden, pass->arena);
+    else if (layer->mixer.data)
+        is_mixed = add_part(pass, &layer->mixer, layer->mixer_norm, layer->mixer_norm_eps, layer->mixer_post_norm,
+                            layer->mixer_post_norm_eps);
     if (!is_mixed || !layer->mlp.data) return is_mixed;
     return add_part(pass, &layer->mlp, layer->mlp_norm, layer->mlp_norm_eps, layer->mlp_post_norm,
                     layer->mlp_post_norm_eps);
@@ -178,7 +180,7 @@ static void give(const Taps *taps, int64_t layer, const float *states, int64_t r
 static int64_t largest_part(const Decoder *decoder, int64_t rows) {
     int64_t largest = 0;
     for (int64_t i = 0; i < decoder->num_layers; i++) {
-        const int64_t mixer = part_bytes(&decoder->layers[i].mixer, rows);
+        const int64_t mixer = decoder->layers[i].mixer.data ? part_bytes(&decoder->layers[i].mixer, rows) : 0;
         const int64_t mlp = decoder->layers[i].mlp.data ? part_bytes(&decoder->layers[i].mlp, rows) : 0;
         if (mixer > largest) largest = mixer;
         if (mlp > largest) largest = mlp;

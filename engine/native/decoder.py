@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, Joint, Mixer, Recurrent
+from truedraft.engine.layers.decoder import (
+    Attention,
+    DecoderLayer,
+    DecoderWeights,
+    Joint,
+    Mixer,
+    Parallel,
+    Recurrent,
+)
 from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span, states_of
@@ -28,7 +36,7 @@ from truedraft.engine.native.recurrence import state_columns, state_fields
 
 INTEGER_BYTES = 8
 # Kinds of parts are numbered as in kernels.h.
-KINDS = {in_c.Attention: 0, in_c.GatedMlp: 1, in_c.Experts: 2, in_c.Recurrent: 3}
+KINDS = {in_c.Attention: 0, in_c.GatedMlp: 1, in_c.Experts: 2, in_c.Recurrent: 3, in_c.Parallel: 4}
 
 
 class PackedTokens:
@@ -82,9 +90,8 @@ class NativeDecoder:
         angles = kinds, num_angles, rotary_size = shape_of(cos, 3)
         vocab_size, hidden_size, embedding_type, embeddings = _embeddings(weights.embeddings)
         self.hidden_size = hidden_size
-        for layer in weights.layers:
-            if isinstance(layer.mixer, Attention):
-                check_rotary(layer.mixer.shape, kinds, rotary_size)
+        for shape in weights.attention:
+            check_rotary(shape, kinds, rotary_size)
         is_wide = weights.joint is not None and weights.joint.projection is None
         inputs = 2 * hidden_size if is_wide else hidden_size
         parts = [
@@ -166,13 +173,16 @@ class _Parts:
     def __init__(
         self, kernels: NativeKernels, layer: DecoderLayer, cache: KVCache, hidden_size: int, inputs: int
     ) -> None:
-        self.mixer = self._mixer(kernels, layer.mixer, cache, hidden_size, inputs)
+        self.kept: list[object] = []
+        self.mixer: Structure | None = None
+        if layer.mixer is not None:
+            self.mixer = self._mixer(kernels, layer.mixer, cache, hidden_size, inputs)
         self.mlp: Structure | None = None
         if layer.mlp is not None:
             self.mlp, self.of_mlp = mlp_structure(layer.mlp, hidden_size)
         self.layer = in_c.DecoderLayer(
             mixer=_part(self.mixer),
-            mlp=Part() if self.mlp is None else _part(self.mlp),
+            mlp=_part(self.mlp),
             **_norm("mixer_norm", layer.mixer_norm, hidden_size),
             **_norm("mixer_post_norm", layer.mixer_post_norm, hidden_size),
             **_norm("mlp_norm", layer.mlp_norm, hidden_size),
@@ -186,26 +196,32 @@ class _Parts:
         match mixer:
             case Attention(shape=shape):
                 attended = shape.num_heads * shape.head_size
-                self.heads = kernels.heads(shape, cache)
+                heads = kernels.heads(shape, cache)
+                self.kept.append(heads)
                 return in_c.Attention(
                     qkv=linear_at("qkv", mixer.qkv, inputs, qkv_width(shape)),
                     output=linear_at("output", mixer.output, attended, hidden_size),
-                    heads=addressof(self.heads),
+                    heads=addressof(heads),
                 )
             case Recurrent(recurrence=rule):
-                self.recurrence = kernels.recurrence(rule, cache)
-                struct, given = self.recurrence.struct, self.recurrence.outputs
+                recurrence = kernels.recurrence(rule, cache)
+                self.kept.append(recurrence)
+                struct, given = recurrence.struct, recurrence.outputs
                 needed = kernels.library.recurrence_inputs(byref(struct))
                 return in_c.Recurrent(
                     inputs=linear_at("inputs", mixer.inputs, inputs, needed),
                     output=linear_at("output", mixer.output, given, hidden_size),
                     recurrence=addressof(struct),
                 )
+            case Parallel(mixers=mixers):
+                both = [self._mixer(kernels, each, cache, hidden_size, inputs) for each in mixers]
+                self.kept += both
+                return in_c.Parallel(first=_part(both[0]), second=_part(both[1]))
 
 
-def _part(structure: Structure) -> Part:
-    """Tells C what kind of part a structure is, by its type; the caller keeps it."""
-    return Part(kind=KINDS[type(structure)], data=addressof(structure))
+def _part(structure: Structure | None) -> Part:
+    """Tells C what kind of part a structure is, by its type, or that there is none; the caller keeps it."""
+    return Part() if structure is None else Part(kind=KINDS[type(structure)], data=addressof(structure))
 
 
 def _norm(name: str, norm: Norm | None, size: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, NOISE_STREAM = 4
 /* What weights are kept in. Quantised embeddings add their type in quantised_blocks.h. */
 enum { FLOAT32, FLOAT16, BFLOAT16, QUANTISED = 16 };
 
-/* Activations of gates. */
-enum { SILU, GELU_TANH, CLAMPED_SWISH };
+/* Activations: of gates, and RELU2, which gates nothing. */
+enum { SILU, GELU_TANH, CLAMPED_SWISH, RELU2 };
 
 /* How a router's numbers become scores. */
 enum { SOFTMAX, SIGMOID };
@@ -117,7 +117,7 @@ typedef struct {
 } Recurrence;
 
 /* What layers are made of: a part's kind says which of the structures below its data is. */
-enum { ATTENTION, GATED_MLP, EXPERTS, RECURRENT };
+enum { ATTENTION, GATED_MLP, EXPERTS, RECURRENT, PARALLEL };
 
 typedef struct {
     int64_t kind;
@@ -130,7 +130,7 @@ typedef struct {
 } Attention;
 
 typedef struct {
-    const Linear *gate_up, *down;
+    const Linear *gate_up, *down; /* gates and what they gate, or as many numbers as come in below */
     int64_t activation;
 } GatedMlp;
 
@@ -142,8 +142,8 @@ typedef struct {
     const Linear *shared_gate;    /* of one output, whose sigmoid multiplies the shared one's; or NULL */
     const float *choice_bias;     /* [num_experts], added to scores where experts are chosen, or NULL */
     int64_t num_experts, num_chosen, scoring;
-    int64_t renormalises;         /* weights of a token sum up to one before they are multiplied */
-    float multiplier;
+    int64_t renormalises;         /* weights of a token are divided by their sum and added_to_sum */
+    float added_to_sum, multiplier;
     int64_t *touched;             /* experts that passes have read, and in how many layers of them */
 } Experts;
 
@@ -152,8 +152,13 @@ typedef struct {
     const Recurrence *recurrence;
 } Recurrent;
 
+/* What both compute is added. */
+typedef struct {
+    Part first, second;
+} Parallel;
+
 /* Two parts, each with a norm before it and one of what it adds to the hidden states, or NULL.
- * The second one may have no data: there is none. */
+ * One of them may have no data: there is none. */
 typedef struct {
     Part mixer, mlp;
     const float *mixer_norm, *mixer_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden_size] */

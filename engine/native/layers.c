@@ -77,9 +77,11 @@ typedef struct {
 static void gate_task(const void *arguments, int64_t row) {
     const Gate *task = arguments;
     const int64_t size = task->size;
-    const float *gate = task->gate_up + row * 2 * size, *up = gate + size;
+    const float *gate = task->gate_up + row * (task->activation == RELU2 ? 1 : 2) * size, *up = gate + size;
     float *out = task->out + row * size;
-    if (task->activation == SILU) {
+    if (task->activation == RELU2) {
+        for (int64_t i = 0; i < size; i++) out[i] = gate[i] < 0.0f ? 0.0f : gate[i] * gate[i];
+    } else if (task->activation == SILU) {
         for (int64_t i = 0; i < size; i++) out[i] = silu(gate[i]) * up[i];
     } else if (task->activation == CLAMPED_SWISH) {
         for (int64_t i = 0; i < size; i++) {
@@ -95,7 +97,7 @@ static void gate_task(const void *arguments, int64_t row) {
     }
 }
 
-/* out [rows, size] = activation(gate) * up of gate_up [rows, 2 * size]. */
+/* out [rows, size] = activation(gate) * up of gate_up [rows, 2 * size]; RELU2 has nothing else than [rows, size]. */
 void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size) {
     run_task(gate_task, &(Gate){ out, gate_up, activation, size }, rows, rows * size * 16);
 }

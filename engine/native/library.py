@@ -66,6 +66,10 @@ class Recurrent(ctypes.Structure):
     _fields_ = fields_of("Recurrent")
 
 
+class Parallel(ctypes.Structure):
+    _fields_ = fields_of("Parallel", Part)
+
+
 class GatedMlp(ctypes.Structure):
     _fields_ = fields_of("GatedMlp")
 

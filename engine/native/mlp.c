@@ -58,7 +58,7 @@ static void choose(const Experts *part, int64_t *chosen, float *weights, const f
     }
     float sum = 0.0f;
     for (int64_t n = 0; n < num_chosen; n++) sum += weights[n] = scores[chosen[n]];
-    const float factor = part->renormalises ? part->multiplier / sum : part->multiplier;
+    const float factor = part->renormalises ? part->multiplier / (sum + part->added_to_sum) : part->multiplier;
     for (int64_t n = 0; n < num_chosen; n++) weights[n] *= factor;
 }
 

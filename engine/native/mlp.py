@@ -5,7 +5,7 @@ from ctypes import Structure, addressof
 import torch
 
 from truedraft.engine.layers.linear import Linear
-from truedraft.engine.layers.mlp import ACTIVATIONS, SCORINGS, Experts, GatedMlp
+from truedraft.engine.layers.mlp import ACTIVATIONS, SCORINGS, UNGATED, Experts, GatedMlp
 from truedraft.engine.memory.pointers import PointerError, address
 from truedraft.engine.native import library as in_c
 from truedraft.engine.native.linear import NativeLinear
@@ -31,7 +31,9 @@ def linear_at(name: str, linear: Linear, in_features: int, out_features: int) ->
 def gated_mlp(mlp: GatedMlp, hidden_size: int) -> in_c.GatedMlp:
     size = native(mlp.down).in_features
     return in_c.GatedMlp(
-        gate_up=linear_at("gate_up", mlp.gate_up, hidden_size, 2 * size),
+        gate_up=linear_at(
+            "gate_up", mlp.gate_up, hidden_size, size * (1 if mlp.activation in UNGATED else 2)
+        ),
         down=linear_at("down", mlp.down, size, hidden_size),
         activation=ACTIVATIONS.index(mlp.activation),
     )
@@ -62,6 +64,7 @@ class NativeExperts:
             num_chosen=router.num_chosen,
             scoring=SCORINGS.index(router.scoring),
             renormalises=router.renormalises,
+            added_to_sum=router.added_to_sum,
             multiplier=router.multiplier,
             touched=address(mlp.touched.counts, torch.int64, (2,)),
         )

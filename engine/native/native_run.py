@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from truedraft.engine.layers.linear import Linear
-from truedraft.engine.layers.mlp import ACTIVATIONS, Activation, Experts
+from truedraft.engine.layers.mlp import ACTIVATIONS, UNGATED, Activation, Experts
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
@@ -171,11 +171,12 @@ class NativeRun:
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = gate_up.contiguous()
         rows, width = shape_of(gate_up, 2)
-        shape = rows, width // 2
+        each = 1 if activation in UNGATED else 2
+        shape = rows, width // each
         out = torch.empty(shape, dtype=FLOAT)
         self.kernels.library.gate(
             address(out, FLOAT, shape),
-            address(gate_up, FLOAT, (rows, 2 * shape[1])),
+            address(gate_up, FLOAT, (rows, each * shape[1])),
             ACTIVATIONS.index(activation),
             *shape,
         )

@@ -41,6 +41,11 @@ static int run_recurrent(const Recurrent *part, const Spans *spans, float *out, 
     return 1;
 }
 
+static int64_t parallel_bytes(const Parallel *part, int64_t rows) {
+    const int64_t first = part_bytes(&part->first, rows), second = part_bytes(&part->second, rows);
+    return first > second ? first : second;
+}
+
 /* Returns the bytes of an arena that ``run_part`` needs for this many rows. */
 int64_t part_bytes(const Part *part, int64_t rows) {
     switch (part->kind) {
@@ -48,12 +53,13 @@ int64_t part_bytes(const Part *part, int64_t rows) {
         case GATED_MLP: return gated_mlp_bytes(part->data, rows);
         case EXPERTS: return experts_bytes(part->data, rows);
         case RECURRENT: return recurrent_bytes(part->data, rows);
+        case PARALLEL: return parallel_bytes(part->data, rows);
         default: return 0;
     }
 }
 
-/* out [tokens, hidden size] = the part's output for x, plus residual or NULL, which may be out itself; so may x. The
- * arena is as full afterwards as before. 0 if it had no room, or there is no such kind of parts. */
+/* out [tokens, hidden size] = the part's output for x, plus residual or NULL, which may be out itself; so may x, but of
+ * PARALLEL. The arena is as full afterwards as before. 0 if it had no room, or there is no such kind of parts. */
 int run_part(const Part *part, const Spans *spans, float *out, const float *x, const float *residual, Arena *arena) {
     const size_t used = arena->used;
     const int64_t rows = spans->num_tokens;
@@ -63,6 +69,12 @@ int run_part(const Part *part, const Spans *spans, float *out, const float *x, c
         case GATED_MLP: is_done = run_gated_mlp(part->data, out, x, residual, rows, arena); break;
         case EXPERTS: is_done = run_experts(part->data, out, x, residual, rows, arena); break;
         case RECURRENT: is_done = run_recurrent(part->data, spans, out, x, residual, arena); break;
+        case PARALLEL: {
+            const Parallel *both = part->data;
+            is_done = run_part(&both->first, spans, out, x, residual, arena)
+                && run_part(&both->second, spans, out, x, out, arena);
+            break;
+        }
     }
     arena->used = used;
     return is_done;

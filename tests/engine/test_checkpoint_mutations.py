@@ -94,6 +94,14 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm3": {"sliding_window": WINDOW, "layer_types": ["conv", "sliding_attention"]},
     "mistral": {"sliding_window": WINDOW},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "time_step_min": 1e-9,
+    },
     "smollm3": {"no_rope_layers": [1, 0]},
     "olmo3": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "phi3": {"sliding_window": WINDOW},
@@ -188,6 +196,16 @@ VALUES: dict[str, list[Any]] = {
     "position_embedding_type": ["rope"],
     "num_local_experts": [2],
     "shared_intermediate_size": [INNER // 2],
+    "layers_block_type": [["linear_attention", "mlp", "full_attention"], ["linear_attention"] * 3],
+    "mamba_num_heads": [2],
+    "mamba_head_dim": [4],
+    "mamba_hidden_act": ["gelu"],
+    "mlp_hidden_act": ["silu"],
+    "n_groups": [1],
+    "ssm_state_size": [16],
+    "conv_kernel": [3],
+    "use_conv_bias": [False],
+    "layer_norm_epsilon": [0.5],
 }
 # These are read alike for every family; those with recurrent layers do without them, for they are slower.
 READ_ALIKE = {"vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
@@ -213,7 +231,9 @@ Changed = tuple[dict[str, Any], Weights]
 
 def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
     is_dense = config["model_type"] not in EXPERT_FAMILIES or config.get("num_local_experts") == 0
-    values_of = VALUES if is_dense else OF_EXPERTS
+    values_of = VALUES if is_dense or config["model_type"] == "nemotron_h" else OF_EXPERTS
+    if config["model_type"] == "nemotron_h":  # transformers does not read it
+        values_of = {key: values for key, values in values_of.items() if key != "time_step_limit"}
     left_out = READ_ALIKE if FAMILIES[config["model_type"]].recurrence else ()
     for key, values in values_of.items():
         if key in config and key not in left_out:
@@ -227,7 +247,7 @@ def removed_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Change
         if "layers.1" not in name:
             yield config, {other: tensor for other, tensor in weights.items() if other != name}
     tied = config | {"tie_word_embeddings": True}
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+    for name in ("lm_head.weight", _embeddings(weights)):
         yield tied, {other: tensor for other, tensor in weights.items() if other != name}
 
 
@@ -263,7 +283,11 @@ def added_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]
     # The output layer is its own, and has the embeddings' values.
     tied = config | {"tie_word_embeddings": True}
     yield tied, weights
-    yield tied, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    yield tied, weights | {"lm_head.weight": weights[_embeddings(weights)].clone()}
+
+
+def _embeddings(weights: Weights) -> str:
+    return next(name for name in weights if name.endswith(("embed_tokens.weight", "embeddings.weight")))
 
 
 MUTATIONS: dict[str, Callable[[dict[str, Any], Weights], Iterator[Changed]]] = {
@@ -294,6 +318,7 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "llama": [(15, 16), (2, 12), (0, 12), (4, 8)],
     "mistral": [(16, 14), (2, 12), (0, 12), (4, 8)],
     "mixtral": [(6, 4), (2, 22), (0, 22), (4, 8)],
+    "nemotron_h": [(6, 16), (0, 17), (0, 15), (2, 10)],
     "olmo2": [(14, 15), (2, 14), (0, 14), (4, 7)],
     "olmo3": [(16, 17), (2, 14), (0, 14), (4, 7)],
     "phi3": [(15, 16), (2, 9), (0, 9), (4, 8)],

@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "scoring": "sigmoid",
         "choice_bias": True,
         "renormalises": True,
+        "added_to_sum": 0.3,
         "multiplier": 2.5,
         "shared": True,
     },
@@ -113,7 +114,7 @@ def definition(part: Experts, x: torch.Tensor) -> torch.Tensor:
         chosen = sorted(range(NUMBER), key=lambda expert: (-float(wanted[expert]), expert))
         weights = scores[chosen[: router.num_chosen]]
         if router.renormalises:
-            weights = weights / weights.sum()
+            weights = weights / (weights.sum() + router.added_to_sum)
         total = torch.zeros(HIDDEN, dtype=torch.float64)
         for expert, weight in zip(chosen, weights, strict=False):
             total += router.multiplier * weight * _mlp(part.experts[expert], row)

@@ -14,8 +14,11 @@ from tests.engine.test_gguf_mutations import (
     HIDDEN,
     IDS,
     INNER,
+    KEYS_OF_EXPERTS,
+    OF_EXPERTS,
     VOCAB_SIZE,
     Content,
+    changed_keys,
     outcome,
     removed_tensors,
     reshaped_tensors,
@@ -26,70 +29,124 @@ from tests.llama_cpp_hybrids import HybridGraph
 # The first layer has a state, the second one attention.
 LAYERS, HEADS, KV_HEADS = 2, 4, 2
 KEY_HEADS, VALUE_HEADS, SIZE, WIDTH = 2, 4, 8, 4
+NUMBER, EXPERT = 4, 24
+EXPERTS = {"expert_count": NUMBER, "expert_used_count": 2}
+DELTA_NET = {
+    "ssm.conv_kernel": WIDTH,
+    "ssm.state_size": SIZE,
+    "ssm.group_count": KEY_HEADS,
+    "ssm.time_step_rank": VALUE_HEADS,
+    "ssm.inner_size": VALUE_HEADS * SIZE,
+    "full_attention_interval": 2,
+    "rope.dimension_count": 4,
+}
+GRANITE = {
+    "ssm.conv_kernel": WIDTH,
+    "ssm.state_size": SIZE,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 2 * HIDDEN,
+    "rope.scaling.finetuned": False,
+    "attention.scale": 0.3,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.5,
+    "logit_scale": 2.0,
+    "expert_shared_feed_forward_length": INNER,
+}
+# Each of its layers is only one thing.
+NEMOTRON = {
+    "block_count": 3,
+    "feed_forward_length": [0, 0, INNER],
+    "attention.head_count_kv": [0, KV_HEADS, 0],
+    "attention.layer_norm_epsilon": 1e-5,
+    "rope.scaling.finetuned": False,
+    "ssm.conv_kernel": WIDTH,
+    "ssm.state_size": SIZE,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 2 * HIDDEN,
+}
 OF_STATE: dict[str, dict[str, Any]] = {
     "lfm2": {"shortconv.l_cache": 3},
-    "qwen35": {
-        "ssm.conv_kernel": WIDTH,
-        "ssm.state_size": SIZE,
-        "ssm.group_count": KEY_HEADS,
-        "ssm.time_step_rank": VALUE_HEADS,
-        "ssm.inner_size": VALUE_HEADS * SIZE,
-        "full_attention_interval": 2,
-        "rope.dimension_count": 4,
-        "rope.dimension_sections": [1, 1, 0, 0],
+    "qwen35": {**DELTA_NET, "rope.dimension_sections": [1, 1, 0, 0]},
+    "granitehybrid": GRANITE,
+    "lfm2moe": {
+        **EXPERTS,
+        "shortconv.l_cache": 3,
+        "expert_feed_forward_length": EXPERT,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 0,
     },
-    "granitehybrid": {
-        "ssm.conv_kernel": WIDTH,
-        "ssm.state_size": SIZE,
-        "ssm.group_count": 2,
-        "ssm.time_step_rank": 4,
-        "ssm.inner_size": 2 * HIDDEN,
-        "rope.scaling.finetuned": False,
-        "attention.scale": 0.3,
-        "embedding_scale": 3.0,
-        "residual_scale": 0.5,
-        "logit_scale": 2.0,
+    "qwen3next": {
+        **DELTA_NET,
+        **EXPERTS,
+        "expert_feed_forward_length": EXPERT,
         "expert_shared_feed_forward_length": INNER,
     },
+    "nemotron_h": NEMOTRON,
+    "nemotron_h_moe": {
+        **NEMOTRON,
+        **EXPERTS,
+        "feed_forward_length": [0, 0, EXPERT],
+        "expert_feed_forward_length": EXPERT,
+        "expert_shared_feed_forward_length": INNER,
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "expert_group_count": 1,
+    },
+    "granitehybrid with experts": {**GRANITE, **EXPERTS, "feed_forward_length": EXPERT},
 }
 
 
 def base(architecture: str) -> Content:
     """A file as converters write it."""
-    draws = np.random.default_rng(1)
+    draws, settings = np.random.default_rng(1), OF_STATE[architecture]
+    architecture = architecture.removesuffix(" with experts")
 
     def drawn(*shape: int, mean: float = 0.0) -> Any:
         return (mean + draws.normal(0, 0.25, shape)).astype(np.float32)
 
     queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
-    doubled = 2 if architecture == "qwen35" else 1
+    is_delta_net = architecture in ("qwen35", "qwen3next")
+    doubled = 2 if is_delta_net else 1
     attention = {
         "attn_q.weight": drawn(doubled * queries, HIDDEN),
         "attn_k.weight": drawn(keys, HIDDEN),
         "attn_v.weight": drawn(keys, HIDDEN),
         "attn_output.weight": drawn(HIDDEN, queries),
     }
-    if architecture != "granitehybrid":
+    if architecture not in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
         attention |= {f"attn_{part}_norm.weight": drawn(HEAD_SIZE, mean=1) for part in "qk"}
-    norm = "post_attention_norm" if architecture == "qwen35" else "ffn_norm"
-    last = "token_embd_norm" if architecture == "lfm2" else "output_norm"
+    norm = "post_attention_norm" if is_delta_net else "ffn_norm"
+    last = "token_embd_norm" if architecture.startswith("lfm2") else "output_norm"
     tensors = {"token_embd.weight": drawn(VOCAB_SIZE, HIDDEN), f"{last}.weight": drawn(HIDDEN, mean=1)}
+    if architecture.startswith("nemotron_h"):
+        mlp = _experts if architecture == "nemotron_h_moe" else _squared
+        parts = _recurrence(architecture, drawn), attention, mlp(architecture, drawn)
+        for layer, part in enumerate(parts):
+            part["attn_norm.weight"] = drawn(HIDDEN, mean=1)
+            tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in part.items()}
+        return Content(architecture, _sizes(architecture) | settings, tensors)
     for layer, parts in enumerate((_recurrence(architecture, drawn), attention)):
         of_layer = parts | {
             "attn_norm.weight": drawn(HIDDEN, mean=1),
             f"{norm}.weight": drawn(HIDDEN, mean=1),
-            "ffn_gate.weight": drawn(INNER, HIDDEN),
-            "ffn_up.weight": drawn(INNER, HIDDEN),
-            "ffn_down.weight": drawn(HIDDEN, INNER),
+            **(_experts(architecture, drawn) if "expert_count" in settings else _gated(drawn, "")),
         }
         tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in of_layer.items()}
-    metadata: dict[str, Any] = {
+    return Content(architecture, _sizes(architecture) | settings, tensors)
+
+
+def _sizes(architecture: str) -> dict[str, Any]:
+    is_delta_net = architecture in ("qwen35", "qwen3next")
+    found: dict[str, Any] = {
         "block_count": LAYERS,
         "context_length": CONTEXT,
         "embedding_length": HIDDEN,
         "feed_forward_length": INNER,
         "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS if architecture == "qwen35" else [0, KV_HEADS],
+        "attention.head_count_kv": KV_HEADS if is_delta_net else [0, KV_HEADS],
         "attention.key_length": HEAD_SIZE,
         "attention.value_length": HEAD_SIZE,
         "attention.layer_norm_rms_epsilon": 1e-5,
@@ -97,23 +154,56 @@ def base(architecture: str) -> Content:
         "rope.dimension_count": HEAD_SIZE,
         "vocab_size": VOCAB_SIZE,
     }
-    return Content(architecture, metadata | OF_STATE[architecture], tensors)
+    if architecture.startswith("nemotron_h"):
+        del found["attention.layer_norm_rms_epsilon"]
+    return found
+
+
+def _squared(architecture: str, drawn: Callable[..., Any], end: str = "") -> dict[str, Any]:
+    return {
+        f"ffn_up{end}.weight": drawn(INNER, HIDDEN),
+        f"ffn_down{end}.weight": drawn(HIDDEN, INNER),
+    }
+
+
+def _gated(drawn: Callable[..., Any], end: str) -> dict[str, Any]:
+    return {
+        f"ffn_gate{end}.weight": drawn(INNER, HIDDEN),
+        f"ffn_up{end}.weight": drawn(INNER, HIDDEN),
+        f"ffn_down{end}.weight": drawn(HIDDEN, INNER),
+    }
+
+
+def _experts(architecture: str, drawn: Callable[..., Any]) -> dict[str, Any]:
+    found = {
+        "ffn_gate_inp.weight": drawn(NUMBER, HIDDEN),
+        "ffn_gate_exps.weight": drawn(NUMBER, EXPERT, HIDDEN),
+        "ffn_up_exps.weight": drawn(NUMBER, EXPERT, HIDDEN),
+        "ffn_down_exps.weight": drawn(NUMBER, HIDDEN, EXPERT),
+    }
+    if architecture == "lfm2moe":
+        return found | {"exp_probs_b.bias": drawn(NUMBER)}
+    if architecture == "nemotron_h_moe":
+        del found["ffn_gate_exps.weight"]
+        return found | {"exp_probs_b.bias": drawn(NUMBER)} | _squared(architecture, drawn, "_shexp")
+    found |= _gated(drawn, "_shexp")
+    return found | ({"ffn_gate_inp_shexp.weight": drawn(HIDDEN)} if architecture == "qwen3next" else {})
 
 
 def _recurrence(architecture: str, drawn: Callable[..., Any]) -> dict[str, Any]:
-    if architecture == "lfm2":
+    if architecture.startswith("lfm2"):
         return {
             "shortconv.in_proj.weight": drawn(3 * HIDDEN, HIDDEN),
             "shortconv.conv.weight": drawn(HIDDEN, 3),
             "shortconv.out_proj.weight": drawn(HIDDEN, HIDDEN),
         }
-    if architecture == "qwen35":
+    if architecture in ("qwen35", "qwen3next"):
         keys, values = 2 * KEY_HEADS * SIZE, VALUE_HEADS * SIZE
+        names = ("ssm_beta", "ssm_alpha") if architecture == "qwen35" else ("ssm_ba",)
         return {
+            **{f"{name}.weight": drawn(2 * VALUE_HEADS // len(names), HIDDEN) for name in names},
             "attn_qkv.weight": drawn(keys + values, HIDDEN),
             "attn_gate.weight": drawn(values, HIDDEN),
-            "ssm_beta.weight": drawn(VALUE_HEADS, HIDDEN),
-            "ssm_alpha.weight": drawn(VALUE_HEADS, HIDDEN),
             "ssm_conv1d.weight": drawn(keys + values, WIDTH),
             "ssm_dt.bias": drawn(VALUE_HEADS),
             "ssm_a": -np.exp(drawn(VALUE_HEADS)),
@@ -136,10 +226,11 @@ def _recurrence(architecture: str, drawn: Callable[..., Any]) -> dict[str, Any]:
 # Other values of keys than those that the file has; None removes it.
 VALUES: dict[str, list[Any]] = {
     "block_count": [1],
-    "feed_forward_length": [INNER // 2, [INNER, INNER]],
-    "attention.head_count_kv": [[KV_HEADS, 0], [0, 1], [0, 0], [0], KV_HEADS, None],
+    "feed_forward_length": [INNER // 2, [INNER, INNER], [0, INNER, 0], [INNER, 0, INNER], [0, 0, 0]],
+    "attention.head_count_kv": [[KV_HEADS, 0], [0, 1], [0, 0], [0, 2, 2], [0], KV_HEADS, None],
     "attention.key_length": [8],
     "attention.layer_norm_rms_epsilon": [0.5],
+    "attention.layer_norm_epsilon": [0.5, None],
     "attention.recurrent_layers": [[True, False], [False, True], [True]],
     "attention.scale": [0.7, 0.0],
     "embedding_scale": [12.0, 0.0],
@@ -167,14 +258,11 @@ VALUES: dict[str, list[Any]] = {
 
 
 def key_mutations(content: Content) -> Iterator[Content]:
-    for key, values in VALUES.items():
-        for value in values:
-            changed = content.copy()
-            changed.metadata = {name: said for name, said in content.metadata.items() if name != key}
-            if value is not None:
-                changed.metadata[key] = value
-            if changed.metadata != content.metadata:
-                yield changed
+    """Changes of architectures with experts only what tells of them: the rest goes the same ways."""
+    values = VALUES
+    if "expert_count" in content.metadata:
+        values = {key: some for key, some in VALUES.items() if key.startswith(KEYS_OF_EXPERTS)} | OF_EXPERTS
+    return changed_keys(content, [{key: value} for key, some in values.items() for value in some])
 
 
 def added_tensors(content: Content) -> Iterator[Content]:
@@ -193,7 +281,7 @@ def added_tensors(content: Content) -> Iterator[Content]:
         changed.tensors = change | changed.tensors
         if changed.tensors.keys() != content.tensors.keys():
             yield changed
-    if content.architecture == "qwen35":
+    if content.architecture in ("qwen35", "qwen3next"):
         changed.tensors |= {f"blk.{LAYERS}.nextn.enorm.weight": ones}
         changed.metadata |= {"block_count": LAYERS + 1, "nextn_predict_layers": 1}
         del changed.tensors["dense_2.weight"]
@@ -208,9 +296,14 @@ MUTATIONS: dict[str, Callable[[Content], Iterator[Content]]] = {
 }
 # Files served as by llama.cpp, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
-    "lfm2": [(9, 39), (0, 10), (0, 16), (1, 13)],
-    "qwen35": [(11, 39), (0, 16), (0, 24), (2, 13)],
-    "granitehybrid": [(13, 37), (1, 14), (0, 25), (1, 12)],
+    "lfm2": [(9, 44), (0, 10), (0, 16), (1, 13)],
+    "qwen35": [(11, 44), (0, 16), (0, 24), (2, 13)],
+    "granitehybrid": [(13, 42), (1, 14), (0, 25), (1, 12)],
+    "lfm2moe": [(5, 25), (0, 5), (0, 9), (0, 13)],
+    "qwen3next": [(9, 22), (0, 12), (0, 21), (2, 12)],
+    "nemotron_h": [(11, 45), (1, 13), (0, 23), (1, 12)],
+    "nemotron_h_moe": [(5, 24), (0, 6), (0, 11), (1, 12)],
+    "granitehybrid with experts": [(4, 26), (0, 9), (0, 16), (1, 11)],
 }
 
 

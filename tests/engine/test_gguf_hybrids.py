@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.test_hybrid_families import CUTS, expected_logits, logits_in
 from tests.families import save_random
 from tests.gguf_hybrids import save_hybrid_gguf
-from tests.hybrids import EXPERTS, HYBRIDS, delta_net, granite
+from tests.hybrids import CONV_FIRST, EXPERTS, FULL, HYBRID, HYBRIDS, MAMBA, delta_net, granite, nemotron
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import GgufCheckpoint
@@ -27,10 +27,40 @@ WHOLE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "
 DELTA_WHOLE = {**WHOLE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 16}
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", {**HYBRIDS["LFM2"][1], **WHOLE}),
+    "LFM2 with experts": (
+        "lfm2_moe",
+        {**HYBRID, **CONV_FIRST, **EXPERTS, **WHOLE, "num_dense_layers": 1},
+    ),
     "Qwen3.5, 1 head a key": ("qwen3_5_text", {**delta_net(2, 2, 4), **DELTA_WHOLE}),
     "Qwen3.5, 2 heads a key": ("qwen3_5_text", {**delta_net(2, 4, 4), **DELTA_WHOLE}),
     "Qwen3.5, 3 heads a key": ("qwen3_5_text", {**delta_net(2, 6, 3), **DELTA_WHOLE}),
     "Qwen3.5 with experts": ("qwen3_5_moe_text", {**delta_net(2, 4, 4), **DELTA_WHOLE, **EXPERTS}),
+    "Qwen3-Next": ("qwen3_next", {**delta_net(2, 4, 4), **DELTA_WHOLE, **EXPERTS}),
+    "Granite 4 H with experts": (
+        "granitemoehybrid",
+        granite(**WHOLE, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "Nemotron-H": (
+        "nemotron_h",
+        {
+            **nemotron("mlp", MAMBA, FULL, MAMBA, "mlp", mlp_bias=True),
+            **WHOLE,
+            "mamba_head_dim": 16,
+        },
+    ),
+    "Nemotron-H with experts": (
+        "nemotron_h",
+        {
+            **nemotron(MAMBA, "moe", FULL, "moe"),
+            **WHOLE,
+            "mamba_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "Granite 4 H": ("granitemoehybrid", granite(**WHOLE, shared_intermediate_size=64)),
     "Granite 4 H with angles": (
         "granitemoehybrid",
@@ -89,7 +119,7 @@ def test_blocks_are_multiplied_as_they_are_stored(
     expected = expected_logits(save_hybrid_gguf(path, folder(name), "Q8_0", **MIXED))
     model = load_model(str(path), LoadOptions())
     assert isinstance(model, FusedDecoder)
-    mixers = [linear for layer in model.weights.layers for linear in layer.mixer.linears]
+    mixers = [linear for mixer in model.weights.mixers for linear in mixer.linears]
     assert all(isinstance(linear, QuantisedLinear) for linear in mixers)
     whole, cut = (logits_in(model, sizes) for sizes in CUTS)
     assert torch.equal(whole, cut)

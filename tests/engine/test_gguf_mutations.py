@@ -316,7 +316,8 @@ def changed_keys(content: Content, changes: list[dict[str, Any]]) -> Iterator[Co
 
 def is_changed(content: Content, name: str) -> bool:
     """Tells whether a tensor is: of two layers that of one, and among experts only what is their own."""
-    of_experts = "ffn" in name or "sinks" in name or name.startswith("output")
+    own = ("ffn", "sinks", "attn_qkv", "attn_gate", "ssm_ba")
+    of_experts = any(part in name for part in own) or name.startswith("output")
     return not name.startswith("blk.1") and ("expert_count" not in content.metadata or of_experts)
 
 

@@ -3,6 +3,8 @@
 The text has 200 tokens: the logits of each are those of a prompt that ends there.
 """
 
+import json
+import shutil
 from collections.abc import Callable
 from itertools import chain, repeat
 from pathlib import Path
@@ -71,6 +73,19 @@ def test_logits_are_those_of_transformers(folder: Callable[[str], str], family: 
     assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
     for logits in others:
         assert torch.equal(logits, whole) or not model.is_native
+
+
+def test_steps_have_the_limits_of_the_makers(folder: Callable[[str], str], tmp_path: Path) -> None:
+    """transformers keeps Nemotron-H's steps in prompts above a number that was for the beginning of training;
+    in ``time_step_limit`` the others see a limit."""
+    path = Path(shutil.copytree(folder("Nemotron-H"), tmp_path / "model"))
+    found = [logits_in(load_model(str(path), LoadOptions()), CUTS[0])]
+    config = json.loads((path / "config.json").read_text())
+    for change in ({"time_step_min": 1.0}, {"time_step_limit": [1.0, 2.0]}):
+        (path / "config.json").write_text(json.dumps(config | change))
+        found.append(logits_in(load_model(str(path), LoadOptions()), CUTS[0]))
+    assert torch.equal(found[0], found[1])
+    assert (found[0] - found[2]).abs().max() > 0.1
 
 
 def test_gates_that_transformers_ignores_are_refused(tmp_path: Path) -> None:

@@ -228,8 +228,9 @@ def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
     for activation in ACTIVATIONS:
         gated = parts.gate(activation, gate_up)[0]
         assert gated[0].isnan()
-        is_clamped = activation == "clamped_swish"
-        largest = [2 * SWISH_LIMIT, 2 * SWISH_LIMIT] if is_clamped else [math.inf, 1e30]
+        largest = {"clamped_swish": [2 * SWISH_LIMIT] * 2, "relu2": [math.inf] * 2}.get(
+            activation, [math.inf, 1e30]
+        )
         assert gated[[1, 3]].tolist() == pytest.approx(largest, rel=1e-4)
     assert parts.cap(gate_up, 5.0)[0, :4].tolist() == pytest.approx([math.nan, 5, -5, 5], nan_ok=True)
 
