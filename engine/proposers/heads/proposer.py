@@ -99,13 +99,13 @@ class HeadProposer(Proposer):
     def _is_told(self, sequence: Sequence) -> bool:
         """Tells whether the states of all tokens but the pending one are known: those of a text's first token
         are not before it has been computed."""
-        waiting, table = self._waiting.get(sequence), self.cache.table(sequence)
-        return waiting is not None and table.num_computed_tokens + waiting.num_tokens == len(sequence) - 1
+        num_told = sequence.target_blocks.num_computed_tokens
+        return num_told == len(sequence) - 1 and self.waiting(sequence, num_told).num_tokens > 0
 
     def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
         sequences = [part.sequence for part in plan.rows]
         lengths = [
-            length if self._is_told(sequence) else 0
+            length if length and self._is_told(sequence) else 0
             for sequence, length in zip(sequences, lengths_of(plan, self.name), strict=True)
         ]
         states: dict[int, torch.Tensor] = {}
