@@ -144,17 +144,22 @@ def _recurrence(kind: str, number: int, seed: int) -> Recurrence:
         return recurrences.short_conv(3, layer=number)
 
 
-def hybrid_head(target: FusedDecoder, tap: int) -> Head:
-    """Makes a head in C on the states after a layer of the target, as they are."""
+def hybrid_head(target: FusedDecoder, kind: str) -> Head:
+    """Makes a head in C on what the target's last norm gives (``mtp``) or on states between its layers."""
     library = load_library()
     assert library is not None
     make = _Weights(9, 0.0, NativeLinears(library, compact=False))
-    layer = replace(_layer(make, "attention", 0, inputs=2 * HIDDEN), mixer_norm=None)
-    joint = Joint(make.norm(HIDDEN), make.norm(HIDDEN), adds_to_normed=False)
+    if is_mtp := kind == "mtp":
+        layer, projection = _layer(make, "attention", 0), make.linear(2 * HIDDEN, HIDDEN)
+    else:
+        layer = replace(_layer(make, "attention", 0, inputs=2 * HIDDEN), mixer_norm=None)
+        projection = None
+    joint = Joint(make.norm(HIDDEN), make.norm(HIDDEN), projection=projection)
     weights = replace(target.weights, layers=[layer], joint=joint)
     facts = ModelFacts(target.config, None, 1, torch.float32, CPU)
     model = FusedDecoder(facts, weights, NativeKernels(library))
-    return Head("eagle", model, (tap,), None, (), None, None, norm_output=False)
+    tap = len(target.caches) if is_mtp else 2
+    return Head(kind, model, (tap,), None, (), None, None, norm_output=is_mtp)
 
 
 def hybrid_engine(

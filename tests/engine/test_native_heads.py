@@ -223,11 +223,13 @@ def test_a_round_without_a_verdict_leaves_what_waits(models: Models) -> None:
     assert 0 < ours.stats.num_rows["phases"] < ours.stats.num_rows["c"]
 
 
-def test_a_target_with_states_of_its_own() -> None:
-    """Its layers take drafts back by their logs. The head reads what a recurrent layer makes of tokens."""
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_a_target_with_states_of_its_own(kind: str) -> None:
+    """Its layers take drafts back by their logs. The head reads what a recurrent layer makes of tokens, or
+    the last norm of all."""
     targets = [hybrid(in_c=True, vocab_size=VOCAB_SIZE) for _ in range(2)]
     ours, theirs = (
-        hybrid_engine(target, hybrid_head(target, tap=2), method="auto", num_speculative_tokens=4)
+        hybrid_engine(target, hybrid_head(target, kind), method="auto", num_speculative_tokens=4)
         for target in targets
     )
     for core in (ours, theirs):
