@@ -20,6 +20,7 @@ from tests.models import make_engine, run_engine, save_random_llama
 from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import EVERY_NEED
+from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan, StepResult
@@ -28,6 +29,7 @@ from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOut
 from truedraft.engine.native import compiler
 from truedraft.engine.proposers.heads.proposer import HeadProposer
 from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.runtime.phases import PhaseRunner
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -148,6 +150,17 @@ def test_each_round_is_that_of_phases(models: Models, shape: str, params: list[S
     run_in_step(ours, theirs, params)
     assert 0 < ours.stats.num_accepted_tokens < ours.stats.num_draft_tokens
     assert set(ours.stats.num_rows) == {"c"}
+
+
+class Watching(Proposer):
+    name = "watching"
+    can_lag = False
+
+
+def test_others_that_follow_the_target_keep_steps_to_the_phases(models: Models) -> None:
+    """C tells nobody but the head."""
+    core = make_engine(models.target, models.heads["plain"], [Watching()], method="auto")
+    assert isinstance(core.runner, PhaseRunner)
 
 
 @dataclass

@@ -17,7 +17,8 @@ from truedraft.engine.proposers.heads.waiting import Waiting
 
 
 class NativeDrafter:
-    """``proposer`` must have a pass in C (``has_pass``), as ``target`` is one. ``struct`` is what C reads."""
+    """``proposer`` drafts for ``target``, with a model that has a pass in C, too (``drafts_in_c``). ``struct`` is
+    what C reads."""
 
     def __init__(self, proposer: DraftModelProposer | HeadProposer, target: NativeDecoder) -> None:
         model = _pass_of(proposer)

@@ -55,10 +55,10 @@ class NativeRow:
         "_num_tokens",
         "_token_ids",
         "_uses_drafter",
-        "_waiting",
         "address",
         "row",
         "sources",
+        "waiting",
     )
 
     def __init__(self, sequence: Sequence, draft_table: BlockTable) -> None:
@@ -95,7 +95,7 @@ class NativeRow:
         self._draft_block_ids: list[int] = []
         self._blocks = self._draft_blocks = array("q")
         self._uses_drafter = False
-        self._waiting: Waiting | None = None  # for a head
+        self.waiting: Waiting | None = None  # states for a head that follows the sequence
         self._draft_ids: array[int] | None = None
         self._drafted: list[int] = []  # the masks know it
         self._masks: array[int] | None = None
@@ -107,10 +107,10 @@ class NativeRow:
 
     def follow(self, waiting: Waiting | None) -> None:
         """Shares the states that wait for a head with C; None if no head follows the sequence."""
-        if waiting is not self._waiting:
+        if waiting is not self.waiting:
             states = None if waiting is None else waiting.states
             place = None if states is None else address(states, torch.float32, tuple(states.shape))
-            self._waiting, self.row.waiting = waiting, place
+            self.waiting, self.row.waiting = waiting, place
         if waiting is not None:
             self.row.num_waiting = waiting.num_tokens
 
@@ -130,14 +130,14 @@ class NativeRow:
             self._set_draft_ids(draft.known_ids)
         row.num_draft_tokens = draft.num_first_drafts
         drafts_first = draft.num_tokens > 0 and not draft.known
-        self._uses_drafter = draft.num_tokens > 0 or self._waiting is not None
+        self._uses_drafter = draft.num_tokens > 0 or self.waiting is not None
         if not self._uses_drafter:
             return 0
         if self._draft_table.block_ids != self._draft_block_ids:
             self._set_draft_blocks(self._draft_table.block_ids)
         num_computed = row.num_draft_computed = self._draft_table.num_computed_tokens
         row.draft_state_slot, row.num_draft_folded = _states(self._draft_table)
-        return num_tokens - num_computed if drafts_first and self._waiting is None else 0
+        return num_tokens - num_computed if drafts_first and self.waiting is None else 0
 
     def fold(self, sequence: Sequence) -> None:
         """Says how far states are folded now, whether or not a round was complete."""
@@ -152,8 +152,8 @@ class NativeRow:
         sequence.target_blocks.num_computed_tokens = end - 1
         if self._uses_drafter:
             self._draft_table.num_computed_tokens = row.num_draft_computed
-        if self._waiting is not None:
-            self._waiting.num_tokens = row.num_waiting
+        if self.waiting is not None:
+            self.waiting.num_tokens = row.num_waiting
         return self._token_ids[first:end].tolist()
 
     def begin_masks(self, part: ScheduledSequence, max_drafts: int) -> None:

@@ -128,7 +128,7 @@ class NativeRunner:
         results = _Results(len(rows), num_rounds)
         pointers = array("q", [row.address for row in rows])
         drafter = self.drafter
-        if drafter is not None and drafter.need not in plan.needs and drafter.head is None:
+        if drafter is not None and drafter.need not in plan.needs and not any(row.waiting for row in rows):
             drafter = None
         num_done = self.target.library.run_rounds(
             byref(self.target.decoder),
