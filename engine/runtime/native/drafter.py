@@ -17,8 +17,8 @@ from truedraft.engine.proposers.heads.waiting import Waiting
 
 
 class NativeDrafter:
-    """``proposer`` drafts for ``target``, with a model that has a pass in C, too (``drafts_in_c``). ``struct`` is
-    what C reads."""
+    """``proposer`` drafts for ``target``; its model has a pass in C, too (``drafts_in_c``). C reads
+    ``struct``."""
 
     def __init__(self, proposer: DraftModelProposer | HeadProposer, target: NativeDecoder) -> None:
         model = _pass_of(proposer)
