@@ -53,23 +53,19 @@ static int64_t draw_draft(const Drafter *drafter, const Rounds *rounds, const Sc
 
 /* A pass over the tokens that the drafter's cache misses of its rows. Returns how many rows there are. */
 static int64_t plan_first_pass(const Drafter *drafter, const Rounds *rounds, Scratch *scratch) {
-    const int64_t known = drafter->model->head->out_features, hidden_size = drafter->model->hidden_size;
+    /* Any token stands in for those that only the target has; a head knows them all. */
+    const int64_t known = is_head(drafter) ? INT64_MAX : drafter->model->head->out_features;
+    const int64_t hidden_size = drafter->model->hidden_size;
     int64_t size = 0, num_active = 0;
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *sequence = rounds->rows[row];
         if (sequence->draft_ids || scratch->limit[row] == 0) continue;
         const int64_t stored = sequence->num_draft_computed, first = stored + is_head(drafter);
         const int64_t count = sequence->num_tokens - first;
-        if (is_head(drafter)) {
+        if (is_head(drafter))
             memcpy(scratch->states + size * hidden_size, sequence->waiting, count * hidden_size * sizeof(float));
-            copy_ids(scratch->token_ids + size, sequence->token_ids + first, count);
-        }
-        for (int64_t i = 0; !is_head(drafter) && i < count; i++) {
-            const int64_t id = sequence->token_ids[first + i];
-            /* Any token stands in for those that only the target has. */
-            scratch->token_ids[size + i] = id < known ? id : known - 1;
-        }
-        size += count;
+        for (int64_t i = first; i < sequence->num_tokens; i++)
+            scratch->token_ids[size++] = sequence->token_ids[i] < known ? sequence->token_ids[i] : known - 1;
         scratch->query_lens[num_active] = count;
         scratch->num_computed[num_active] = stored;
         scratch->span_first_block[num_active] = scratch->first_draft_block[row];

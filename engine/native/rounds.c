@@ -118,7 +118,7 @@ static int constrain_rows(const Rounds *rounds) {
 }
 
 /* The target's logits of every row's pending token and its drafts, behind what its cache does not have yet, and the
- * states that a head is made of. 0 if a row's table has no blocks for them, or as ``decode``. */
+ * states that a head's are made of. 0 if a row's table has no blocks for them, or as ``decode``. */
 static int score(const Decoder *target, const Drafter *drafter, const Rounds *rounds, Scratch *scratch) {
     int64_t size = 0, num_logits = 0;
     for (int64_t i = 0; i < rounds->num_rows; i++) {
@@ -143,11 +143,11 @@ static int score(const Decoder *target, const Drafter *drafter, const Rounds *ro
         .token_ids = scratch->token_ids, .blocks = scratch->blocks,
         .state_slot = scratch->state_slot, .num_folded = scratch->num_folded, .num_certain = scratch->num_certain,
     };
-    const Taps taps = {
-        .num_taps = is_head(drafter) ? drafter->fusion->num_taps : 0,
-        .layers = is_head(drafter) ? drafter->taps : NULL,
-        .states = scratch->tapped,
-    };
+    Taps taps = { .states = scratch->tapped };
+    if (is_head(drafter)) {
+        taps.num_taps = drafter->fusion->num_taps;
+        taps.layers = drafter->taps;
+    }
     if (!decode(target, &new, is_head(drafter) ? &taps : NULL, scratch->logits)) return 0;
     for (int64_t i = 0; i < rounds->num_rows; i++)
         rounds->rows[i]->num_folded = num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);

@@ -262,8 +262,8 @@ BUGS = {
         f"{KEEP} if (num_accepted[i]) memcpy(row->waiting, scratch->next_states + i * size, 4 * size);",
     ),
     "a state comes with its own token": (
-        "sequence->token_ids + first, count",
-        "sequence->token_ids + first - 1, count",
+        "i = first; i < sequence->num_tokens; i++",
+        "i = first - 1; i < sequence->num_tokens - 1; i++",
     ),
     "the first of several states is left out": (
         "scratch->tapped + first * width",
