@@ -40,6 +40,7 @@ from truedraft.engine.runtime.calibrate import calibrate
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.runtime.native.drafter import NativeDrafter, drafts_in_c
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
@@ -177,20 +178,31 @@ def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRu
 
 
 def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
-    """Makes the fastest runner of steps: compiled rounds know the draft model, all else goes by phases."""
+    """Makes the fastest runner of steps: compiled rounds know the draft model, those in C a head as well; all
+    else goes by phases."""
     phases = PhaseRunner(memory.target, proposers, _sampling_backend(config, memory.target.device))
-    if not all(proposer.can_lag for proposer in proposers):
-        return phases
-    own = (proposer for proposer in proposers if isinstance(proposer, DraftModelProposer))
-    drafting = next(own, None)
+    observers = [proposer for proposer in proposers if not proposer.can_lag]
     if memory.native is not None:
-        if drafting is not None and not isinstance(drafting.model.fast_pass, NativeDecoder):
-            drafting = None
+        drafter = _native_drafter(proposers, memory.native)
+        if not all(drafter is not None and drafter.proposer is proposer for proposer in observers):
+            return phases
         can_sample = isinstance(phases.backend, NativeBackend)
-        return NativeRunner(memory.native, drafting, proposers, phases, can_sample, config.step_seconds)
+        return NativeRunner(memory.native, drafter, proposers, phases, can_sample, config.step_seconds)
+    if observers:
+        return phases
+    drafting = next((own for own in proposers if isinstance(own, DraftModelProposer)), None)
     if memory.graphs is not None and (memory.draft is None or drafting is not None):
         return CudaRunner(memory.graphs, drafting, phases)
     return phases
+
+
+def _native_drafter(proposers: Sequence[Proposer], target: NativeDecoder) -> NativeDrafter | None:
+    """Returns who drafts in rounds in C: a head, which must be told of every step, or else a draft model."""
+    for kind in (HeadProposer, DraftModelProposer):
+        for proposer in proposers:
+            if isinstance(proposer, kind) and drafts_in_c(proposer):
+                return NativeDrafter(proposer, target)
+    return None
 
 
 def make_core(

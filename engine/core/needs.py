@@ -10,6 +10,7 @@ class Need(StrEnum):
     PROMPT = auto()  # more known tokens than the pending one, or a piece of a prompt
     LONG_PROMPT = auto()  # many of them, or only a part of them; or the log-probabilities of a prompt
     DRAFT_MODEL = auto()  # drafts from the draft model
+    HEAD = auto()  # drafts from a head on the target's states
     PROPOSER = auto()  # drafts from another proposer
     CATCH_UP = auto()  # its cache computes more than a few missing tokens first, or instead of a draft
     SAMPLING = auto()  # temperature above 0

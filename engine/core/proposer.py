@@ -44,9 +44,10 @@ class Proposer:
     ``observe`` is given, negative ones counted from the last; their number stands for what the last norm
     makes of the last layer's states. ``can_lag``: it may stay behind while other sources draft or none does,
     and brings its cache up to date when it drafts. If it cannot, ``observe`` is called after every pass of
-    the target, and every step goes by phases. ``max_len`` is the longest sequence
-    that it can draft for. ``need`` is what a row that drafts with it asks of a runner. ``draws``: the
-    sampler draws its drafts, greedily or at random as a request asks (``draft_sample_method``).
+    the target, and every step goes by phases, or through a runner that does for it what ``observe`` does.
+    ``max_len`` is the longest sequence that it can draft for. ``need`` is what a row that drafts with it asks
+    of a runner. ``draws``: the sampler draws its drafts, greedily or at random as a request asks
+    (``draft_sample_method``).
     """
 
     name: str

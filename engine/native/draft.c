@@ -1,7 +1,8 @@
-/* The drafts of a round: those from outside, and the draft model's, by a pass and a draw for each token.
+/* The drafts of a round: those from outside, and the drafter's, by a pass and a draw for each token.
  *
- * A row's first pass computes what the draft model's cache misses of it, too. Draws are those of sampling.c,
- * with the same random numbers as anywhere else.
+ * A row's first pass computes what the drafter's cache misses of it, too. A head's is fed with the states that wait,
+ * and its further ones with what it gives. Draws are those of sampling.c, with the same random numbers as anywhere
+ * else.
  */
 
 #include <math.h>
@@ -9,31 +10,34 @@
 
 #include "rounds.h"
 
-/* The draft model's logits [known] in the target's width: ids that it does not know have probability 0. */
-static float *pad_logits(const Scratch *scratch, float *logits, int64_t known) {
-    if (known >= scratch->vocab) return logits;
-    float *padded = scratch->padded + this_thread() * scratch->vocab;
-    memcpy(padded, logits, known * sizeof(float));
-    for (int64_t id = known; id < scratch->vocab; id++) padded[id] = -INFINITY;
+/* The drafter's logits [known] in the target's width: ids that it does not know have probability 0. */
+static float *pad_logits(const Drafter *drafter, const Scratch *scratch, float *logits, int64_t known) {
+    const int64_t *ids = drafter->token_ids, vocab = scratch->vocab;
+    if (!ids && known >= vocab) return logits;
+    float *padded = scratch->padded + this_thread() * vocab;
+    for (int64_t id = ids ? 0 : known; id < vocab; id++) padded[id] = -INFINITY;
+    if (!ids) memcpy(padded, logits, known * sizeof(float));
+    for (int64_t i = 0; ids && i < known; i++) padded[ids[i]] = logits[i];
     return padded;
 }
 
 /* A row's draft at a position, from logits [known], which are changed. */
-static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position,
-                          float *logits, int64_t known) {
+static int64_t draw_draft(const Drafter *drafter, const Rounds *rounds, const Scratch *scratch, int64_t row,
+                          int64_t position, float *logits, int64_t known) {
     const Row *sequence = rounds->rows[row];
     const int64_t vocab = scratch->vocab, place = sequence->num_tokens + position;
     int64_t id;
-    if (sequence->rule == GREEDY) {
-        if (known > vocab) known = vocab;
-        adjust_logits(sequence, position, logits, known);
-        return argmax(logits, known);
+    /* The most likely of the first ids in order is found without the others. */
+    const int is_short = sequence->rule == GREEDY && !drafter->token_ids && known < vocab;
+    if (!is_short) {
+        logits = pad_logits(drafter, scratch, logits, known);
+        known = vocab;
     }
+    adjust_logits(sequence, position, logits, known);
+    if (sequence->rule == GREEDY) return argmax(logits, known);
     float *probs = scratch->probs + this_thread() * vocab;
     if (sequence->rule == REJECTION)
         probs = scratch->draft_probs + (row * rounds->max_drafts + position) * vocab;
-    logits = pad_logits(scratch, logits, known);
-    adjust_logits(sequence, position, logits, vocab);
     /* Drafts are guesses: a draft model without a distribution has a flat one. */
     if (!is_distribution(logits, vocab)) memset(logits, 0, vocab * sizeof(float));
     process_adjusted(sequence, scratch, probs, logits);
@@ -47,18 +51,23 @@ static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t 
     return id;
 }
 
-/* A pass over the tokens that the draft model's cache misses of its rows. Returns how many rows there are. */
-static int64_t plan_first_pass(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
-    const int64_t known = model->head->out_features;
+/* A pass over the tokens that the drafter's cache misses of its rows. Returns how many rows there are. */
+static int64_t plan_first_pass(const Drafter *drafter, const Rounds *rounds, Scratch *scratch) {
+    /* Any token stands in for those that only the target has; a head knows them all. */
+    const int64_t known = is_head(drafter) ? INT64_MAX : drafter->model->head->out_features;
+    const int64_t hidden_size = drafter->model->hidden_size;
     int64_t size = 0, num_active = 0;
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *sequence = rounds->rows[row];
         if (sequence->draft_ids || scratch->limit[row] == 0) continue;
-        for (int64_t i = sequence->num_draft_computed; i < sequence->num_tokens; i++)
-            /* Any token stands in for those that only the target has. */
+        const int64_t stored = sequence->num_draft_computed, first = stored + is_head(drafter);
+        const int64_t count = sequence->num_tokens - first;
+        if (is_head(drafter))
+            memcpy(scratch->states + size * hidden_size, sequence->waiting, count * hidden_size * sizeof(float));
+        for (int64_t i = first; i < sequence->num_tokens; i++)
             scratch->token_ids[size++] = sequence->token_ids[i] < known ? sequence->token_ids[i] : known - 1;
-        scratch->query_lens[num_active] = sequence->num_tokens - sequence->num_draft_computed;
-        scratch->num_computed[num_active] = sequence->num_draft_computed;
+        scratch->query_lens[num_active] = count;
+        scratch->num_computed[num_active] = stored;
         scratch->span_first_block[num_active] = scratch->first_draft_block[row];
         scratch->active[num_active++] = row;
     }
@@ -66,18 +75,31 @@ static int64_t plan_first_pass(const Decoder *model, const Rounds *rounds, Scrat
 }
 
 /* A pass over the last drafts. */
-static void plan_next_pass(const Rounds *rounds, Scratch *scratch, int64_t num_active, int64_t position) {
+static void plan_next_pass(const Drafter *drafter, const Rounds *rounds, Scratch *scratch, int64_t num_active,
+                           int64_t position) {
+    const int64_t size = drafter->model->hidden_size;
     for (int64_t i = 0; i < num_active; i++) {
         const int64_t row = scratch->active[i];
         scratch->token_ids[i] = scratch->draft_ids[row * rounds->max_drafts + position];
         scratch->query_lens[i] = 1;
-        scratch->num_computed[i] = rounds->rows[row]->num_tokens + position;
+        scratch->num_computed[i] = rounds->rows[row]->num_tokens - is_head(drafter) + position;
         scratch->span_first_block[i] = scratch->first_draft_block[row];
+        if (is_head(drafter))
+            memcpy(scratch->states + i * size, scratch->next_states + row * size, size * sizeof(float));
+    }
+}
+
+/* Keeps the states that a head has given for the last token of each active row. */
+static void keep_states(const Scratch *scratch, int64_t num_active, int64_t size) {
+    const float *end = scratch->outputs;
+    for (int64_t i = 0; i < num_active; i++) {
+        end += scratch->query_lens[i] * size;
+        memcpy(scratch->next_states + scratch->active[i] * size, end - size, size * sizeof(float));
     }
 }
 
 /* Runs the pass that is planned for the active rows. What the round stores is not certain before it is complete. */
-static int run_pass(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t num_active) {
+static int run_pass(const Drafter *drafter, const Rounds *rounds, Scratch *scratch, int64_t num_active) {
     for (int64_t i = 0; i < num_active; i++) {
         const Row *row = rounds->rows[scratch->active[i]];
         scratch->state_slot[i] = row->draft_state_slot;
@@ -89,8 +111,11 @@ static int run_pass(const Decoder *model, const Rounds *rounds, Scratch *scratch
         .num_logits = scratch->ones, .first_block = scratch->span_first_block,
         .token_ids = scratch->token_ids, .blocks = scratch->blocks,
         .state_slot = scratch->state_slot, .num_folded = scratch->num_folded, .num_certain = scratch->num_certain,
+        .states = scratch->states,
     };
-    if (!decode(model, &new, NULL, scratch->draft_logits)) return 0;
+    const Taps output = { .num_taps = 1, .layers = &drafter->output, .states = scratch->outputs };
+    if (!decode(drafter->model, &new, is_head(drafter) ? &output : NULL, scratch->draft_logits)) return 0;
+    if (is_head(drafter)) keep_states(scratch, num_active, drafter->model->hidden_size);
     for (int64_t i = 0; i < num_active; i++)
         rounds->rows[scratch->active[i]]->num_draft_folded =
             num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
@@ -99,6 +124,7 @@ static int run_pass(const Decoder *model, const Rounds *rounds, Scratch *scratch
 
 /* Draws of all rows that draft on, behind ``position`` drafts of each. */
 typedef struct {
+    const Drafter *drafter;
     const Rounds *rounds;
     const Scratch *scratch;
     int64_t position, known;
@@ -109,18 +135,18 @@ static void draw_task(const void *arguments, int64_t i) {
     const Scratch *scratch = task->scratch;
     const int64_t row = scratch->active[i];
     float *logits = scratch->draft_logits + i * task->known;
-    const int64_t id = draw_draft(task->rounds, scratch, row, task->position, logits, task->known);
+    const int64_t id = draw_draft(task->drafter, task->rounds, scratch, row, task->position, logits, task->known);
     scratch->draft_ids[row * task->rounds->max_drafts + task->position] = id;
     count_token(task->rounds->rows[row], id);
     scratch->num_drafted[row] = task->position + 1;
 }
 
-static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
-    const int64_t known = model->head->out_features, max_drafts = rounds->max_drafts;
-    int64_t num_active = plan_first_pass(model, rounds, scratch);
+static int draw_drafts(const Drafter *drafter, const Rounds *rounds, Scratch *scratch) {
+    const int64_t known = drafter->model->head->out_features, max_drafts = rounds->max_drafts;
+    int64_t num_active = plan_first_pass(drafter, rounds, scratch);
     for (int64_t position = 0; num_active > 0; position++) {
-        if (!run_pass(model, rounds, scratch, num_active)) return 0;
-        run_task(draw_task, &(DraftDraws){ rounds, scratch, position, known }, num_active,
+        if (!run_pass(drafter, rounds, scratch, num_active)) return 0;
+        run_task(draw_task, &(DraftDraws){ drafter, rounds, scratch, position, known }, num_active,
                  scratch->samples ? num_active * scratch->vocab * WORK_OF_A_DRAW : 0);
         for (int64_t i = 0; i < num_active; i++) {
             const int64_t row = scratch->active[i], id = scratch->draft_ids[row * max_drafts + position];
@@ -130,19 +156,26 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
         for (int64_t i = 0; i < num_active; i++)
             if (position + 1 < scratch->limit[scratch->active[i]]) scratch->active[num_left++] = scratch->active[i];
         num_active = num_left;
-        plan_next_pass(rounds, scratch, num_active, position);
+        plan_next_pass(drafter, rounds, scratch, num_active, position);
     }
     return 1;
 }
 
+/* Whether the drafter can go on from what it has of a row: few tokens that its cache misses, or the states of all tokens
+ * but the pending one. Those of a text's first token are not known before it has been computed. */
+static int can_draft(const Drafter *drafter, const Rounds *rounds, const Row *row) {
+    if (!is_head(drafter)) return row->num_tokens - row->num_draft_computed <= rounds->max_missed;
+    return row->num_waiting > 0 && row->num_draft_computed + row->num_waiting == row->num_tokens - 1;
+}
+
 /* How much a row drafts in a round: it emits one token more, and the text must hold it. */
-static int64_t limit_of(const Rounds *rounds, const Row *row) {
+static int64_t limit_of(const Drafter *drafter, const Rounds *rounds, const Row *row) {
     const int64_t room = row->max_num_tokens - row->num_tokens - 1;
     const int64_t draft_room = row->draft_ids ? room : rounds->max_draft_len - row->num_tokens;
     int64_t limit = row->num_draft_tokens < room ? row->num_draft_tokens : room;
     if (draft_room < limit) limit = draft_room;
     if (rounds->max_drafts < limit) limit = rounds->max_drafts;
-    if (!row->draft_ids && row->num_tokens - row->num_draft_computed > rounds->max_missed) return 0;
+    if (!row->draft_ids && !can_draft(drafter, rounds, row)) return 0;
     return limit > 0 ? limit : 0;
 }
 
@@ -153,24 +186,25 @@ static int64_t count_known(const int64_t *ids, int64_t count, int64_t vocab) {
     return known;
 }
 
-/* Sets num_drafted, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if there is no memory,
+/* Sets num_drafted, draft_ids and draft_probs of all rows. drafter is NULL if no row needs it. 0 if there is no memory,
  * or a row's table has no blocks for its drafts. */
-int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
+int draft_round(const Drafter *drafter, const Rounds *rounds, Scratch *scratch) {
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *sequence = rounds->rows[row];
-        scratch->limit[row] = limit_of(rounds, sequence);
+        scratch->limit[row] = limit_of(drafter, rounds, sequence);
         scratch->num_drafted[row] = 0;
         if (!sequence->draft_ids) {
             const int64_t end = sequence->num_tokens + scratch->limit[row] - 1;
-            if (model && scratch->limit[row] && end > sequence->num_draft_blocks * model->block_size) return 0;
+            const int64_t room = drafter ? sequence->num_draft_blocks * drafter->model->block_size : 0;
+            if (drafter && scratch->limit[row] && end > room) return 0;
             continue;
         }
         scratch->num_drafted[row] = count_known(sequence->draft_ids, scratch->limit[row], scratch->vocab);
         int64_t *drafts = scratch->draft_ids + row * rounds->max_drafts;
         copy_ids(drafts, sequence->draft_ids, scratch->num_drafted[row]);
     }
-    if (!model) return 1;
-    const int is_done = draft_by_model(model, rounds, scratch);
+    if (!drafter) return 1;
+    const int is_done = draw_drafts(drafter, rounds, scratch);
     for (int64_t row = 0; row < rounds->num_rows; row++)
         for (int64_t i = scratch->num_drafted[row] - 1; i >= 0 && !rounds->rows[row]->draft_ids; i--)
             uncount_token(rounds->rows[row], scratch->draft_ids[row * rounds->max_drafts + i]);

@@ -207,6 +207,15 @@ typedef struct {
     float *states;                /* [tokens of the pass, num_taps, hidden_size] */
 } Taps;
 
+/* Makes the states that a head takes of what layers of a target know of a token. */
+typedef struct {
+    int64_t num_taps, tap_size, size;
+    const float *joint_norm;      /* [num_taps * tap_size] of all taps together, or NULL */
+    const float *tap_norms;       /* [num_taps, tap_size] of each one, or NULL */
+    float joint_norm_eps, tap_norm_eps;
+    const Linear *combine;        /* NULL: the only tap is the state */
+} Fusion;
+
 /* What a sequence's logits are processed with; [sequences] each. */
 typedef struct {
     const float *temperature;     /* > 0 */
@@ -265,6 +274,9 @@ int run_part(const Part *part, const Spans *spans, float *out, const float *x, c
 
 /* decoder.c */
 int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, float *logits);
+
+/* fusion.c */
+int64_t fuse(const Fusion *fusion, float *states, const float *tapped, int64_t rows);
 
 /* sampling.c */
 void process_row(float *probs, const float *logits, const Processors *processors, int64_t sequence, float *scratch,

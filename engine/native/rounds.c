@@ -24,8 +24,9 @@ typedef struct {
 } Piece;
 
 /* 0 if there is no memory. */
-static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, int64_t draft_vocab) {
+static int make_scratch(Scratch *scratch, const Drafter *drafter, const Rounds *rounds, int64_t vocab) {
     static _Thread_local Arena arena;
+    const int64_t draft_vocab = drafter ? drafter->model->head->out_features : 0;
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->max_drafts, threads = get_num_threads();
     int64_t num_blocks = 0, num_new = 0, samples = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
     for (int64_t i = 0; i < rows; i++) {
@@ -39,7 +40,12 @@ static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, i
         uses_one_hot |= row->rule == REJECTION && (row->draft_ids || rounds->constrain);
     }
     const int64_t num_drafting = rows * (rounds->max_missed + 1), num_scoring = num_new + drafts;
-    const int64_t num_tokens = num_drafting > num_scoring ? num_drafting : num_scoring;
+    const int64_t num_following = is_head(drafter) ? rows * drafter->max_waiting + num_scoring : 0;
+    int64_t num_tokens = num_drafting > num_scoring ? num_drafting : num_scoring;
+    if (num_following > num_tokens) num_tokens = num_following;
+    const int64_t taps = is_head(drafter) ? drafter->fusion->num_taps * drafter->fusion->tap_size : 0;
+    const int64_t size = is_head(drafter) ? drafter->model->hidden_size : 0;
+    const int pads = drafter && (drafter->token_ids || (samples && draft_vocab < vocab));
     const size_t integer = sizeof(int64_t), number = sizeof(float);
     const Piece pieces[] = {
         { (void **)&scratch->limit, rows, integer },
@@ -49,6 +55,7 @@ static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, i
         { (void **)&scratch->first_block, rows, integer },
         { (void **)&scratch->first_draft_block, rows, integer },
         { (void **)&scratch->ones, rows, integer },
+        { (void **)&scratch->zeros, rows, integer },
         { (void **)&scratch->query_lens, rows, integer },
         { (void **)&scratch->num_computed, rows, integer },
         { (void **)&scratch->span_first_block, rows, integer },
@@ -63,16 +70,21 @@ static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, i
         { (void **)&scratch->blocks, num_blocks, integer },
         { (void **)&scratch->logits, (rows + drafts) * vocab, number },
         { (void **)&scratch->draft_logits, rows * draft_vocab, number },
+        { (void **)&scratch->tapped, num_scoring * taps, number },
+        { (void **)&scratch->fused, num_scoring * size, number },
+        { (void **)&scratch->states, num_tokens * size, number },
+        { (void **)&scratch->outputs, num_tokens * size, number },
+        { (void **)&scratch->next_states, rows * size, number },
         { (void **)&scratch->draft_probs, uses_probs ? drafts * vocab : 0, number },
         { (void **)&scratch->probs, samples ? threads * vocab : 0, number },
-        { (void **)&scratch->padded, samples && draft_vocab < vocab ? threads * vocab : 0, number },
+        { (void **)&scratch->padded, pads ? threads * vocab : 0, number },
         { (void **)&scratch->cut, cuts ? threads * vocab : 0, number },
         { (void **)&scratch->one_hot, uses_one_hot ? threads * vocab : 0, number },
     };
     const int num_pieces = sizeof pieces / sizeof *pieces;
-    size_t size = 0;
-    for (int i = 0; i < num_pieces; i++) size += arena_size(pieces[i].length, pieces[i].size);
-    if (!arena_reserve(&arena, size)) return 0;
+    size_t bytes = 0;
+    for (int i = 0; i < num_pieces; i++) bytes += arena_size(pieces[i].length, pieces[i].size);
+    if (!arena_reserve(&arena, bytes)) return 0;
     for (int i = 0; i < num_pieces; i++)
         *pieces[i].pointer = pieces[i].length ? arena_alloc(&arena, pieces[i].length, pieces[i].size) : NULL;
     scratch->vocab = vocab;
@@ -86,6 +98,7 @@ static void prepare_rows(const Rounds *rounds, Scratch *scratch) {
     for (int64_t i = 0; i < rounds->num_rows; i++) {
         Row *row = rounds->rows[i];
         scratch->ones[i] = 1;
+        scratch->zeros[i] = 0;
         scratch->first_block[i] = size;
         copy_ids(scratch->blocks + size, row->blocks, row->num_blocks);
         size += row->num_blocks;
@@ -104,9 +117,9 @@ static int constrain_rows(const Rounds *rounds) {
     return 1;
 }
 
-/* The target's logits of every row's pending token and its drafts, behind what its cache does not have yet. 0 if a
- * row's table has no blocks for them, or as ``decode``. */
-static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) {
+/* The target's logits of every row's pending token and its drafts, behind what its cache does not have yet, and the
+ * states that a head's are made of. 0 if a row's table has no blocks for them, or as ``decode``. */
+static int score(const Decoder *target, const Drafter *drafter, const Rounds *rounds, Scratch *scratch) {
     int64_t size = 0, num_logits = 0;
     for (int64_t i = 0; i < rounds->num_rows; i++) {
         const Row *row = rounds->rows[i];
@@ -130,7 +143,12 @@ static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) 
         .token_ids = scratch->token_ids, .blocks = scratch->blocks,
         .state_slot = scratch->state_slot, .num_folded = scratch->num_folded, .num_certain = scratch->num_certain,
     };
-    if (!decode(target, &new, NULL, scratch->logits)) return 0;
+    Taps taps = { .states = scratch->tapped };
+    if (is_head(drafter)) {
+        taps.num_taps = drafter->fusion->num_taps;
+        taps.layers = drafter->taps;
+    }
+    if (!decode(target, &new, is_head(drafter) ? &taps : NULL, scratch->logits)) return 0;
     for (int64_t i = 0; i < rounds->num_rows; i++)
         rounds->rows[i]->num_folded = num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
     return 1;
@@ -218,12 +236,6 @@ static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64
     int64_t *emitted = row->token_ids + row->num_tokens;
     copy_ids(emitted, scratch->draft_ids + i * rounds->max_drafts, num_accepted);
     emitted[num_accepted] = scratch->next_id[i];
-    /* The last draft drawn was not stored; what was stored of rejected ones is overwritten. */
-    if (!row->draft_ids && scratch->num_drafted[i]) {
-        const int64_t stored = row->num_tokens + scratch->num_drafted[i] - 1;
-        const int64_t valid = row->num_tokens + num_accepted;
-        row->num_draft_computed = stored < valid ? stored : valid;
-    }
     if (row->draft_ids) row->num_draft_tokens = 0;
     row->num_tokens += num_accepted + 1;
     row->num_computed = row->num_tokens - 1;
@@ -235,36 +247,39 @@ static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64
 }
 
 /* Runs rounds and returns how many are complete. It ends when a row has ended, when time is up, and before a
- * round that cannot be verified here: logits that are no distribution, no memory. draft_model is NULL if no
- * row needs it. */
-int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Rounds *rounds) {
+ * round that cannot be verified here: logits that are no distribution, no memory. drafter is NULL if no row
+ * needs it, and none is followed by a head. */
+int64_t run_rounds(const Decoder *target, const Drafter *drafter, const Rounds *rounds) {
     const int64_t num_rows = rounds->num_rows, vocab = target->head->out_features;
     const double began = now();
     double round_began = began, longest = 0.0;
     Scratch scratch;
-    if (!make_scratch(&scratch, rounds, vocab, draft_model ? draft_model->head->out_features : 0)) return 0;
+    if (!make_scratch(&scratch, drafter, rounds, vocab)) return 0;
     prepare_rows(rounds, &scratch);
     int64_t round = 0, num_ended = 0;
     for (; round < rounds->num_rounds && !num_ended; round++) {
         if (round_began - began + longest > rounds->seconds) break;
         int64_t *num_accepted = rounds->num_accepted + round * num_rows, num_broken = 0;
         if (round > 0 && !constrain_rows(rounds)) break;
-        if (!draft_round(draft_model, rounds, &scratch)) break;
+        if (!draft_round(drafter, rounds, &scratch)) break;
         const double drafted = now();
-        if (!score(target, rounds, &scratch)) break;
+        if (!score(target, drafter, rounds, &scratch)) break;
         const double scored = now();
         run_task(verify_task, &(Verdicts){ rounds, &scratch, num_accepted, round }, num_rows,
                  scratch.samples ? num_rows * vocab * WORK_OF_A_DRAW : 0);
         for (int64_t row = 0; row < num_rows; row++) num_broken += scratch.is_broken[row];
         if (num_broken) break;
+        const double judged = now();
+        if (!follow_rows(drafter, rounds, &scratch, num_accepted)) break;
+        const double followed = now();
         for (int64_t row = 0; row < num_rows; row++)
             num_ended += !append(rounds, &scratch, row, num_accepted[row]);
         memcpy(rounds->num_drafted + round * num_rows, scratch.num_drafted, num_rows * sizeof(int64_t));
         const double verified = now();
         double *seconds = rounds->phase_seconds + 3 * round;
-        seconds[0] = drafted - round_began;
+        seconds[0] = drafted - round_began + followed - judged;
         seconds[1] = scored - drafted;
-        seconds[2] = verified - scored;
+        seconds[2] = verified - followed + judged - scored;
         if (verified - round_began > longest) longest = verified - round_began;
         round_began = verified;
     }

@@ -15,7 +15,8 @@ typedef struct {
     /* These follow the rounds. */
     int64_t num_tokens;           /* the last one is pending: in no cache yet */
     int64_t num_computed;         /* tokens in the target's cache: of a prompt any number, else all but that one */
-    int64_t num_draft_computed;   /* tokens in the draft model's cache */
+    int64_t num_draft_computed;   /* tokens in the drafter's cache; of a head's, states with the tokens after them */
+    int64_t num_waiting;          /* states that wait for a head: those of the tokens after the computed ones */
     int64_t num_folded, num_draft_folded; /* tokens that states in both caches are folded over: no more than are in
                                              them when a round begins, so that it can be begun anew elsewhere */
     int64_t num_distinct;         /* entries of distinct_ids and counts */
@@ -27,6 +28,7 @@ typedef struct {
     int64_t num_blocks, num_draft_blocks;
     const int64_t *blocks, *draft_blocks; /* block tables with room for all rounds */
     int64_t state_slot, draft_state_slot; /* of caches with states, or -1 */
+    float *waiting;               /* [the drafter's max_waiting, its hidden size]; NULL: no head follows the row */
     int64_t num_masked, mask_words;
     const uint32_t *mask;         /* [max_drafts + 1, mask_words] a bit for each allowed token, by position of
                                      this round; beyond num_masked all are allowed. NULL: not constrained */
@@ -48,6 +50,17 @@ typedef struct {
     const float *biases;
 } Row;
 
+/* Who drafts what does not come from outside: a draft model, or a head, which takes a state with each token and is told
+ * what the target makes of all of them. */
+typedef struct {
+    const Decoder *model;
+    const Fusion *fusion;         /* makes a head's states; NULL: a draft model */
+    const int64_t *taps;          /* the target's layers that are fused */
+    int64_t output;               /* the layer of ``model`` after which its state stands for the next token's */
+    const int64_t *token_ids;     /* the target's ids of what its logits are of; NULL: of all in order */
+    int64_t max_waiting;          /* states that a row keeps before the cache is brought up to date */
+} Drafter;
+
 /* Called for constrained rows: before each round but the first, with num_drafted 0, to renew drafts from outside
  * and masks; and after each token that the draft model has drafted, to write the mask behind it. 0 if it
  * cannot. */
@@ -56,8 +69,8 @@ typedef int64_t (*Constrain)(int64_t row, int64_t num_drafted, int64_t last_draf
 typedef struct {
     int64_t num_rows, num_rounds;
     int64_t max_drafts;           /* the longest draft of any row */
-    int64_t max_draft_len;        /* tokens that the draft model can hold of a sequence */
-    int64_t max_missed;           /* it drafts for a row only if its cache misses no more tokens of it */
+    int64_t max_draft_len;        /* tokens that the drafter can hold of a sequence */
+    int64_t max_missed;           /* a draft model drafts for a row only if its cache misses no more tokens of it */
     double seconds;               /* no round begins that would end later, taking as long as the longest */
     Row **rows;
     Constrain constrain;          /* NULL: no row is constrained */
@@ -76,16 +89,21 @@ typedef struct {
     int64_t *first_block, *first_draft_block; /* into blocks */
     int64_t *blocks;              /* block tables of all rows */
     /* Spans of a pass. */
-    int64_t *ones, *query_lens, *num_computed, *span_first_block;
+    int64_t *ones, *zeros, *query_lens, *num_computed, *span_first_block;
     int64_t *state_slot, *num_folded, *num_certain;
     int64_t *token_ids;           /* [tokens of a pass] */
     int64_t *active;              /* rows that draft on */
     int64_t *num_scored;          /* tokens with logits: the pending one and the drafts */
     int64_t *first_scored;        /* of a row's logits */
     float *logits;                /* [tokens scored, vocab] */
-    float *draft_logits;          /* [num_rows, vocab of the draft model] */
+    float *draft_logits;          /* [num_rows, vocab of the drafter] */
+    /* Of a head. */
+    float *tapped;                /* [tokens scored, taps, the target's hidden size] */
+    float *fused;                 /* [tokens scored, hidden size] */
+    float *states, *outputs;      /* [tokens of a pass, hidden size] that come with its tokens, and that it gives */
+    float *next_states;           /* [num_rows, hidden size] of the last tokens drafted */
     float *probs;                 /* [threads, vocab], if a row samples */
-    float *padded;                /* the same, if the draft model knows fewer tokens */
+    float *padded;                /* the same, if the drafter knows other tokens */
     float *cut;                   /* the same, if a row has top-k, top-p or min-p */
     float *one_hot;               /* the same, if drafts from outside meet the rejection rule */
     int64_t vocab;                /* the target's; all distributions have its width */
@@ -93,7 +111,7 @@ typedef struct {
 } Scratch;
 
 /* rounds.c */
-int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Rounds *rounds);
+int64_t run_rounds(const Decoder *target, const Drafter *drafter, const Rounds *rounds);
 
 /* adjust.c */
 void adjust_logits(const Row *row, int64_t position, float *logits, int64_t vocab);
@@ -102,7 +120,18 @@ void uncount_token(Row *row, int64_t id);
 void process_adjusted(const Row *row, const Scratch *scratch, float *probs, const float *logits);
 
 /* draft.c */
-int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch);
+int draft_round(const Drafter *drafter, const Rounds *rounds, Scratch *scratch);
+
+/* follow.c */
+int follow_rows(const Drafter *drafter, const Rounds *rounds, Scratch *scratch, const int64_t *num_accepted);
+
+/* Whether a drafter is a head. NULL is nobody. */
+static inline int is_head(const Drafter *drafter) { return drafter && drafter->fusion; }
+
+/* Whether the drafter has drafted for a row in this round. */
+static inline int has_drafted(const Rounds *rounds, const Scratch *scratch, int64_t row) {
+    return !rounds->rows[row]->draft_ids && scratch->num_drafted[row] > 0;
+}
 
 /* Whether an id from outside is one of the tokens of a distribution. */
 static inline int is_token(int64_t id, int64_t vocab) { return id >= 0 && id < vocab; }

@@ -1,5 +1,6 @@
 """Tiny random decoders of every mixer there is, made without a checkpoint, and engines of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from tests.engine import recurrences
 from tests.models import make_engine
 from truedraft.engine import build
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, GatedMlp, Recurrent
+from truedraft.engine.layers.decoder import (
+    Attention,
+    DecoderLayer,
+    DecoderWeights,
+    GatedMlp,
+    Joint,
+    Recurrent,
+)
 from truedraft.engine.layers.linear import DenseEmbeddings, Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import DeltaRule, Mamba2, Recurrence, ShortConv
@@ -23,6 +31,7 @@ from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.heads.head import Head
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.native_run import NativeKernels
@@ -89,21 +98,21 @@ class _Weights:
         return Norm(1 + 0.2 * self(*size), 1e-5)
 
 
-def _layer(make: _Weights, kind: str, number: int) -> DecoderLayer:
-    mixer = _attention(make, number) if kind == "attention" else _recurrent(make, kind, number)
+def _layer(make: _Weights, kind: str, number: int, inputs: int = HIDDEN) -> DecoderLayer:
+    mixer = _attention(make, number, inputs) if kind == "attention" else _recurrent(make, kind, number)
     # Some families have layers without an MLP.
     mlp = None if kind == "Mamba 2" else GatedMlp("silu", make.linear(HIDDEN, 128), make.linear(64, HIDDEN))
     return DecoderLayer(mixer, mlp, make.norm(HIDDEN), None if mlp is None else make.norm(HIDDEN))
 
 
-def _attention(make: _Weights, number: int) -> Attention:
+def _attention(make: _Weights, number: int, inputs: int) -> Attention:
     shape = AttentionShape(
         number, HEADS, 1, HEAD_SIZE, HEAD_SIZE**-0.5, None, make.norm(HEADS + 1, HEAD_SIZE), gated=True
     )
     heads = 1, HEAD_SIZE
     return Attention(
         shape,
-        make.linear(HIDDEN, (2 * HEADS + 2) * HEAD_SIZE),
+        make.linear(inputs, (2 * HEADS + 2) * HEAD_SIZE),
         make.linear(HEADS * HEAD_SIZE, HIDDEN),
         AttentionCache(heads, heads, torch.float32, CPU),
     )
@@ -135,11 +144,31 @@ def _recurrence(kind: str, number: int, seed: int) -> Recurrence:
         return recurrences.short_conv(3, layer=number)
 
 
-def hybrid_engine(target: FusedDecoder, draft: FusedDecoder | None = None, **config: Any) -> EngineCore:
+def hybrid_head(target: FusedDecoder, kind: str) -> Head:
+    """Makes a head in C on what the target's last norm gives (``mtp``) or on states between its layers."""
+    library = load_library()
+    assert library is not None
+    make = _Weights(9, 0.0, NativeLinears(library, compact=False))
+    if is_mtp := kind == "mtp":
+        layer, projection = _layer(make, "attention", 0), make.linear(2 * HIDDEN, HIDDEN)
+    else:
+        layer = replace(_layer(make, "attention", 0, inputs=2 * HIDDEN), mixer_norm=None)
+        projection = None
+    joint = Joint(make.norm(HIDDEN), make.norm(HIDDEN), projection=projection)
+    weights = replace(target.weights, layers=[layer], joint=joint)
+    facts = ModelFacts(target.config, None, 1, torch.float32, CPU)
+    model = FusedDecoder(facts, weights, NativeKernels(library))
+    tap = len(target.caches) if is_mtp else 2
+    return Head(kind, model, (tap,), None, (), None, None, norm_output=is_mtp)
+
+
+def hybrid_engine(
+    target: FusedDecoder, draft: FusedDecoder | Head | None = None, **config: Any
+) -> EngineCore:
     """Is ``make_engine`` for models that are in memory."""
     models = {"target": target, "draft": draft}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_model", lambda path, _: models[path])
-        patch.setattr(build, "load_head", lambda *_: None)
+        patch.setattr(build, "load_head", lambda *_: draft if isinstance(draft, Head) else None)
         patch.setattr(build, "pair_models", lambda *_: pairing.Pairing(None, None, None))
         return make_engine("target", None if draft is None else "draft", **config)

@@ -8,6 +8,8 @@ from tests.models import make_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.proposers.heads.proposer import HeadProposer
+from truedraft.engine.runtime.native.drafter import NativeDrafter
 from truedraft.engine.runtime.native.runner import NativeRunner
 
 VOCAB_SIZE = 40
@@ -28,8 +30,15 @@ def native_runner(core: EngineCore, step_seconds: float = LONG, max_draft_len: i
     """Makes a runner of the engine's models, with phases as a fallback."""
     target, phases = core.target.fast_pass, phases_of(core)
     assert isinstance(target, NativeDecoder)
-    own = (proposer for proposer in phases.proposers if isinstance(proposer, DraftModelProposer))
-    runner = NativeRunner(target, next(own, None), phases.proposers, phases, True, step_seconds)
+    drafter = next(
+        (
+            NativeDrafter(proposer, target)
+            for proposer in phases.proposers
+            if isinstance(proposer, DraftModelProposer | HeadProposer)
+        ),
+        None,
+    )
+    runner = NativeRunner(target, drafter, phases.proposers, phases, True, step_seconds)
     runner.max_draft_len = max_draft_len
     return runner
 

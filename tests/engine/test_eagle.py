@@ -269,8 +269,7 @@ def fed_one_token_short(patch: pytest.MonkeyPatch) -> None:
         honest(self, observations)
         for seen in observations:
             waiting = self._waiting[seen.sequence]
-            if len(waiting.token_ids) > 1:
-                waiting.states = [torch.cat(waiting.states).roll(-1, 0)]
+            waiting.states[: waiting.num_tokens] = waiting.known.roll(-1, 0)
 
     patch.setattr(HeadProposer, "observe", observe)
 

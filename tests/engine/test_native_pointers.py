@@ -40,6 +40,7 @@ from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.backend import NativeBackend
 from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.fusion import NativeFusion
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.native_run import NativeKernels
@@ -234,7 +235,24 @@ def layer_operations() -> dict[str, Operation]:
             own.cap(_copy(given["logits"]), 3.0),
         ]
 
-    return {"attend": Operation(attention, attend), "norm, gate and cap": Operation(given, pointwise)}
+    taps = {
+        "tapped": torch.randn(3, 2, 24),
+        "joint": torch.rand(48),
+        "first": torch.rand(24),
+        "second": torch.rand(24),
+        "combine": torch.randn(16, 48),
+    }
+
+    def fuse(library: Any, given: Tensors) -> list[torch.Tensor]:
+        norms = [Norm(given[name], 1e-5) for name in ("first", "second")]
+        combine = NativeLinear(library, [given["combine"]], None, None)
+        return [NativeFusion(library, 2, 24, combine, norms, Norm(given["joint"], 1e-5))(given["tapped"])]
+
+    return {
+        "attend": Operation(attention, attend),
+        "norm, gate and cap": Operation(given, pointwise),
+        "fuse": Operation(taps, fuse),
+    }
 
 
 def recurrent_operations() -> dict[str, Operation]:

@@ -554,8 +554,8 @@ BUGS = {
     ),
     "masks all positions alike": ("row->mask + position * row->mask_words", "row->mask", "masks"),
     "drafts a token behind": (
-        "->num_tokens + position;\n        scratch->span",
-        "->num_tokens + position - 1;\n        scratch->span",
+        "- is_head(drafter) + position;",
+        "- is_head(drafter) + position - 1;",
         "greedy",
     ),
     "drafts by another row's logits": ("draft_logits + i * task->known", "draft_logits", "greedy"),

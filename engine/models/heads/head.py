@@ -5,6 +5,7 @@ next one. The first states are made of what layers of the target know of a token
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,7 +16,9 @@ from truedraft.engine.messages import Method
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.fusion import NativeFusion
 from truedraft.engine.native.linears import NativeLinears
+from truedraft.engine.native.mlp import native
 from truedraft.engine.native.native_run import NativeKernels
 
 
@@ -44,8 +47,26 @@ class Head:
         num_layers = len(self.model.caches)
         return num_layers if self.norm_output else num_layers - 1
 
+    @property
+    def hidden_size(self) -> int:
+        """Returns the size of a state."""
+        return self.model.weights.norm.size
+
+    @cached_property
+    def fusion(self) -> NativeFusion | None:
+        """Returns what makes states in C, as rounds there do, if ``model`` is computed in C."""
+        if not isinstance(begin := self.model.begin, NativeKernels):
+            return None
+        num_taps = len(self.taps)
+        width = num_taps * self.hidden_size if self.combine is None else native(self.combine).in_features
+        return NativeFusion(
+            begin.library, num_taps, width // num_taps, self.combine, self.tap_norms, self.joint_norm
+        )
+
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Makes states [tokens, hidden size] of the target's ``hidden`` [tokens, taps, its hidden size]."""
+        if self.fusion is not None:
+            return self.fusion(hidden)
         if self.joint_norm is not None:
             hidden = self.joint_norm(hidden.flatten(1)).view_as(hidden)
         if self.tap_norms:

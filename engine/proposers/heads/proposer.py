@@ -6,12 +6,12 @@ stored from the head's own states is computed again from the target's: it is nev
 """
 
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 
 from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.needs import Need
 from truedraft.engine.core.proposer import Observation, Proposer, ProposerCache
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, StepPlan
@@ -20,6 +20,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
+from truedraft.engine.proposers.heads.waiting import Waiting
 from truedraft.engine.sampling.ops import in_width
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
@@ -27,27 +28,12 @@ from truedraft.engine.sampling.sampler import Drafts, Sampler
 LOOKAHEAD = 1
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """Keeps what the head's cache does not have yet: states of tokens, and the tokens after them."""
-
-    token_ids: list[int] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)
-
-    def span(self, table: BlockTable, num_tokens: int, num_logits: int) -> Span:
-        """Takes the first ``num_tokens`` out."""
-        states = self.states[0] if len(self.states) == 1 else torch.cat(self.states)
-        span = Span(table, self.token_ids[:num_tokens], num_logits, states=states[:num_tokens])
-        self.token_ids = self.token_ids[num_tokens:]
-        self.states = [states[num_tokens:]] if self.token_ids else []
-        return span
-
-
 class HeadProposer(Proposer):
     """``runner`` runs the head's model over its own cache, ``pool`` is as large as the target's, and
     ``vocab_size`` the target's."""
 
     can_lag = False
+    need = Need.HEAD
     draws = True
 
     def __init__(self, head: Head, runner: ModelRunner, pool: BlockPool, vocab_size: int) -> None:
@@ -57,7 +43,8 @@ class HeadProposer(Proposer):
         self.cache = ProposerCache(pool)
         self.vocab_size = vocab_size
         self.taps = head.taps
-        self._waiting: WeakKeyDictionary[Sequence, _Waiting] = WeakKeyDictionary()
+        # Rounds in C and steps by phases, which may come in any order, share what waits.
+        self._waiting: WeakKeyDictionary[Sequence, Waiting] = WeakKeyDictionary()
 
     @property
     def pools(self) -> Sequences[BlockPool]:
@@ -79,34 +66,46 @@ class HeadProposer(Proposer):
         parts = torch.split(states, [len(seen.token_ids) for seen in observations])
         spans = []
         for seen, part in zip(observations, parts, strict=True):
-            waiting = self._waiting_for(seen)
-            waiting.token_ids += [*seen.token_ids[1:], seen.next_token]
-            waiting.states.append(part)
-            # The last one is left for the next draft, whose logits it gives.
-            if len(waiting.token_ids) > MAX_CATCH_UP_TOKENS:
-                table = self.cache.table(seen.sequence)
-                spans.append(waiting.span(table, len(waiting.token_ids) - 1, 0))
+            waiting = self.waiting(seen.sequence, seen.first)
+            if waiting.num_tokens + len(part) > MAX_CATCH_UP_TOKENS:
+                # The last one is left for the next draft, whose logits it gives.
+                known = torch.cat((waiting.known, part))
+                spans.append(self._span(seen, known[:-1]))
+                waiting.num_tokens, part = 0, known[-1:]
+            waiting.add(part)
         if spans:
             self.runner.forward(spans)
 
-    def _waiting_for(self, seen: Observation) -> _Waiting:
-        """Returns what waits of a sequence, up to what has been seen. After a preemption nothing does."""
-        waiting, table = self._waiting.get(seen.sequence), self.cache.table(seen.sequence)
-        if waiting is None or table.num_computed_tokens + len(waiting.token_ids) != seen.first:
-            assert table.num_computed_tokens == seen.first, "the head has not been told of some tokens"
-            waiting = self._waiting[seen.sequence] = _Waiting()
+    def waiting(self, sequence: Sequence, num_told: int) -> Waiting:
+        """Returns the states that wait of a sequence's first ``num_told`` tokens. After a preemption none
+        do."""
+        waiting, table = self._waiting.get(sequence), self.cache.table(sequence)
+        if waiting is None:
+            model = self.head.model
+            waiting = Waiting(self.head.hidden_size, model.dtype, model.device)
+            self._waiting[sequence] = waiting
+        if table.num_computed_tokens + waiting.num_tokens != num_told:
+            assert table.num_computed_tokens == num_told, "the head has not been told of some tokens"
+            waiting.num_tokens = 0
         return waiting
+
+    def _span(self, seen: Observation, states: torch.Tensor) -> Span:
+        """Returns what the cache is to store: ``states``, the last of which is that of the last token but one
+        that has been seen."""
+        table = self.cache.table(seen.sequence)
+        known = [*seen.sequence.token_ids[table.num_computed_tokens : seen.first], *seen.token_ids]
+        return Span(table, known[1:], 0, states=states)
 
     def _is_told(self, sequence: Sequence) -> bool:
         """Tells whether the states of all tokens but the pending one are known: those of a text's first token
         are not before it has been computed."""
-        waiting, table = self._waiting.get(sequence), self.cache.table(sequence)
-        return waiting is not None and table.num_computed_tokens + len(waiting.token_ids) == len(sequence) - 1
+        num_told = sequence.target_blocks.num_computed_tokens
+        return num_told == len(sequence) - 1 and self.waiting(sequence, num_told).num_tokens > 0
 
     def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
         sequences = [part.sequence for part in plan.rows]
         lengths = [
-            length if self._is_told(sequence) else 0
+            length if length and self._is_told(sequence) else 0
             for sequence, length in zip(sequences, lengths_of(plan, self.name), strict=True)
         ]
         states: dict[int, torch.Tensor] = {}
@@ -115,9 +114,13 @@ class HeadProposer(Proposer):
             tables = [self.cache.table(sequences[row]) for row in rows]
             if last_ids is None:
                 waiting = [self._waiting[sequences[row]] for row in rows]
+                following = [
+                    sequences[row].token_ids[table.num_computed_tokens + 1 :]
+                    for row, table in zip(rows, tables, strict=True)
+                ]
                 spans = [
-                    each.span(table, len(each.token_ids), 1)
-                    for each, table in zip(waiting, tables, strict=True)
+                    Span(table, token_ids, 1, states=each.known)
+                    for table, token_ids, each in zip(tables, following, waiting, strict=True)
                 ]
             else:
                 spans = [
@@ -135,6 +138,7 @@ class HeadProposer(Proposer):
         for sequence, length in zip(sequences, lengths, strict=True):
             if length:
                 self.cache.table(sequence).num_computed_tokens = len(sequence) - 1
+                self._waiting[sequence].num_tokens = 0
         return drafts
 
     def _in_width(self, logits: torch.Tensor) -> torch.Tensor:

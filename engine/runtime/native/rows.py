@@ -16,6 +16,7 @@ from truedraft.engine.core.step import ScheduledSequence
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.pointers import address
 from truedraft.engine.native.library import Row
+from truedraft.engine.proposers.heads.waiting import Waiting
 from truedraft.engine.sampling.grammar import WORD_BYTES
 from truedraft.engine.sampling.processors import SMALLEST
 
@@ -35,7 +36,7 @@ def integers(length: int) -> "array[int]":
 
 class NativeRow:
     """``address`` is that of ``row``. Arrays are kept as long as ``row`` points to them. Its sequence is not:
-    a row ends with it. ``draft_table`` is the sequence's in the draft model's cache."""
+    a row ends with it. ``draft_table`` is the sequence's in the drafter's cache."""
 
     __slots__ = (
         "_block_ids",
@@ -53,10 +54,11 @@ class NativeRow:
         "_num_prompt_tokens",
         "_num_tokens",
         "_token_ids",
-        "_uses_model",
+        "_uses_drafter",
         "address",
         "row",
         "sources",
+        "waiting",
     )
 
     def __init__(self, sequence: Sequence, draft_table: BlockTable) -> None:
@@ -92,7 +94,8 @@ class NativeRow:
         self._block_ids: list[int] = []
         self._draft_block_ids: list[int] = []
         self._blocks = self._draft_blocks = array("q")
-        self._uses_model = False
+        self._uses_drafter = False
+        self.waiting: Waiting | None = None  # states for a head that follows the sequence
         self._draft_ids: array[int] | None = None
         self._drafted: list[int] = []  # the masks know it
         self._masks: array[int] | None = None
@@ -102,9 +105,18 @@ class NativeRow:
         if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
             self._count_tokens(sequence)
 
+    def follow(self, waiting: Waiting | None) -> None:
+        """Shares the states that wait for a head with C; None if no head follows the sequence."""
+        if waiting is not self.waiting:
+            states = None if waiting is None else waiting.states
+            place = None if states is None else address(states, torch.float32, tuple(states.shape))
+            self.waiting, self.row.waiting = waiting, place
+        if waiting is not None:
+            self.row.num_waiting = waiting.num_tokens
+
     def update(self, part: ScheduledSequence) -> int:
-        """Prepares the sequence's ``part`` in a step; returns how many tokens the draft model computes
-        before its first draft, the pending one included: 0 if it does not draft in the first round."""
+        """Prepares the sequence's ``part`` in a step; returns how many tokens a draft model computes before
+        its first draft, the pending one included: 0 if it does not draft in the first round."""
         sequence, row = part.sequence, self.row
         num_tokens = len(sequence.token_ids)
         row.num_computed = num_tokens - part.num_tokens
@@ -118,19 +130,19 @@ class NativeRow:
             self._set_draft_ids(draft.known_ids)
         row.num_draft_tokens = draft.num_first_drafts
         drafts_first = draft.num_tokens > 0 and not draft.known
-        self._uses_model = draft.num_tokens > 0
-        if not self._uses_model:
+        self._uses_drafter = draft.num_tokens > 0 or self.waiting is not None
+        if not self._uses_drafter:
             return 0
         if self._draft_table.block_ids != self._draft_block_ids:
             self._set_draft_blocks(self._draft_table.block_ids)
         num_computed = row.num_draft_computed = self._draft_table.num_computed_tokens
         row.draft_state_slot, row.num_draft_folded = _states(self._draft_table)
-        return num_tokens - num_computed if drafts_first else 0
+        return num_tokens - num_computed if drafts_first and self.waiting is None else 0
 
     def fold(self, sequence: Sequence) -> None:
         """Says how far states are folded now, whether or not a round was complete."""
         sequence.target_blocks.num_folded_tokens = self.row.num_folded
-        if self._uses_model:
+        if self._uses_drafter:
             self._draft_table.num_folded_tokens = self.row.num_draft_folded
 
     def commit(self, sequence: Sequence) -> list[int]:
@@ -138,8 +150,10 @@ class NativeRow:
         row, first = self.row, self._num_tokens
         self._num_tokens = end = row.num_tokens
         sequence.target_blocks.num_computed_tokens = end - 1
-        if self._uses_model:
+        if self._uses_drafter:
             self._draft_table.num_computed_tokens = row.num_draft_computed
+        if self.waiting is not None:
+            self.waiting.num_tokens = row.num_waiting
         return self._token_ids[first:end].tolist()
 
     def begin_masks(self, part: ScheduledSequence, max_drafts: int) -> None:

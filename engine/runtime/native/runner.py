@@ -27,7 +27,7 @@ from truedraft.engine.messages import TokenLogprob
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.headers import Constrain
 from truedraft.engine.native.library import Rounds
-from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.runtime.native.drafter import NativeDrafter
 from truedraft.engine.runtime.native.rows import INTEGER_BYTES, NativeRow, address_of_integers, integers
 from truedraft.engine.sampling.logprobs import token_logprobs
 
@@ -39,31 +39,29 @@ MAX_LOGITS_BYTES = 64 << 20
 
 class NativeRunner:
     """``can_sample``: C samples as torch does (``native_backend``). No round begins that would probably end
-    later than ``step_seconds`` after the step's first one has begun. C drafts with ``drafting``, whose model
-    has a fast pass in C; ``proposers`` are all of them, which store prompts. ``phases`` runs all other steps.
+    later than ``step_seconds`` after the step's first one has begun. C drafts with ``drafter``; ``proposers``
+    are all of them, which store prompts, and none but a drafter that is a head must be told of every step.
+    ``phases`` runs all other steps.
     """
 
     def __init__(
         self,
         target: NativeDecoder,
-        drafting: DraftModelProposer | None,
+        drafter: NativeDrafter | None,
         proposers: Sequences[Proposer],
         phases: Runner,
         can_sample: bool,
         step_seconds: float,
     ) -> None:
         self.target = target
-        self.drafting = drafting
-        self.draft: NativeDecoder | None = None
-        self.max_draft_len = 0  # the longest sequence that it can hold
+        self.drafter = drafter
+        self.max_draft_len = 0 if drafter is None else drafter.max_len  # the longest sequence it can hold
         self.proposers = proposers
         self.phases = phases
         self.step_seconds = step_seconds
         supports = {Need.PROMPT, Need.BIAS, Need.PENALTIES, Need.MASK, Need.LOGPROBS}
-        if drafting is not None:
-            assert isinstance(drafting.model.fast_pass, NativeDecoder)
-            self.draft, self.max_draft_len = drafting.model.fast_pass, drafting.max_len
-            supports.add(Need.DRAFT_MODEL)
+        if drafter is not None:
+            supports.add(drafter.need)
         if can_sample:
             supports.add(Need.SAMPLING)
         self.supports = frozenset(supports)
@@ -89,6 +87,10 @@ class NativeRunner:
         """Up to ``plan.max_rounds``, until a row ends. An empty list if the first could not be verified, as
         logits were no distribution or there was no memory: nothing has happened then but in the caches."""
         rows = [self._rows.get(part.sequence) or self._add(part.sequence) for part in plan.rows]
+        if self.drafter is not None and self.drafter.head is not None:
+            for row, part in zip(rows, plan.rows, strict=True):
+                num_told = part.sequence.target_blocks.num_computed_tokens
+                row.follow(self.drafter.waiting(part.sequence, num_told))
         num_missing = max(row.update(part) for row, part in zip(rows, plan.rows, strict=True))
         max_drafts = max(part.draft.max_num_drafts for part in plan.rows)
         if not self._holds(plan, num_missing, max_drafts):
@@ -116,7 +118,8 @@ class NativeRunner:
         if self.target.has_states and num_new - 1 > ROLLBACK:
             return False
         # The last draft is not stored.
-        if self.draft is not None and self.draft.has_states and num_missing + max_drafts - 2 > ROLLBACK:
+        drafter = self.drafter
+        if drafter is not None and drafter.model.has_states and num_missing + max_drafts - 2 > ROLLBACK:
             return False
         return num_missing <= MAX_GROUPED_QUERIES
 
@@ -124,10 +127,12 @@ class NativeRunner:
         """Lets C run the rounds; returns those that it has done."""
         results = _Results(len(rows), num_rounds)
         pointers = array("q", [row.address for row in rows])
-        draft = self.draft if Need.DRAFT_MODEL in plan.needs else None
+        drafter = self.drafter
+        if drafter is not None and drafter.need not in plan.needs and not any(row.waiting for row in rows):
+            drafter = None
         num_done = self.target.library.run_rounds(
             byref(self.target.decoder),
-            None if draft is None else byref(draft.decoder),
+            None if drafter is None else byref(drafter.struct),
             byref(
                 Rounds(
                     *(len(rows), num_rounds, max_drafts, self.max_draft_len, MAX_GROUPED_QUERIES),
@@ -145,7 +150,7 @@ class NativeRunner:
         return results.rounds(emitted, num_done)
 
     def _add(self, sequence: Sequence) -> NativeRow:
-        table = BlockTable() if self.drafting is None else self.drafting.cache.table(sequence)
+        table = BlockTable() if self.drafter is None else self.drafter.table(sequence)
         row = self._rows[sequence] = NativeRow(sequence, table)
         return row
 
