@@ -50,6 +50,10 @@ LAYER = {
     "mlp.gate": "ffn_gate_inp",
     "feed_forward.gate": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -93,21 +97,24 @@ LAYER = {
 def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) -> Any:
     """Returns transformers' module with the weights that the file stands for. ``kind``: of matrices whose
     inputs are whole blocks; the others, and all that is no linear layer, are F32. ``more``: types of single
-    tensors, by the ends of their names in the file; ``further`` is a tensor of a layer that predicts further
-    tokens."""
+    tensors, by the ends of their names in the file; ``head`` has tensors of a layer that predicts further
+    tokens, by transformers' names below it; ``alone``: with the embeddings it is all that the file has."""
     module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = module.config
     architecture = ARCHITECTURES[config.model_type]
     if architecture == "nemotron_h" and "moe" in config.layer_types:
         architecture = "nemotron_h_moe"
     writer = GGUFWriter(path, architecture)
-    further = more.pop("further", None)
-    _add_metadata(writer, architecture, module, 0 if further is None else 1)
-    if further is not None:
+    head, is_alone = more.pop("head", {}), more.pop("alone", False)
+    _add_metadata(writer, architecture, module, 1 if head else 0)
+    parameters = stored_tensors(module)
+    if is_alone:
+        parameters = {name: each for name, each in parameters.items() if "layers" not in name}
+    if head:
         writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
-        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", further)
+        parameters |= {f"model.layers.{config.num_hidden_layers}.{name}": each for name, each in head.items()}
     with torch.no_grad():
-        for name, parameter in stored_tensors(module).items():
+        for name, parameter in parameters.items():
             stored = parameter.numpy()
             if "linear_attn." in name and architecture in TILED:
                 stored = _tiled(name, stored, config)

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
     r"\.(masked_bias|attn\.bias)$": "masks that GPT-2 once stored",
     r"position_ids$": "numbers from 0 on",
     r"\.[kv]_scale$": "scales of a cache in 8 bits, which is not kept so",
-    r"^(model\.)?(mtp|nextn)\.": "layers that predict further tokens, which are not used",
+    r"^(model\.)?(mtp|nextn)\.": "layers that predict further tokens, which are heads of their own",
     r"^(model\.)?(vision|visual|audio|multi_modal)\w*\.": "not of the text part",
 }
 LISTED = re.compile("|".join(f"({pattern})" for pattern in WITHOUT_EFFECT))
@@ -104,10 +104,17 @@ def has_all(module: Any, checkpoint: Checkpoint) -> bool:
     left = checkpoint.files.keys() - needed.keys() - checkpoint.parts
     if module.config.tie_word_embeddings:
         left -= {HEAD}  # the same as the embeddings
-    ignored = module._keys_to_ignore_on_load_unexpected
+    ignored = [*module._keys_to_ignore_on_load_unexpected, *_further_layers(module.config)]
     left = {name for name in left if not any(re.search(pattern, name) for pattern in ignored)}
     check_leftovers("", left, checkpoint)
     return True
+
+
+def _further_layers(config: Any) -> list[str]:
+    """Returns patterns of tensors of the layers after the last one that predict further tokens: transformers
+    knows them by their numbers in the families' first models."""
+    first, number = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    return [rf"^model\.layers\.{layer}\." for layer in range(first, first + number)]
 
 
 def check_loaded(path: str, found: Any, allow_pickle: bool) -> None:

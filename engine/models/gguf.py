@@ -31,6 +31,7 @@ from truedraft.engine.models.gguf_hybrids import (
     PAIRED,
     TILED,
     from_file,
+    from_file_shape,
     predicts_further,
     rows_by_key_head,
     stored_shapes,
@@ -84,6 +85,17 @@ class GgufCheckpoint(Checkpoint):
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: self._read(name) for name in names}
+
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        return {name: self._shape(name) for name in names}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name in self.stacks:
+            stack = self.stacks[name]
+            return stack.whole([self.file.tensors[part].shape for part in stack.parts])
+        first, *others = [self.file.tensors[part].shape for part in self._parts(name)]
+        found = sum(shape[0] for shape in (first, *others)), *first[1:]
+        return (1, *found) if name.endswith(ONE_ROW) and len(found) == 1 else from_file_shape(name, found)
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
         if name in self.stacks:

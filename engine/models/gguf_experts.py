@@ -60,6 +60,12 @@ class GgufStack:
         rows, *columns = matrix[::-1] if self.is_turned else matrix
         return number, rows // len(self.parts), *columns
 
+    def whole(self, parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Returns that of the parameter, of parts of these shapes."""
+        number, _, *columns = parts[0]
+        matrix = [sum(shape[1] for shape in parts), *columns]
+        return number, *(matrix[::-1] if self.is_turned else matrix)
+
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Makes the parameter."""
         if not self.is_turned:

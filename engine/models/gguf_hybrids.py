@@ -7,6 +7,7 @@ and weights of convolutions without a dimension of one. Value heads of Gated Del
 
 import re
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,13 @@ def from_file(name: str, tensor: torch.Tensor, path: str) -> torch.Tensor:
             raise ModelLoadError(f"{path} is damaged: {name} has decay rates that are not below zero")
         return (-tensor.double()).log().float().flatten()
     return tensor.flatten() if name.endswith((".mamba.D", ".mixer.D", *GROUPED_NORMS)) else tensor
+
+
+def from_file_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of what ``from_file`` makes."""
+    if name.endswith(("conv.weight", "conv1d.weight")):
+        return shape[0], 1, *shape[1:]
+    return (prod(shape),) if name.endswith((".A_log", ".mamba.D", ".mamba.norm.weight")) else shape
 
 
 def predicts_further(name: str, config: Any) -> bool:

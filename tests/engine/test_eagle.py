@@ -6,7 +6,7 @@ its drafts in every round only if layers, shifts, positions, vocabulary and what
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,13 @@ from safetensors.torch import load_file, save_file
 from tests.engine.gates import PROMPTS
 from tests.engine.grammars import END, GRAMMAR, know_grammars
 from tests.engine.grammars import VOCAB_SIZE as VOCABULARY_OF_GRAMMARS
+from tests.engine.head_runs import (
+    fed_one_token_short,
+    own_states_after_acceptance,
+    places_are_found_by_their_own_tokens,
+    state_before_the_last,
+    traces_of,
+)
 from tests.engine.native_pair import VOCAB_SIZE
 from tests.engine.test_distribution import SIGNIFICANCE, make_pair, p_values_of
 from tests.heads import NaiveHead, Shape, fitted, random_head, save_head, target_states
@@ -32,13 +39,9 @@ from truedraft.engine.commands.trace_file import (
 )
 from truedraft.engine.commands.verify_trace import _check_heads
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.proposer import Observation
-from truedraft.engine.core.step import StepPlan
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import Generate, RoundTrace, SamplingParams
+from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.heads.eagle_config import EagleConfig, read_eagle_config
-from truedraft.engine.proposers.heads.proposer import HeadProposer
-from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 HIDDEN, LAYERS = 64, 5
 MOST = tuple(range(0, VOCAB_SIZE, 2)) + (1, 3, 5)
@@ -74,23 +77,9 @@ def engine(trained: Trained, path: str | None = None, **config: Any) -> EngineCo
     return make_engine(trained.target, path or trained.path, **settings)
 
 
-def traces_of(core: EngineCore, params: SamplingParams) -> list[tuple[list[int], list[RoundTrace]]]:
-    """Runs all texts one after the other; returns each with its rounds."""
-    found = []
-    for number, prompt in enumerate(TEXTS):
-        core.add(Generate(str(number), prompt, structs.replace(params, trace=True)))
-        text, rounds = list(prompt), []
-        while core.has_work:
-            for output in stepped(core):
-                text += output.token_ids
-                rounds += [output.trace] if output.trace and output.trace.draft_ids else []
-        found.append((text, rounds))
-    return found
-
-
 def drafts_are_the_naive_heads(trained: Trained, core: EngineCore) -> None:
     num_compared = num_accepted = 0
-    for text, rounds in traces_of(core, GREEDY):
+    for text, rounds in traces_of(core, TEXTS, GREEDY):
         states = target_states(trained.target, text)
         for one in rounds:
             known = [layer[: one.position - 1] for layer in states]
@@ -125,7 +114,10 @@ def test_drafts_are_those_of_the_definition(
 ) -> None:
     head = random_head(SHAPES[name], trained.target)
     texts = [
-        text for text, _ in traces_of(make_engine(trained.target, None), structs.replace(GREEDY, method=None))
+        text
+        for text, _ in traces_of(
+            make_engine(trained.target, None), TEXTS, structs.replace(GREEDY, method=None)
+        )
     ]
     mine = Trained(trained.target, fitted(head, trained.target, texts), "")
     path = save_head(tmp_path / "head", mine.head)
@@ -136,7 +128,7 @@ def test_drafts_are_those_of_the_definition(
 
 def is_accepted(trained: Trained, core: EngineCore) -> None:
     """A head that has learned these texts guesses most first tokens of them."""
-    firsts = [one.num_accepted > 0 for _, rounds in traces_of(core, GREEDY) for one in rounds]
+    firsts = [one.num_accepted > 0 for _, rounds in traces_of(core, TEXTS, GREEDY) for one in rounds]
     assert sum(firsts) > 0.5 * len(firsts) > 0
 
 
@@ -219,61 +211,6 @@ def logprobs_of(core: EngineCore, params: list[SamplingParams]) -> list[list[tup
     return found
 
 
-def own_states_after_acceptance(patch: pytest.MonkeyPatch) -> None:
-    """What drafts have stored stays, where they were accepted."""
-    honest = HeadProposer.propose
-
-    def propose(self: HeadProposer, plan: StepPlan, sampler: Sampler) -> Drafts:
-        drafts = honest(self, plan, sampler)
-        for part, length in zip(plan.rows, drafts.lengths, strict=True):
-            self.cache.table(part.sequence).num_computed_tokens += max(0, length - 1)
-        return drafts
-
-    def observe(self: HeadProposer, observations: list[Observation]) -> None:
-        told = []
-        for seen in observations:
-            table = self.cache.table(seen.sequence)
-            num_stored = max(0, min(table.num_computed_tokens - seen.first, len(seen.token_ids) - 1))
-            table.num_computed_tokens = min(table.num_computed_tokens, seen.first + num_stored)
-            assert seen.hidden is not None
-            told.append(
-                replace(
-                    seen,
-                    first=seen.first + num_stored,
-                    token_ids=seen.token_ids[num_stored:],
-                    hidden=seen.hidden[num_stored:],
-                )
-            )
-        honest_observe(self, told)
-
-    honest_observe = HeadProposer.observe
-    patch.setattr(HeadProposer, "propose", propose)
-    patch.setattr(HeadProposer, "observe", observe)
-
-
-def state_before_the_last(patch: pytest.MonkeyPatch) -> None:
-    """A token comes with its own state, not with that of the token before it."""
-    honest = HeadProposer.observe
-
-    def observe(self: HeadProposer, observations: list[Observation]) -> None:
-        honest(self, [replace(seen, hidden=seen.hidden.roll(1, 0)) for seen in observations])  # type: ignore[union-attr]
-
-    patch.setattr(HeadProposer, "observe", observe)
-
-
-def fed_one_token_short(patch: pytest.MonkeyPatch) -> None:
-    """The first state of several accepted tokens is left out."""
-    honest = HeadProposer.observe
-
-    def observe(self: HeadProposer, observations: list[Observation]) -> None:
-        honest(self, observations)
-        for seen in observations:
-            waiting = self._waiting[seen.sequence]
-            waiting.states[: waiting.num_tokens] = waiting.known.roll(-1, 0)
-
-    patch.setattr(HeadProposer, "observe", observe)
-
-
 def tap_off_by_one(patch: pytest.MonkeyPatch) -> None:
     honest = EagleConfig.taps
     patch.setattr(
@@ -286,11 +223,6 @@ def tap_one_too_low(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         EagleConfig, "taps", lambda self, num_layers: tuple(tap - 1 for tap in honest(self, num_layers))
     )
-
-
-def places_are_found_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:
-    """The last place of a block is taken over though another token follows it."""
-    patch.setattr("truedraft.engine.build.LOOKAHEAD", 0)
 
 
 MUTANTS: list[tuple[str, Callable[[pytest.MonkeyPatch], None]]] = [

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
@@ -17,7 +16,7 @@ from tests.gguf_hybrids import save_hybrid_gguf
 from tests.hybrids import CONV_FIRST, EXPERTS, FULL, HYBRID, HYBRIDS, MAMBA, delta_net, granite, nemotron
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.gguf import GgufCheckpoint
+from truedraft.engine.models.gguf import GgufCheckpoint, open_gguf
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.quantised import QuantisedLinear
@@ -170,10 +169,19 @@ def test_value_heads_in_the_other_order_are_another_model(
 def test_layers_that_predict_further_tokens_are_left_out(
     folder: Callable[[str], str], tmp_path: Path
 ) -> None:
-    path, further = tmp_path / "model.gguf", np.ones((64, 128), dtype=np.float32)
-    expected = expected_logits(save_hybrid_gguf(path, folder("Qwen3.5, 2 heads a key"), further=further))
+    path, head = tmp_path / "model.gguf", {"eh_proj.weight": torch.ones(64, 128)}
+    expected = expected_logits(save_hybrid_gguf(path, folder("Qwen3.5, 2 heads a key"), head=head))
     ours = logits_in(load_model(str(path), LoadOptions(compact_weights=False)), CUTS[0])
     assert (ours - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5 with experts", "Granite 4 H with angles"])
+def test_shapes_are_those_of_what_is_read(folder: Callable[[str], str], tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.gguf"
+    save_hybrid_gguf(path, folder(name))
+    checkpoint = open_gguf(str(path))
+    read = {each: tuple(tensor.shape) for each, tensor in checkpoint.read(checkpoint.files).items()}
+    assert checkpoint.shapes(checkpoint.files) == read
 
 
 def test_decays_that_grow_are_refused(folder: Callable[[str], str], tmp_path: Path) -> None:

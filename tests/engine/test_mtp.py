@@ -1,0 +1,286 @@
+"""MTP heads in the engine: they draft what their definition says, and what is emitted is the target's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from tokenizers import Tokenizer
+
+from tests.engine.head_runs import (
+    fed_one_token_short,
+    own_states_after_acceptance,
+    traces_of,
+)
+from tests.families import FAMILIES, SHAPE, save_random
+from tests.gguf_hybrids import save_hybrid_gguf
+from tests.hybrids import HYBRIDS
+from tests.models import make_engine, run_engine
+from tests.mtp import DEEPSEEK, QWEN, NaiveMtp, add_to_checkpoint, random_head, trained_head
+from truedraft.engine.build import drafting_method
+from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.heads import mtp
+from truedraft.engine.models.heads.head import Head
+from truedraft.engine.models.heads.mtp import load_mtp
+from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
+
+TRAINED = str(Path(__file__).parents[2] / "benchmarks" / "story_hybrid")
+GREEDY = SamplingParams(max_tokens=24, temperature=0, method="mtp")
+STORIES = (
+    "Once upon a time there was a little dog who",
+    "Lily and Tom went to the park. They saw a",
+    "Lily and Tom went to the park. They found a",
+    "Lily and Tom went to the park. They",
+    "The",
+)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(f"{TRAINED}/tokenizer.json")
+    return [tokenizer.encode(story).ids for story in STORIES]
+
+
+@dataclass(frozen=True)
+class Trained:
+    head: NaiveMtp
+    prompts: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def trained(prompts: list[list[int]]) -> Trained:
+    return Trained(trained_head(TRAINED), prompts)
+
+
+def engine(target: str = TRAINED, draft: str = "mtp", **config: Any) -> EngineCore:
+    """Makes one with short chunks of prompts, so that a text's states come in pieces."""
+    settings = {"method": "auto", "max_num_batched_tokens": 12, "max_model_len": 64, **config}
+    return make_engine(target, draft, **settings)
+
+
+@torch.no_grad()
+def compare(head: NaiveMtp, core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> int:
+    """Compares all drafts with the definition's; returns how many were accepted."""
+    num_compared = num_accepted = 0
+    for text, rounds in traces_of(core, prompts, params):
+        states = head.target[0].model(torch.tensor([text])).last_hidden_state[0]
+        for one in rounds:
+            expected = head.draft(text[: one.position], states[: one.position - 1], len(one.draft_ids))
+            assert one.draft_ids == expected, (one.position, one.draft_ids, expected)
+            num_compared, num_accepted = num_compared + 1, num_accepted + one.num_accepted
+    assert num_compared > 3
+    return num_accepted
+
+
+def drafts_are_the_definitions(trained: Trained, core: EngineCore) -> None:
+    assert compare(trained.head, core, trained.prompts, GREEDY) > 60
+    assert core.scheduler.num_prefix_hits >= 16
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_the_trained_head_drafts_what_it_is_defined_to(trained: Trained) -> None:
+    drafts_are_the_definitions(trained, engine())
+
+
+def test_layers_in_torch_draft_it_too(trained: Trained) -> None:
+    compare(trained.head, engine(native_kernels=False), trained.prompts[1:2], GREEDY)
+
+
+@dataclass(frozen=True)
+class Other:
+    """Is a family with a random head in some layout: ``prefix`` and ``layer`` begin the tensors' names."""
+
+    model_type: str
+    config: dict[str, Any]
+    layout: dict[str, str]
+    prefix: str
+    layer: str
+
+
+OTHERS = {
+    "Qwen3-Next": Other(*HYBRIDS["Qwen3-Next"], QWEN, "mtp.", "layers.0."),
+    "GLM-4.5": Other("glm4_moe", SHAPE | FAMILIES["GLM-4.5 in C"][1], DEEPSEEK, "model.layers.2.", ""),
+}
+
+
+def save_other(folder: Path, other: Other) -> tuple[str, NaiveMtp]:
+    target = save_random(folder, other.model_type, other.config)
+    head = random_head(target)
+    named = head.named_tensors(other.layout, other.layer)
+    add_to_checkpoint(target, {other.prefix + name: tensor for name, tensor in named.items()})
+    return target, head
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layouts_and_experts(tmp_path: Path, name: str) -> None:
+    target, head = save_other(tmp_path / "target", OTHERS[name])
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [5]]
+    compare(head, engine(target), prompts, structs.replace(GREEDY, max_tokens=12))
+
+
+def test_own_embeddings_and_output_layer(tmp_path: Path) -> None:
+    """Most checkpoints have the target's once more, which are read once; others are the head's own."""
+    target, head = save_other(tmp_path / "target", OTHERS["GLM-4.5"])
+    model = head.target[0]
+    add_to_checkpoint(
+        target,
+        {
+            "model.layers.2.embed_tokens.weight": model.model.embed_tokens.weight,
+            "model.layers.2.shared_head.head.weight": model.lm_head.weight.flip(0),
+        },
+    )
+    loaded = load_model(target, LoadOptions())
+    found = load_mtp(target, loaded, LoadOptions()).model.weights
+    assert found.embeddings is loaded.weights.embeddings  # type: ignore[attr-defined]
+    rows = torch.randn(2, 32)
+    assert torch.allclose(found.head(rows), loaded.weights.head(rows).flip(1), atol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_text_is_the_same_with_and_without(prompts: list[list[int]]) -> None:
+    """Few blocks and short chunks, so that sequences are preempted and beginnings taken over."""
+    core, plain = engine(), make_engine(TRAINED, None, max_model_len=64)
+    for pool in (core.scheduler.target_pool, *core.scheduler.draft_pools):
+        pool.__init__(16, 4, pool.states, pool.lookahead)  # type: ignore[misc]
+    seeded = SamplingParams(max_tokens=24, temperature=1.1, seed=3, method="mtp", verification="coupled")
+    params = [GREEDY, seeded, GREEDY, seeded, seeded]
+    found = run_engine(core, prompts, params)
+    assert core.stats.drafts["mtp"].num_accepted_tokens > 20
+    assert core.scheduler.num_preemptions > 0
+    assert all(pool.usage == 0 for pool in (core.scheduler.target_pool, *core.scheduler.draft_pools))
+    assert found == run_engine(plain, prompts, [structs.replace(each, method="none") for each in params])
+
+
+def test_heads_in_gguf_files(trained: Trained, tmp_path: Path) -> None:
+    """A file of F16 has the weights of the checkpoint; the head may have one of its own."""
+    head, tensors = trained.head, trained.head.named_tensors(DEEPSEEK)
+    whole, alone = str(tmp_path / "model.gguf"), str(tmp_path / "mtp-model.gguf")
+    save_hybrid_gguf(Path(whole), TRAINED, "F16", head=tensors)
+    save_hybrid_gguf(Path(alone), TRAINED, "F16", head=tensors, alone=True)
+    assert [drafting_method(path) for path in (whole, alone, "mtp")] == ["draft_model", "mtp", "mtp"]
+    for target, draft in ((whole, "mtp"), (TRAINED, alone)):
+        compare(head, engine(target, draft), trained.prompts[:1], GREEDY)
+    without = tmp_path / "without.gguf"
+    save_hybrid_gguf(without, TRAINED, "F16")
+    with pytest.raises(ModelLoadError, match="has 0 layers that predict further tokens"):
+        engine(str(without))
+    with pytest.raises(ModelLoadError, match="which is not the target's glm4_moe"):
+        engine(save_other(tmp_path / "target", OTHERS["GLM-4.5"])[0], alone)
+
+
+def test_experts_of_a_head_in_a_gguf_file(tmp_path: Path) -> None:
+    folder = save_random(tmp_path / "target", *HYBRIDS["Qwen3.5 with experts"])
+    head, path = random_head(folder), tmp_path / "model.gguf"
+    save_hybrid_gguf(path, folder, head=head.named_tensors(DEEPSEEK, stacks=True))
+    compare(head, engine(str(path)), [[1, 2, 3, 4, 5]], structs.replace(GREEDY, max_tokens=12))
+
+
+@torch.inference_mode()
+def overlaps(text: list[int]) -> tuple[dict[str, float], str, str]:
+    """Returns how much of the target's probability the head shares, on average, if it is fed with states
+    before and after the norms: the target's, and its own in their place, one token later. Returns what it
+    is fed with in the engine, too."""
+    options = LoadOptions()
+    target = load_model(TRAINED, options)
+    head = load_mtp(TRAINED, target, options)
+    num_layers = len(target.caches)
+    law, states = forward(target, text, None, (num_layers - 1, num_layers))
+    found = {}
+    for place, name in enumerate(("before", "after")):
+        logits, own = forward(head.model, text[1:], states[:-1, place], (0, 1))
+        found[f"the target's {name}"] = shared(logits, law[1:])
+        if name == "after":
+            for number, whose in enumerate(("before", "after")):
+                later, _ = forward(head.model, text[2:], own[:-1, number], (0,))
+                found[f"its own {whose}"] = shared(later, law[2:])
+    chosen = head.taps == (num_layers,), head.output == 1
+    return found, ("before", "after")[chosen[0]], ("before", "after")[chosen[1]]
+
+
+def forward(
+    model: Any, text: list[int], states: torch.Tensor | None, taps: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    runner = ModelRunner.build(model, 64, 16, num_state_slots=2)
+    table = BlockTable()
+    BlockPool(64, 16).reserve(table, len(text))
+    table.state_slot = 0
+    logits, hidden = runner.forward([Span(table, text, len(text), states=states)], taps=taps)
+    assert hidden is not None
+    return logits.softmax(-1), hidden
+
+
+def shared(drafted: torch.Tensor, law: torch.Tensor) -> float:
+    return float(torch.minimum(drafted, law[: len(drafted)]).sum(-1).mean())
+
+
+def fed_with_what_fits(text: list[int]) -> None:
+    found, target_state, own_state = overlaps(text)
+    other = {"after": "before", "before": "after"}
+    assert found[f"the target's {target_state}"] > found[f"the target's {other[target_state]}"] + 0.005
+    assert found[f"its own {own_state}"] > found[f"its own {other[own_state]}"] + 0.005
+
+
+@pytest.fixture(scope="module")
+def story(prompts: list[list[int]]) -> list[int]:
+    params = SamplingParams(max_tokens=400, temperature=1, seed=1)
+    return run_engine(make_engine(TRAINED, None), prompts[:1], params)[0]
+
+
+def test_the_trained_head_is_fed_with_what_fits(story: list[int]) -> None:
+    """Loaders of such heads have been wrong about it, which shows in nothing but acceptance."""
+    fed_with_what_fits(story)
+
+
+def made_otherwise(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    def make(*values: Any, **named: Any) -> Head:
+        return replace(Head(*values, **named), **changes)
+
+    patch.setattr(mtp, "Head", make)
+
+
+def state_before_the_norm(patch: pytest.MonkeyPatch) -> None:
+    made_otherwise(patch, taps=(7,))
+
+
+def own_state_before_the_norm(patch: pytest.MonkeyPatch) -> None:
+    made_otherwise(patch, norm_output=False)
+
+
+PLANTED = [own_states_after_acceptance, fed_one_token_short, state_before_the_norm, own_state_before_the_norm]
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_planted_bugs_are_caught(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        drafts_are_the_definitions(trained, engine())
+
+
+@pytest.mark.parametrize("plant", [state_before_the_norm, own_state_before_the_norm])
+def test_what_does_not_fit_shows_in_acceptance(
+    story: list[int], monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        fed_with_what_fits(story)
+
+
+def test_what_is_no_head_for_the_target_is_refused(tmp_path: Path) -> None:
+    plain = save_random(tmp_path / "plain", *HYBRIDS["Qwen3-Next"])
+    with pytest.raises(ModelLoadError, match=r"has no MTP head: there is no mtp\.fc\.weight"):
+        engine(plain)
+    with pytest.raises(ModelLoadError, match="method is mtp, but the draft is no MTP head"):
+        make_engine(TRAINED, None, method="mtp")
+    with pytest.raises(ModelLoadError, match="gpt_neox models are not fused"):
+        engine(save_random(tmp_path / "neox", "gpt_neox", SHAPE))
