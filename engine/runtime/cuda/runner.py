@@ -2,9 +2,9 @@
 target's pass and the verdicts, and one read.
 
 Penalties, biases, masks and rules of rows change their logits between the pass and the verdicts, and
-log-probabilities are kept from before that: no row makes the others pay for a second pass. Prompts and traced
-rows go by phases in the same step, between the launch and the read. A batch that no graph holds drafts fewer
-tokens, or goes in two halves.
+log-probabilities are kept from before that: no row makes the others pay for a second pass. Nor do prompts and
+traced rows, which go by phases in the same step: the target passes over all of them at once, uncaptured. A
+batch that no graph holds drafts fewer tokens, or goes in two halves.
 """
 
 import time
@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 
 from truedraft.engine.core.needs import Need
-from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.cuda.fields import RuleCode
@@ -27,8 +26,10 @@ from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
+from truedraft.engine.runtime.cuda.joint_pass import score_together
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET
 from truedraft.engine.runtime.cuda.shapes import Shape
+from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.sampling.logprobs import token_logprobs
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class CudaRunner:
         }
     )
 
-    def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: Runner) -> None:
+    def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: PhaseRunner) -> None:
         self.graphs = graphs
         self.draft = graphs.draft
         self.drafting = None if graphs.draft is None else drafting
@@ -63,27 +64,32 @@ class CudaRunner:
         if groups is None:
             self.graphs.num_misses += bool(parts) and self.graphs.enabled
             return self.phases.run(plan)
-        launched = [self._launch(group) for group in groups]
         ours = {part.sequence for part in parts}
-        self.when_launched()
-        by_phases = self._run_others(plan, ours)
+        others = [part for part in plan.scheduled if part.sequence not in ours]
+        *first, last = groups
+        launched = [self._launch(group) for group in first]
+
+        def forward(spans: list[Span]) -> torch.Tensor:
+            launched.append(self._launch(last, spans))
+            assert launched[-1].of_others is not None
+            return launched[-1].of_others
+
+        if others:
+            rows = [part for part in plan.rows if part.sequence not in ours]
+            by_phases = self.phases.run(replace(plan, scheduled=others, rows=rows), forward)
+        else:
+            launched.append(self._launch(last))
+            self.when_launched()
+            by_phases = StepResult([])
         done = _joined([each.read() for each in launched])
         if by_phases.rounds:
             done = _merged([part.sequence in ours for part in plan.rows], done, by_phases.rounds[0])
         elif by_phases.prompt_seconds is not None:
             done.seconds = PhaseSeconds(*map(add, done.seconds, by_phases.prompt_seconds))
-        # The device may still have been at work on the captured rows while phases ran.
+        # Phases count the same time by the host's clock.
         share = min(1.0, (time.perf_counter() - started) / max(sum(done.seconds), 1e-9))
         done.seconds = PhaseSeconds(*(share * seconds for seconds in done.seconds))
         return StepResult([done], {"cuda_graphs": len(parts), **by_phases.num_rows})
-
-    def _run_others(self, plan: StepPlan, ours: set[Sequence]) -> StepResult:
-        """Runs what is not captured by phases."""
-        others = [part for part in plan.scheduled if part.sequence not in ours]
-        if not others:
-            return StepResult([])
-        rows = [part for part in plan.rows if part.sequence not in ours]
-        return self.phases.run(replace(plan, scheduled=others, rows=rows))
 
     def _is_captured(self, part: ScheduledSequence) -> bool:
         draft, rows = part.draft, self.graphs.rows
@@ -107,8 +113,9 @@ class CudaRunner:
         halves = [self._groups(some) for some in (parts[:half], parts[half:])] if half else [None]
         return None if None in halves else [group for some in halves for group in some or []]
 
-    def _launch(self, parts: list[ScheduledSequence]) -> "_Launched":
-        """Launches a round of rows that captured passes hold, with as many drafts as they hold."""
+    def _launch(self, parts: list[ScheduledSequence], others: list[Span] | None = None) -> "_Launched":
+        """Launches a round of rows that captured passes hold, with as many drafts as they hold. If there are
+        ``others``, the target's pass is one over them, too, which is not captured."""
         graphs, rows = self.graphs, self.graphs.rows
         wanted = [part.draft.num_first_drafts for part in parts]
         most = graphs.most_queries(len(parts), max(wanted) + 1) - 1
@@ -133,15 +140,22 @@ class CudaRunner:
             assert draft is not None
             graphs.replay_both(draft)
         drafted = graphs.capture.mark()
-        graphs.replay(score)
-        row_numbers = [row for row, _ in places]
+        row_numbers, of_others = [row for row, _ in places], None
+        if others is None:
+            graphs.replay(score)
+            for part, length in zip(parts, lengths, strict=True):
+                part.sequence.target_blocks.num_computed_tokens += 1 + length
+        else:
+            self.when_launched()
+            spans = [_span(part, length) for part, length in zip(parts, lengths, strict=True)]
+            of_others = score_together(graphs, score, others, spans, row_numbers, drawn)
         kept = self._adjuster.adjust(score, parts, row_numbers, lengths)
         graphs.replay(verdicts)
-        return _Launched(graphs, score, row_numbers, lengths, kept, started, drafted)
+        return _Launched(graphs, score, row_numbers, lengths, kept, started, drafted, of_others)
 
     def _set_row(self, part: ScheduledSequence, row: int, length: int, num_drawn: int) -> None:
-        """Says what a row scores, and counts it as stored: ``length`` drafts, of which the model draws all or
-        none."""
+        """Says what a row scores: ``length`` drafts, of which the model draws all or none. What it stores of
+        them in its own cache is counted."""
         sequence, rows = part.sequence, self.graphs.rows
         last = len(sequence.token_ids) - 1
         before = sequence.token_ids[last - 1] if last else 0
@@ -150,7 +164,6 @@ class CudaRunner:
         has_before = table.num_computed_tokens >= last
         rows.set_row(row, last, known, length, num_drawn, int(has_before))
         rows.set_table(TARGET, row, sequence.target_blocks)
-        sequence.target_blocks.num_computed_tokens = last + 1 + length
         if num_drawn:
             rows.set_table(DRAFT, row, table)
             table.num_computed_tokens = last + num_drawn
@@ -178,7 +191,7 @@ class CudaRunner:
 
 
 class _Launched:
-    """A round that the device is at work on."""
+    """A round that the device is at work on. ``of_others`` are logits of what went along in its pass."""
 
     def __init__(
         self,
@@ -189,12 +202,14 @@ class _Launched:
         kept: list[KeptLogits | None],
         started: Mark,
         drafted: Mark,
+        of_others: torch.Tensor | None,
     ) -> None:
         # Other rounds of the step write the same tensor.
         self.verdicts = graphs.verdicts[: score.rows, : 2 + (score.queries or 0)].clone()
         self.rows = rows
         self.lengths = lengths
         self.kept = kept
+        self.of_others = of_others
         self.marks = started, drafted, graphs.capture.mark()
 
     def read(self) -> Round:
@@ -217,6 +232,13 @@ class _Launched:
             failed=failed if any(failed) else None,
             logprobs=logprobs if any(kept is not None for kept in self.kept) else None,
         )
+
+
+def _span(part: ScheduledSequence, length: int) -> Span:
+    """Returns a row's pending token and its drafts, as far as the host knows them."""
+    sequence = part.sequence
+    drafts = part.draft.known_ids[:length] or [0] * length
+    return Span(sequence.target_blocks, [sequence.token_ids[-1], *drafts], length + 1, len(sequence))
 
 
 def _rule_of(sequence: Sequence) -> RuleCode:
