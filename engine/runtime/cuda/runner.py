@@ -9,7 +9,7 @@ batch that no graph holds drafts fewer tokens, or goes in two halves.
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import add
 from typing import TypeVar
@@ -22,13 +22,15 @@ from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSeque
 from truedraft.engine.cuda.fields import RuleCode
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.host_to_device import on_device
+from truedraft.engine.messages import SamplingParams
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.joint_pass import score_together
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET
-from truedraft.engine.runtime.cuda.shapes import Shape
+from truedraft.engine.runtime.cuda.shapes import Shape, Stage
 from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.sampling.logprobs import token_logprobs
 
@@ -36,6 +38,28 @@ T = TypeVar("T")
 
 # What a sequence has in the cache of a draft model that is not there.
 NO_TABLE = BlockTable()
+# A verdict that nobody reads is given by these, as a row has to have some.
+UNJUDGED = SamplingParams(max_tokens=1, temperature=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What graphs hold of a round: so many drafts of each row, of which the draft model draws so many. The
+    target's pass holds ``guests``, too, which are judged elsewhere."""
+
+    lengths: list[int]
+    drawn: list[int]
+    verdicts: Stage
+    draft: Stage | None
+    guests: list[Span]
+
+    def stored(self, parts: list[ScheduledSequence]) -> list[tuple[BlockTable, int]]:
+        """Returns how many tokens the pass stores for each."""
+        rows = [
+            (part.sequence.target_blocks, 1 + length)
+            for part, length in zip(parts, self.lengths, strict=True)
+        ]
+        return rows + [(span.table, len(span.token_ids)) for span in self.guests]
 
 
 class CudaRunner:
@@ -114,44 +138,67 @@ class CudaRunner:
         return None if None in halves else [group for some in halves for group in some or []]
 
     def _launch(self, parts: list[ScheduledSequence], others: list[Span] | None = None) -> "_Launched":
-        """Launches a round of rows that captured passes hold, with as many drafts as they hold. If there are
-        ``others``, the target's pass is one over them, too, which is not captured."""
-        graphs, rows = self.graphs, self.graphs.rows
+        """Launches a round of rows that captured passes hold. If there are ``others``, the target's pass is
+        one over them, too, and not captured where no graph holds them all."""
+        graphs, held = self.graphs, self._held(parts, others or [])
+        score, of_others = held.verdicts.shape, None
+        started = graphs.capture.mark()
+        self._catch_up(parts)
+        rows, index = self._send(parts, held)
+        for _ in range(max(held.drawn)):
+            assert held.draft is not None
+            graphs.replay_both(held.draft)
+        drafted = graphs.capture.mark()
+        if others is not None:
+            self.when_launched()
+        if others is None or held.guests:
+            graphs.replay(score)
+            for table, length in held.stored(parts):
+                table.num_computed_tokens += length
+            if others is not None:
+                of_others = graphs.logits.index_select(0, on_device(index, graphs.logits.device))
+        else:
+            spans = [_span(part, length) for part, length in zip(parts, held.lengths, strict=True)]
+            of_others = score_together(graphs, score, others, spans, rows, held.drawn)
+        kept = self._adjuster.adjust(score, parts, rows, held.lengths)
+        graphs.replay(held.verdicts)
+        return _Launched(graphs, score, rows, held.lengths, kept, started, drafted, of_others)
+
+    def _held(self, parts: list[ScheduledSequence], guests: list[Span]) -> "_Held":
+        """Returns what graphs hold of a round: as many drafts as they can, and all ``guests`` or none."""
+        graphs = self.graphs
         wanted = [part.draft.num_first_drafts for part in parts]
         most = graphs.most_queries(len(parts), max(wanted) + 1) - 1
         lengths = [min(length, most) for length in wanted]
         drawn = [0 if part.draft.known else length for part, length in zip(parts, lengths, strict=True)]
-        verdicts = graphs.find(len(parts), max(lengths) + 1)
-        draft = graphs.find(len(parts), None) if any(drawn) else None
-        assert verdicts is not None
-        score = verdicts.shape
-        num_rows = [score.rows] if draft is None else [score.rows, draft.shape.rows]
-        started = graphs.capture.mark()
-        self._catch_up(parts)
-        places = rows.rows_for([part.sequence for part in parts], min(num_rows))
+        for taken in [guests, []] if guests else [[]]:
+            queries = max([max(lengths) + 1, *(len(span.token_ids) for span in taken)])
+            verdicts = graphs.find(len(parts) + len(taken), queries)
+            draft = graphs.find(len(parts) + len(taken), None) if any(drawn) else None
+            if verdicts is not None and (draft is not None or not any(drawn)):
+                return _Held(lengths, drawn, verdicts, draft, taken)
+        raise AssertionError("no graph holds the rows")
+
+    def _send(self, parts: list[ScheduledSequence], held: "_Held") -> tuple[list[int], list[int]]:
+        """Sends the rows' message. Returns where the rows of ``parts`` are, and where the guests' logits will
+        be."""
+        rows, score = self.graphs.rows, held.verdicts.shape
+        num_rows = [score.rows] if held.draft is None else [score.rows, held.draft.shape.rows]
+        # The row of a guest is nobody's in the next round.
+        keys = [*(part.sequence for part in parts), *(object() for _ in held.guests)]
+        places = rows.rows_for(keys, min(num_rows))
+        ours, theirs = places[: len(parts)], [row for row, _ in places[len(parts) :]]
         rows.begin()
-        for part, (row, is_new), num_drawn, length in zip(parts, places, drawn, lengths, strict=True):
+        for part, (row, is_new), num_drawn, length in zip(parts, ours, held.drawn, held.lengths, strict=True):
             self._set_row(part, row, length, num_drawn)
             if is_new:
                 sequence = part.sequence
                 rows.set_sampling(row, sequence.params, sequence.seed, _rule_of(sequence))
+        index = self.graphs.set_spans(score, held.guests, theirs)
+        for row in theirs:
+            rows.set_sampling(row, UNJUDGED, 0, RuleCode.EXACT_MATCH)
         rows.send(max(num_rows))
-        for _ in range(max(drawn)):
-            assert draft is not None
-            graphs.replay_both(draft)
-        drafted = graphs.capture.mark()
-        row_numbers, of_others = [row for row, _ in places], None
-        if others is None:
-            graphs.replay(score)
-            for part, length in zip(parts, lengths, strict=True):
-                part.sequence.target_blocks.num_computed_tokens += 1 + length
-        else:
-            self.when_launched()
-            spans = [_span(part, length) for part, length in zip(parts, lengths, strict=True)]
-            of_others = score_together(graphs, score, others, spans, row_numbers, drawn)
-        kept = self._adjuster.adjust(score, parts, row_numbers, lengths)
-        graphs.replay(verdicts)
-        return _Launched(graphs, score, row_numbers, lengths, kept, started, drafted, of_others)
+        return [row for row, _ in ours], index
 
     def _set_row(self, part: ScheduledSequence, row: int, length: int, num_drawn: int) -> None:
         """Says what a row scores: ``length`` drafts, of which the model draws all or none. What it stores of
