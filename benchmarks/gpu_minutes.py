@@ -9,7 +9,8 @@ and the next one runs.
   facts          versions; copy bandwidth, a node of a graph, an eager operation, a read of eight numbers
   kernels        attention agrees with float64; quantised weights are gguf's to the bit, and a row's product
                  the same in every batch; captured rounds say what phases say, in float32, by every rule
-  mix:PAIR       rounds of 16 rows: what one row that asks for more costs all, and seeds, top-p, penalties
+  mix:PAIR       rounds of 16 rows: what one row that asks for more costs all, and seeds, top-p, penalties,
+                 and a prompt that comes while they decode
   products       products of both models, 1 to 320 rows: cuBLAS, cuBLASLt, and quantised weights of every type
   attention      short, long and ragged batches, by the kernel's stages and programs
   engine:PAIR    tokens a second and a round by phase: 1, 8 and 32 rows; 0, 2 and 4 drafts; greedy and default

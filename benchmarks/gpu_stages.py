@@ -1,6 +1,8 @@
 """The stages of ``gpu_minutes``: what each measures, and what was predicted of it."""
 
+import itertools
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -236,6 +238,47 @@ class Bench:
                 column = f"k {drafts}: ms"
                 share = row[column] / max(table[0][column], 1e-9)
                 self.judge(f"{name}, {drafts} drafts: a round, to greedy's", share, at_most=most)
+        self._prompts_among_rows(core, prompts, base)
+
+    def _prompts_among_rows(self, core: EngineCore, prompts: list[list[int]], base: SamplingParams) -> None:
+        """Compares a step in which a prompt arrives with the longer one of a step of the rows alone and one
+        of the prompt alone: the target's weights are read once."""
+        table = []
+        lengths = (24,) if self.is_dry else (64, 768)
+        for drafts, length in itertools.product(DRAFTS[:2] if self.is_dry else DRAFTS, lengths):
+            decode = msgspec.structs.replace(base, num_speculative_tokens=drafts, max_tokens=256)
+            (prompt,) = synthetic.prompts(core.target.vocab_size, 1, length)
+            alone = self._step(core, decode, prompt)
+            names = [f"row {number}" for number in range(len(prompts))]
+            for name, each in zip(names, prompts, strict=True):
+                core.add(Generate(name, each, decode))
+            rows, both = self._step(core, decode), self._step(core, decode, prompt)
+            core.abort_all(set(names))
+            row = {
+                "drafts": drafts,
+                "prompt": length,
+                "rows, ms": rows,
+                "prompt, ms": alone,
+                "both, ms": both,
+            }
+            table.append({name: round(value, 2) for name, value in row.items()})
+            print(table[-1], flush=True)
+            what = f"a prompt of {length} among rows, {drafts} drafts: a step, to the longer of both"
+            self.judge(what, both / max(rows, alone, 1e-9), at_most=1.35 if drafts else 1.2)
+        print_table(table, "Steps of rows, of a prompt, and of both")
+
+    def _step(self, core: EngineCore, params: SamplingParams, prompt: list[int] | None = None) -> float:
+        """Returns the milliseconds of a step in which the prompt arrives, if there is one: the median."""
+        seconds, vocab_size = [], core.target.vocab_size
+        for number in range(5 if self.is_dry else 11):
+            if prompt is not None:
+                # No beginning of it is in the cache.
+                other = [(token_id + number) % vocab_size for token_id in prompt]
+                core.add(Generate("prompt", other, msgspec.structs.replace(params, max_tokens=1)))
+            started = time.perf_counter()
+            core.step()
+            seconds.append(time.perf_counter() - started)
+        return 1000 * statistics.median(seconds[3:])
 
     def _full_rounds(
         self, core: EngineCore, prompts: list[list[int]], params: list[SamplingParams]

@@ -390,12 +390,13 @@ def _cache_sizes(
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
     state_bytes = sum(model.state_bytes_per_sequence for model in models)
     devices = {cache.device for model in models for cache in model.caches}
-    reserved = prompt_bytes(models, config.max_num_batched_tokens) + (0 if graphs is None else graphs.memory)
-    budget = cache_budget(config, devices, reserved)
+    num_sequences = config.num_sequences_on(models[0].device.type)
+    num_logits = 0 if graphs is None else graphs.num_scored + num_sequences
+    reserved = prompt_bytes(models, config.max_num_batched_tokens, num_logits)
+    budget = cache_budget(config, devices, reserved + (0 if graphs is None else graphs.memory))
     if graphs is not None:
         budget -= bytes_per_block
     longest = -(-max_model_len // config.block_size)
-    num_sequences = config.num_sequences_on(models[0].device.type)
     sizes = cache_sizes(
         budget,
         bytes_per_block,

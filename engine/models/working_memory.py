@@ -12,17 +12,20 @@ from truedraft.engine.models.decoder import FusedDecoder
 HIDDEN_STATES, MLP_STATES = 8, 5
 
 
-def prompt_bytes(models: Iterable[Model], num_tokens: int) -> int:
-    """Returns bytes for the ``num_tokens`` of a step, which the models compute one after the other."""
-    return max(_bytes(model, num_tokens) for model in models)
+def prompt_bytes(models: Iterable[Model], num_tokens: int, num_logits: int) -> int:
+    """Returns bytes for the ``num_tokens`` of a step, which the models compute one after the other.
+    ``num_logits`` of them get logits, which decoding rows in the same pass need."""
+    return max(_bytes(model, num_tokens, num_logits) for model in models)
 
 
-def _bytes(model: Model, num_tokens: int) -> int:
+def _bytes(model: Model, num_tokens: int, num_logits: int) -> int:
     config = model.config.get_text_config()
     hidden = int(getattr(config, "hidden_size", 0))
     mlp = getattr(config, "intermediate_size", None) or 4 * hidden
     widest = max(mlp) if isinstance(mlp, list | tuple) else int(mlp)
-    numbers = num_tokens * (HIDDEN_STATES * hidden + MLP_STATES * widest)
-    if isinstance(model, FusedDecoder) and model.is_quantised:
-        numbers += UNPACKED
-    return numbers * model.dtype.itemsize
+    in_layers = num_tokens * (HIDDEN_STATES * hidden + MLP_STATES * widest) * model.dtype.itemsize
+    # Layers are over then. Logits are there as they were computed, and in float32.
+    in_head = num_tokens * hidden * model.dtype.itemsize
+    in_head += num_logits * model.vocab_size * (model.dtype.itemsize + 4)
+    unpacked = UNPACKED if isinstance(model, FusedDecoder) and model.is_quantised else 0
+    return max(in_layers, in_head) + unpacked * model.dtype.itemsize

@@ -6,9 +6,10 @@ parameters and positions, so that other runners can be compared with it bit for 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +27,9 @@ from truedraft.engine.sampling.backend import SamplingBackend
 from truedraft.engine.sampling.logprobs import token_logprobs
 from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
 from truedraft.engine.sampling.verify import RowVerdict
+
+# Stores the spans' tokens and counts them as computed, as ``ModelRunner.forward``; returns its logits.
+TargetPass: TypeAlias = Callable[[list[Span]], torch.Tensor]
 
 
 class PhaseRunner:
@@ -47,14 +51,16 @@ class PhaseRunner:
         self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Propose, score, verify, and let those that follow the target observe."""
+    def run(self, plan: StepPlan, forward: TargetPass | None = None) -> StepResult:
+        """Propose, score, verify, and let those that follow the target observe. ``forward`` takes the place
+        of the target's pass, where no layer is tapped; whoever gives it counts its time."""
         clock = _Clock()
         sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.backend)
         drafts = self._propose(plan, sampler)
         draft_seconds = clock.lap()
-        scored = self._score(plan, drafts.ids)
-        score_seconds = clock.lap()
+        scored = self._score(plan, drafts.ids, forward)
+        lap = clock.lap()
+        score_seconds = lap if forward is None else 0.0
         verdicts = sampler.verify(scored.logits, drafts)
         verify_seconds = clock.lap()
         self._observe(plan, scored, verdicts)
@@ -91,7 +97,7 @@ class PhaseRunner:
             parts.append(known_drafts([part.draft.known_ids for part in plan.rows], sampler.device))
         return merge_drafts(parts, sampler)
 
-    def _score(self, plan: StepPlan, drafted: list[list[int]]) -> "_Scored":
+    def _score(self, plan: StepPlan, drafted: list[list[int]], forward: TargetPass | None) -> "_Scored":
         """The target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
         drafts = iter(drafted)
         spans, num_row_logits = [], []
@@ -109,7 +115,10 @@ class PhaseRunner:
             # Log-probabilities of a prompt need the logits of all its tokens.
             wanted = len(token_ids) if sequence.wants_prompt_logprobs else num_logits
             spans.append(Span(table, token_ids, wanted, start + part.num_tokens))
-        logits, hidden = self.target.forward(spans, taps=self._taps)
+        if forward is None:
+            logits, hidden = self.target.forward(spans, taps=self._taps)
+        else:
+            logits, hidden = forward(spans), None
         if len(logits) != sum(num_row_logits):
             logits = _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)
         return _Scored(spans, logits, hidden)

@@ -30,7 +30,7 @@ def test_correctness_comes_first() -> None:
     [
         ("facts", "VERDICT a dependent node of a graph, us"),
         ("kernels", "rejection          5   5"),
-        ("mix:tiny", "VERDICT one with a seed, 2 drafts: a round, to greedy's"),
+        ("mix:tiny", "VERDICT a prompt of 24 among rows, 2 drafts: a step, to the longer of both"),
         ("products", "gate, up"),
         ("engine:tiny", "VERDICT greedy, 1 rows, 0 drafts: weights to copy"),
         ("profile:tiny", "aten::"),

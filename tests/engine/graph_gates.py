@@ -16,6 +16,8 @@ from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePa
 from truedraft.engine.runtime.cuda.runner import CudaRunner
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
+# Steps before which they come, so that most of them share a pass with rows.
+LATE = [0, 2, 3, 5, 6]
 BLOCK_SIZE = 4
 NUM_SEQUENCES = 6
 STEPS = 10

@@ -103,7 +103,8 @@ def test_everything_fits(
     assert graphs is not None
     num_blocks = build._cache_sizes(config, models, MAX_MODEL_LEN, graphs).num_blocks
     caches = num_blocks * config.block_size * sum(model.cache_bytes_per_token for model in models)
-    prompts = prompt_bytes(models, config.max_num_batched_tokens)
+    num_logits = graphs.num_scored + config.num_sequences_on("cuda")
+    prompts = prompt_bytes(models, config.max_num_batched_tokens, num_logits)
     assert caches + prompts + graphs.memory <= free
     largest = max(item.num_tokens for item in graphs.planned if isinstance(item, Shape))
     assert num_blocks * config.block_size >= tokens

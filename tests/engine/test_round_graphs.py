@@ -7,9 +7,9 @@ runs the same gates on real graphs.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 import tests.models
 from tests.engine import grammars, graph_gates, torch_kernels
 from tests.engine.conftest import Models
-from tests.engine.graph_gates import PROMPTS, graphs_of, same_as_eager
+from tests.engine.graph_gates import LATE, PROMPTS, graphs_of, same_as_eager
 from tests.engine.sampling_stand_in import on_tape
 from tests.engine.test_llama import CONFIGS, ROPE, SHAPE, save
 from tests.models import outputs_by_choice, run_engine, save_random_llama
@@ -37,6 +37,7 @@ from truedraft.engine.memory.batch import ForwardBatch, PagedRows
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.models import agreement
+from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.runtime.cuda import graphs as graphs_module
 from truedraft.engine.runtime.cuda import plan as plan_module
@@ -239,28 +240,39 @@ OTHERS = {
 
 
 class Watched:
-    """Counts passes of the target by step, and the requests that go by phases after the prompts."""
+    """Counts passes of the target by step, captured or not, and the requests that go by phases after the
+    prompts."""
 
     def __init__(self, patch: Patch) -> None:
         self.passes: list[int] = []
+        self.uncaptured: list[int] = []
         self.by_phases: set[str] = set()
         watched, step, replay, run = self, EngineCore.step, RoundGraphs.replay, PhaseRunner.run
+        forward = Model.forward
 
         def counted_step(self: EngineCore) -> Any:
+            watched.target = self.target.model
             watched.passes.append(0)
+            watched.uncaptured.append(0)
             return step(self)
 
         def counted(self: RoundGraphs, item: Captured) -> None:
             watched.passes[-1] += isinstance(item, Shape) and item.queries is not None
             replay(self, item)
 
-        def noted(self: PhaseRunner, plan: Any) -> Any:
+        def counted_too(self: Model, *given: Any) -> Any:
+            watched.passes[-1] += self is watched.target
+            watched.uncaptured[-1] += self is watched.target
+            return forward(self, *given)
+
+        def noted(self: PhaseRunner, plan: Any, *forward: Any) -> Any:
             rows = [part for part in plan.scheduled if part.kind is Kind.DECODE]
             watched.by_phases |= {part.sequence.request_id for part in rows}
-            return run(self, plan)
+            return run(self, plan, *forward)
 
         patch.setattr(EngineCore, "step", counted_step)
         patch.setattr(RoundGraphs, "replay", counted)
+        patch.setattr(Model, "forward", counted_too)
         patch.setattr(PhaseRunner, "run", noted)
 
 
@@ -278,7 +290,8 @@ def test_no_row_makes_the_others_pay_for_a_second_pass(
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     assert watched.by_phases == set()
-    assert set(watched.passes[1:]) == {1}
+    assert set(watched.passes) == {1}
+    assert sum(watched.uncaptured) == 1  # the prompts
 
 
 class Said(NamedTuple):
@@ -286,19 +299,25 @@ class Said(NamedTuple):
     logprobs: list[float]  # tokens, then the most likely ones, token by token
 
 
-def outputs(core: EngineCore, params: list[SamplingParams]) -> list[Said]:
-    """Returns what follows each prompt, with log-probabilities where they are asked for."""
+def outputs(
+    core: EngineCore, params: list[SamplingParams], arrivals: Sequence[int] = (0, 0, 0, 0, 0)
+) -> list[Said]:
+    """Returns what follows each prompt, with log-probabilities where they are asked for. Prompts come before
+    the steps of ``arrivals``."""
     found = [Said([], []) for _ in PROMPTS]
-    for number, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
-        core.add(Generate(str(number), prompt, each))
-    while core.has_work:
+    for step in count():
+        for number, arrival in enumerate(arrivals):
+            if arrival == step:
+                core.add(Generate(str(number), PROMPTS[number], params[number], cache_prompt=False))
+        if not core.has_work:
+            return found
         for output in core.step():
             assert not isinstance(output, Failed)
             said = found[int(output.request_id)]
             said.token_ids.extend(output.token_ids)
-            for one in output.logprobs or []:
-                said.logprobs.extend([one.logprob, *(value for _, value in one.top)])
-    return found
+            for one in [*(output.prompt_logprobs or []), *(output.logprobs or [])]:
+                said.logprobs.extend([] if one is None else [one.logprob, *(value for _, value in one.top)])
+    raise AssertionError
 
 
 def test_constrained_rows_are_captured(models: Models, taped: None, monkeypatch: Patch) -> None:
@@ -317,10 +336,10 @@ def test_constrained_rows_are_captured(models: Models, taped: None, monkeypatch:
         watched = Watched(patch)
         assert run_engine(core, prompts, params) == expected
     assert watched.by_phases == set()
-    assert set(watched.passes[1:]) == {1}
+    assert set(watched.passes) == {1}
 
 
-def test_traced_rows_go_by_phases_in_the_same_step(
+def test_traced_rows_go_by_phases_in_the_same_pass(
     pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
 ) -> None:
     traced = SamplingParams(max_tokens=16, seed=2, verification="rejection", trace=True)
@@ -330,6 +349,8 @@ def test_traced_rows_go_by_phases_in_the_same_step(
         watched = Watched(patch)
         assert run_engine(pair[0], PROMPTS, params) == expected
     assert watched.by_phases == {"1"}
+    assert set(watched.passes) == {1}
+    assert sum(watched.uncaptured[1:]) == 0
     assert pair[1].stats.num_rows.keys() == {"phases"}
     assert min(pair[0].stats.num_rows[runner] for runner in ("cuda_graphs", "phases")) > 0
 
@@ -359,10 +380,12 @@ def few_shapes(patch: Patch, **limits: int) -> None:
 def test_a_batch_that_no_graph_holds_goes_in_parts(models: Models, taped: None, monkeypatch: Patch) -> None:
     few_shapes(monkeypatch, rows=2)
     core, eager = engines(models, models.close_draft)
-    expected = run_engine(eager, PROMPTS, PARAMS["every rule"])
+    arrivals = [0, 0, 0, 0, 2]
+    expected = run_engine(eager, PROMPTS, PARAMS["every rule"], arrivals)
     watched = Watched(monkeypatch)
-    assert run_engine(core, PROMPTS, PARAMS["every rule"]) == expected
+    assert run_engine(core, PROMPTS, PARAMS["every rule"], arrivals) == expected
     assert watched.by_phases == set()
+    assert watched.passes[2] == 2  # the prompt goes along with the second part
     assert max(watched.passes) == 3
 
 
@@ -379,22 +402,48 @@ def test_a_batch_drafts_as_much_as_a_graph_holds(models: Models, taped: None, mo
     assert max(length for _, length, _ in vars(core.stats)["_verdicts"]) == 2
 
 
-def test_prompts_do_not_slow_the_others(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
-    """Rows that decode are captured in every step, also when prompts arrive."""
-    by_phases: list[set[str]] = []
-    run = PhaseRunner.run
+MIXED = {
+    "every rule": PARAMS["every rule"],
+    "rows that ask for more": [GREEDY, *[OTHERS[kind] for kind in list(OTHERS)[:4]]],
+    "all at once": [GREEDY, *[OTHERS[kind] for kind in list(OTHERS)[4:]]],
+}
 
-    def watched(self: PhaseRunner, plan: Any) -> Any:
-        assert all(part.kind is Kind.PROMPT for part in plan.scheduled)
-        by_phases.append({part.sequence.request_id for part in plan.scheduled})
-        return run(self, plan)
 
-    prompts, arrivals = [[1, 2, 3], [5] * 9, list(range(16)) * 2], [0, 3, 5]
-    expected = run_engine(pair[1], prompts, sampled()[:3], arrivals)
+@pytest.mark.parametrize("params", MIXED.values(), ids=MIXED.keys())
+def test_prompts_and_rows_share_a_pass(
+    params: list[SamplingParams], pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
+) -> None:
+    """Rows draft and are judged by graphs in every step, also when prompts arrive."""
+    expected = outputs(pair[1], params, LATE)
+    # What earlier passes have left where no row of this one is must not matter.
+    graphs_of(pair[0]).logits.fill_(torch.nan)
     with monkeypatch.context() as patch:
-        patch.setattr(PhaseRunner, "run", watched)
-        assert run_engine(pair[0], prompts, sampled()[:3], arrivals) == expected
-    assert by_phases == [{"0"}, {"1"}, {"2"}]
+        watched = Watched(patch)
+        said = outputs(pair[0], params, LATE)
+    for ours, theirs in zip(said, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    assert watched.by_phases == set()
+    assert set(watched.passes) == {1}
+    # Captured passes hold the short ones.
+    assert sum(watched.uncaptured) == 2
+
+
+def test_pieces_of_prompts_and_their_logprobs_share_a_pass(
+    models: Models, taped: None, monkeypatch: Patch
+) -> None:
+    core, eager = engines(models, models.close_draft, max_num_batched_tokens=13)
+    params = [GREEDY, *sampled()[1:3], msgspec.structs.replace(GREEDY, prompt_logprobs=1, max_tokens=4)]
+    params.append(GREEDY)
+    arrivals = [0, 1, 1, 3, 3]
+    expected = outputs(eager, params, arrivals)
+    watched = Watched(monkeypatch)
+    said = outputs(core, params, arrivals)
+    for ours, theirs in zip(said, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    assert set(watched.passes) == {1}
+    assert sum(watched.uncaptured) > 2
 
 
 def test_the_host_reads_once_a_round(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
@@ -592,6 +641,21 @@ def counts_lack_what_was_just_said(patch: Patch) -> None:
     patch.setattr(_Counts, "of", lambda self, text: of(self, text[:-1]))
 
 
+def score_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Patch], None]:
+    """Plants what ``change`` makes of what a pass over prompts and rows is given."""
+
+    def plant(patch: Patch) -> None:
+        score = runner_module.score_together
+
+        def changed(graphs: Any, shape: Any, others: Any, spans: Any, rows: Any, num_drawn: Any) -> Any:
+            given = {"shape": shape, "others": others, "spans": spans, "rows": rows, "num_drawn": num_drawn}
+            return score(graphs, **given | change(given))
+
+        patch.setattr(runner_module, "score_together", changed)
+
+    return plant
+
+
 def drafts_that_were_drawn_are_taken_for_certain(patch: Patch) -> None:
     judge = torch_sampling.judge
 
@@ -602,6 +666,14 @@ def drafts_that_were_drawn_are_taken_for_certain(patch: Patch) -> None:
     patch.setattr(torch_sampling, "judge", judged)
 
 
+# Steps with prompts and rows go wrong in these ways.
+JOINT_BUGS = {
+    "drawn drafts are not looked up": lambda given: {"num_drawn": [0] * len(given["num_drawn"])},
+    "logits go where parts stand": lambda given: {"rows": list(range(len(given["rows"])))},
+    "rows have another's drafts": lambda given: {"rows": given["rows"][::-1]},
+    "logits lie as in another shape": lambda given: {"shape": Shape(given["shape"].rows, 1)},
+}
+
 ROUND_BUGS = [
     every_draft_is_stored_anew,
     drafts_share_the_numbers_that_accept_them,
@@ -610,6 +682,7 @@ ROUND_BUGS = [
     adjusted_logits_are_anothers,
     counts_lack_what_was_just_said,
     drafts_that_were_drawn_are_taken_for_certain,
+    *(score_with(change) for change in JOINT_BUGS.values()),
 ]
 
 
@@ -631,9 +704,9 @@ def test_tokens_or_verdicts_show(
 
     def compare() -> None:
         for name in ("every rule", "coupled"):
-            graph_gates.same_tokens(core, eager, PARAMS[name], arrivals=[0, 2, 3, 5, 6])
-        expected = run_engine(eager, PROMPTS, PENALTIES, arrivals=[0, 2, 3, 5, 6])
-        assert run_engine(core, PROMPTS, PENALTIES, arrivals=[0, 2, 3, 5, 6]) == expected
+            graph_gates.same_tokens(core, eager, PARAMS[name], LATE)
+        expected = run_engine(eager, PROMPTS, PENALTIES, LATE)
+        assert run_engine(core, PROMPTS, PENALTIES, LATE) == expected
 
     with pytest.raises(AssertionError):
         compare()

@@ -13,7 +13,7 @@ and the log says so.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -166,6 +166,19 @@ class RoundGraphs:
         batch = rows.batch(TARGET, token_ids, num_stored, torch.zeros_like(counts), counts, every)
         self.logits[: shape.num_tokens].copy_(model.compute(batch, self.target.cache).logits)
 
+    def set_spans(self, shape: Shape, spans: Sequence[Span], rows: Iterable[int]) -> list[int]:
+        """Says what the target's pass of this shape is to score in these rows, of spans whose tokens are
+        known; returns where their logits will be."""
+        assert shape.queries is not None
+        index: list[int] = []
+        for row, span in zip(rows, spans, strict=True):
+            length = len(span.token_ids)
+            self.rows.set_row(row, span.table.num_computed_tokens, [0, *span.token_ids], length - 1)
+            self.rows.set_table(TARGET, row, span.table)
+            end = row * shape.queries + length
+            index += range(end - span.num_logits, end)
+        return index
+
     def logits_of(self, shape: Shape) -> torch.Tensor:
         """Returns the logits of the last pass of this shape: [rows, queries, V]."""
         assert shape.queries is not None
@@ -199,16 +212,9 @@ class ScorePass:
         return self.run(shape, spans), None
 
     def run(self, shape: Shape, spans: list[Span]) -> torch.Tensor:
-        assert shape.queries is not None
         graphs, rows = self.graphs, self.graphs.rows
         rows.begin()
-        index: list[int] = []
-        for row, span in enumerate(spans):
-            length = len(span.token_ids)
-            rows.set_row(row, span.table.num_computed_tokens, [0, *span.token_ids], length - 1)
-            rows.set_table(TARGET, row, span.table)
-            end = row * shape.queries + length
-            index += range(end - span.num_logits, end)
+        index = graphs.set_spans(shape, spans, range(len(spans)))
         rows.send(shape.rows)
         graphs.replay(shape)
         return graphs.logits.index_select(0, on_device(index, graphs.logits.device))

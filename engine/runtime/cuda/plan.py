@@ -47,6 +47,11 @@ class GraphPlan:
     memory: int
     has_draft: bool
 
+    @property
+    def num_scored(self) -> int:
+        """Returns the most tokens whose logits a captured verdict looks at."""
+        return max(item.num_tokens for item in self.planned if isinstance(item, Shape))
+
     def captured(
         self, target: ModelRunner, draft: ModelRunner | None, num_blocks: int
     ) -> tuple[ModelRunner, ModelRunner | None, RoundGraphs | None]:

@@ -2,14 +2,14 @@
 target's pass and the verdicts, and one read.
 
 Penalties, biases, masks and rules of rows change their logits between the pass and the verdicts, and
-log-probabilities are kept from before that: no row makes the others pay for a second pass. Prompts and traced
-rows go by phases in the same step, between the launch and the read. A batch that no graph holds drafts fewer
-tokens, or goes in two halves.
+log-probabilities are kept from before that: no row makes the others pay for a second pass. Nor do prompts and
+traced rows, which go by phases in the same step: the target passes over all of them at once, uncaptured. A
+batch that no graph holds drafts fewer tokens, or goes in two halves.
 """
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import add
 from typing import TypeVar
@@ -17,24 +17,49 @@ from typing import TypeVar
 import torch
 
 from truedraft.engine.core.needs import Need
-from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.cuda.fields import RuleCode
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.host_to_device import on_device
+from truedraft.engine.messages import SamplingParams
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
+from truedraft.engine.runtime.cuda.joint_pass import score_together
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET
-from truedraft.engine.runtime.cuda.shapes import Shape
+from truedraft.engine.runtime.cuda.shapes import Shape, Stage
+from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.sampling.logprobs import token_logprobs
 
 T = TypeVar("T")
 
 # What a sequence has in the cache of a draft model that is not there.
 NO_TABLE = BlockTable()
+# A verdict that nobody reads is given by these, as a row has to have some.
+UNJUDGED = SamplingParams(max_tokens=1, temperature=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What graphs hold of a round: so many drafts of each row, of which the draft model draws so many. The
+    target's pass holds ``guests``, too, which are judged elsewhere."""
+
+    lengths: list[int]
+    drawn: list[int]
+    verdicts: Stage
+    draft: Stage | None
+    guests: list[Span]
+
+    def stored(self, parts: list[ScheduledSequence]) -> list[tuple[BlockTable, int]]:
+        """Returns how many tokens the pass stores for each."""
+        rows = [
+            (part.sequence.target_blocks, 1 + length)
+            for part, length in zip(parts, self.lengths, strict=True)
+        ]
+        return rows + [(span.table, len(span.token_ids)) for span in self.guests]
 
 
 class CudaRunner:
@@ -47,7 +72,7 @@ class CudaRunner:
         }
     )
 
-    def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: Runner) -> None:
+    def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: PhaseRunner) -> None:
         self.graphs = graphs
         self.draft = graphs.draft
         self.drafting = None if graphs.draft is None else drafting
@@ -63,27 +88,32 @@ class CudaRunner:
         if groups is None:
             self.graphs.num_misses += bool(parts) and self.graphs.enabled
             return self.phases.run(plan)
-        launched = [self._launch(group) for group in groups]
         ours = {part.sequence for part in parts}
-        self.when_launched()
-        by_phases = self._run_others(plan, ours)
+        others = [part for part in plan.scheduled if part.sequence not in ours]
+        *first, last = groups
+        launched = [self._launch(group) for group in first]
+
+        def forward(spans: list[Span]) -> torch.Tensor:
+            launched.append(self._launch(last, spans))
+            assert launched[-1].of_others is not None
+            return launched[-1].of_others
+
+        if others:
+            rows = [part for part in plan.rows if part.sequence not in ours]
+            by_phases = self.phases.run(replace(plan, scheduled=others, rows=rows), forward)
+        else:
+            launched.append(self._launch(last))
+            self.when_launched()
+            by_phases = StepResult([])
         done = _joined([each.read() for each in launched])
         if by_phases.rounds:
             done = _merged([part.sequence in ours for part in plan.rows], done, by_phases.rounds[0])
         elif by_phases.prompt_seconds is not None:
             done.seconds = PhaseSeconds(*map(add, done.seconds, by_phases.prompt_seconds))
-        # The device may still have been at work on the captured rows while phases ran.
+        # Phases count the same time by the host's clock.
         share = min(1.0, (time.perf_counter() - started) / max(sum(done.seconds), 1e-9))
         done.seconds = PhaseSeconds(*(share * seconds for seconds in done.seconds))
         return StepResult([done], {"cuda_graphs": len(parts), **by_phases.num_rows})
-
-    def _run_others(self, plan: StepPlan, ours: set[Sequence]) -> StepResult:
-        """Runs what is not captured by phases."""
-        others = [part for part in plan.scheduled if part.sequence not in ours]
-        if not others:
-            return StepResult([])
-        rows = [part for part in plan.rows if part.sequence not in ours]
-        return self.phases.run(replace(plan, scheduled=others, rows=rows))
 
     def _is_captured(self, part: ScheduledSequence) -> bool:
         draft, rows = part.draft, self.graphs.rows
@@ -107,41 +137,72 @@ class CudaRunner:
         halves = [self._groups(some) for some in (parts[:half], parts[half:])] if half else [None]
         return None if None in halves else [group for some in halves for group in some or []]
 
-    def _launch(self, parts: list[ScheduledSequence]) -> "_Launched":
-        """Launches a round of rows that captured passes hold, with as many drafts as they hold."""
-        graphs, rows = self.graphs, self.graphs.rows
+    def _launch(self, parts: list[ScheduledSequence], others: list[Span] | None = None) -> "_Launched":
+        """Launches a round of rows that captured passes hold. If there are ``others``, the target's pass is
+        one over them, too, and not captured where no graph holds them all."""
+        graphs, held = self.graphs, self._held(parts, others or [])
+        score, of_others = held.verdicts.shape, None
+        started = graphs.capture.mark()
+        self._catch_up(parts)
+        rows, index = self._send(parts, held)
+        for _ in range(max(held.drawn)):
+            assert held.draft is not None
+            graphs.replay_both(held.draft)
+        drafted = graphs.capture.mark()
+        if others is not None:
+            self.when_launched()
+        if others is None or held.guests:
+            graphs.replay(score)
+            for table, length in held.stored(parts):
+                table.num_computed_tokens += length
+            if others is not None:
+                of_others = graphs.logits.index_select(0, on_device(index, graphs.logits.device))
+        else:
+            spans = [_span(part, length) for part, length in zip(parts, held.lengths, strict=True)]
+            of_others = score_together(graphs, score, others, spans, rows, held.drawn)
+        kept = self._adjuster.adjust(score, parts, rows, held.lengths)
+        graphs.replay(held.verdicts)
+        return _Launched(graphs, score, rows, held.lengths, kept, started, drafted, of_others)
+
+    def _held(self, parts: list[ScheduledSequence], guests: list[Span]) -> "_Held":
+        """Returns what graphs hold of a round: as many drafts as they can, and all ``guests`` or none."""
+        graphs = self.graphs
         wanted = [part.draft.num_first_drafts for part in parts]
         most = graphs.most_queries(len(parts), max(wanted) + 1) - 1
         lengths = [min(length, most) for length in wanted]
         drawn = [0 if part.draft.known else length for part, length in zip(parts, lengths, strict=True)]
-        verdicts = graphs.find(len(parts), max(lengths) + 1)
-        draft = graphs.find(len(parts), None) if any(drawn) else None
-        assert verdicts is not None
-        score = verdicts.shape
-        num_rows = [score.rows] if draft is None else [score.rows, draft.shape.rows]
-        started = graphs.capture.mark()
-        self._catch_up(parts)
-        places = rows.rows_for([part.sequence for part in parts], min(num_rows))
+        for taken in [guests, []] if guests else [[]]:
+            queries = max([max(lengths) + 1, *(len(span.token_ids) for span in taken)])
+            verdicts = graphs.find(len(parts) + len(taken), queries)
+            draft = graphs.find(len(parts) + len(taken), None) if any(drawn) else None
+            if verdicts is not None and (draft is not None or not any(drawn)):
+                return _Held(lengths, drawn, verdicts, draft, taken)
+        raise AssertionError("no graph holds the rows")
+
+    def _send(self, parts: list[ScheduledSequence], held: "_Held") -> tuple[list[int], list[int]]:
+        """Sends the rows' message. Returns where the rows of ``parts`` are, and where the guests' logits will
+        be."""
+        rows, score = self.graphs.rows, held.verdicts.shape
+        num_rows = [score.rows] if held.draft is None else [score.rows, held.draft.shape.rows]
+        # The row of a guest is nobody's in the next round.
+        keys = [*(part.sequence for part in parts), *(object() for _ in held.guests)]
+        places = rows.rows_for(keys, min(num_rows))
+        ours, theirs = places[: len(parts)], [row for row, _ in places[len(parts) :]]
         rows.begin()
-        for part, (row, is_new), num_drawn, length in zip(parts, places, drawn, lengths, strict=True):
+        for part, (row, is_new), num_drawn, length in zip(parts, ours, held.drawn, held.lengths, strict=True):
             self._set_row(part, row, length, num_drawn)
             if is_new:
                 sequence = part.sequence
                 rows.set_sampling(row, sequence.params, sequence.seed, _rule_of(sequence))
+        index = self.graphs.set_spans(score, held.guests, theirs)
+        for row in theirs:
+            rows.set_sampling(row, UNJUDGED, 0, RuleCode.EXACT_MATCH)
         rows.send(max(num_rows))
-        for _ in range(max(drawn)):
-            assert draft is not None
-            graphs.replay_both(draft)
-        drafted = graphs.capture.mark()
-        graphs.replay(score)
-        row_numbers = [row for row, _ in places]
-        kept = self._adjuster.adjust(score, parts, row_numbers, lengths)
-        graphs.replay(verdicts)
-        return _Launched(graphs, score, row_numbers, lengths, kept, started, drafted)
+        return [row for row, _ in ours], index
 
     def _set_row(self, part: ScheduledSequence, row: int, length: int, num_drawn: int) -> None:
-        """Says what a row scores, and counts it as stored: ``length`` drafts, of which the model draws all or
-        none."""
+        """Says what a row scores: ``length`` drafts, of which the model draws all or none. What it stores of
+        them in its own cache is counted."""
         sequence, rows = part.sequence, self.graphs.rows
         last = len(sequence.token_ids) - 1
         before = sequence.token_ids[last - 1] if last else 0
@@ -150,7 +211,6 @@ class CudaRunner:
         has_before = table.num_computed_tokens >= last
         rows.set_row(row, last, known, length, num_drawn, int(has_before))
         rows.set_table(TARGET, row, sequence.target_blocks)
-        sequence.target_blocks.num_computed_tokens = last + 1 + length
         if num_drawn:
             rows.set_table(DRAFT, row, table)
             table.num_computed_tokens = last + num_drawn
@@ -178,7 +238,7 @@ class CudaRunner:
 
 
 class _Launched:
-    """A round that the device is at work on."""
+    """A round that the device is at work on. ``of_others`` are logits of what went along in its pass."""
 
     def __init__(
         self,
@@ -189,12 +249,14 @@ class _Launched:
         kept: list[KeptLogits | None],
         started: Mark,
         drafted: Mark,
+        of_others: torch.Tensor | None,
     ) -> None:
         # Other rounds of the step write the same tensor.
         self.verdicts = graphs.verdicts[: score.rows, : 2 + (score.queries or 0)].clone()
         self.rows = rows
         self.lengths = lengths
         self.kept = kept
+        self.of_others = of_others
         self.marks = started, drafted, graphs.capture.mark()
 
     def read(self) -> Round:
@@ -217,6 +279,13 @@ class _Launched:
             failed=failed if any(failed) else None,
             logprobs=logprobs if any(kept is not None for kept in self.kept) else None,
         )
+
+
+def _span(part: ScheduledSequence, length: int) -> Span:
+    """Returns a row's pending token and its drafts, as far as the host knows them."""
+    sequence = part.sequence
+    drafts = part.draft.known_ids[:length] or [0] * length
+    return Span(sequence.target_blocks, [sequence.token_ids[-1], *drafts], length + 1, len(sequence))
 
 
 def _rule_of(sequence: Sequence) -> RuleCode:
