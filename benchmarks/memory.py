@@ -19,26 +19,40 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 START_SECONDS, ANSWER_SECONDS = 600, 3600
-NAMES = {"engine.process": "worker", "template_renderer": "templates", "serve": "front end"}
+NAMES = {
+    "engine.process": "worker",
+    "template_renderer": "templates",
+    "llama-server": "llama-server",
+    "serve": "front end",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--prompt-length", type=int, default=8000)
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's program, measured with the same file")
     parser.add_argument("settings", nargs="*", help="of truedraft serve, after --")
     arguments = parser.parse_args()
+    program = Path(sys.executable).with_name("truedraft")
+    measure([str(program), "serve", arguments.model, *arguments.settings], "/ready", arguments.prompt_length)
+    if arguments.llama_server is not None:
+        context = ["--ctx-size", str(arguments.prompt_length + 64), "--parallel", "1"]
+        command = [str(arguments.llama_server), "--model", arguments.model, *context]
+        measure(command, "/health", arguments.prompt_length)
+
+
+def measure(command: list[str], ready: str, prompt_length: int) -> None:
+    """Prints what the server that ``command`` starts has before and after a prompt."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = Path(sys.executable).with_name("truedraft")
-    command = [str(program), "serve", arguments.model, "--port", str(port)]
-    server = subprocess.Popen([*command, *arguments.settings])
+    server = subprocess.Popen([*command, "--port", str(port)])
     try:
-        until_ready(port)
+        until_ready(port, ready)
         show("idle", server.pid)
         # Ids that repeat nothing, so that no draft is sure of them.
-        prompt = [100 + (7 * i * i + 3 * i) % 30_000 for i in range(arguments.prompt_length)]
+        prompt = [300 + (7 * i * i + 3 * i) % 30_000 for i in range(prompt_length)]
         (model,) = ask(port, "/v1/models")["data"]
         ask(port, "/v1/completions", model=model["id"], prompt=prompt, max_tokens=16, temperature=0)
         show(f"after a prompt of {len(prompt)} tokens", server.pid)
@@ -47,11 +61,11 @@ def main() -> None:
         server.wait()
 
 
-def until_ready(port: int) -> None:
+def until_ready(port: int, path: str) -> None:
     for _ in range(START_SECONDS):
         time.sleep(1)
         with suppress(OSError):
-            ask(port, "/ready")
+            ask(port, path)
             return
     raise SystemExit("The server does not become ready.")
 

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from benchmarks.synthetic_pair import cycle, mistaken, successors
 
-CONTEXT = 2048
+CONTEXT = 32768
 # What adds to the embeddings is this many times smaller than other matrices.
 SMALL = 1e-3
 
@@ -46,6 +46,7 @@ SHAPES = {
     "qwen3.5-0.8b": Shape("qwen35", 1024, 24, 8, 2, 256, 3584, 248320, interval=4, value_heads=16),
     "qwen3.5-4b": Shape("qwen35", 2560, 32, 16, 4, 256, 9216, 248320, interval=4, value_heads=32),
     "lfm2-1.2b": Shape("lfm2", 2048, 16, 32, 8, 64, 8192, 65536, attention=(2, 5, 8, 10, 12, 14)),
+    "gemma3-270m": Shape("gemma3", 640, 18, 4, 1, 256, 2048, 262144),
     # Qwen3-30B-A3B has 48 such layers and 151,936 tokens.
     "a3b": Shape("qwen3moe", 2048, 4, 32, 4, 128, 768, 4096, experts=(128, 8)),
 }
@@ -94,7 +95,8 @@ class File:
         rows, output = self.blocks(vocab, hidden, hidden**0.5), self.blocks(vocab, hidden)
         output[following.numpy()] = rows
         self.writer.add_tensor("token_embd.weight", rows, raw_dtype=self.kind)
-        self.writer.add_tensor("output.weight", output, raw_dtype=self.kind)
+        if self.shape.architecture != "gemma3":  # whose output layer is the embeddings
+            self.writer.add_tensor("output.weight", output, raw_dtype=self.kind)
         # LFM2 calls its last norm by another name.
         is_lfm2 = self.shape.architecture == "lfm2"
         self.numbers(f"{'token_embd' if is_lfm2 else 'output'}_norm.weight", hidden, deviation=0.0)
@@ -168,6 +170,8 @@ def add_metadata(file: File) -> None:
     shape, writer = file.shape, file.writer
     writer.add_block_count(shape.layers)
     writer.add_context_length(CONTEXT)
+    if shape.architecture == "gemma3":
+        writer.add_sliding_window(512)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.mlp)
     writer.add_head_count(shape.heads)
@@ -228,6 +232,9 @@ def write(path: Path, shape: Shape, kind: str, following: torch.Tensor, seed: in
     second = "post_attention_norm" if shape.value_heads else "ffn_norm"
     for layer in range(shape.layers):
         name = f"blk.{layer}"
+        if shape.architecture == "gemma3":
+            file.numbers(f"{name}.post_attention_norm.weight", shape.hidden, mean=SMALL)
+            file.numbers(f"{name}.post_ffw_norm.weight", shape.hidden, mean=SMALL)
         file.numbers(f"{name}.attn_norm.weight", shape.hidden)
         file.numbers(f"{name}.{second}.weight", shape.hidden)
         mixer_of(shape, layer)(file, name)
