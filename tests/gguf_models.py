@@ -19,7 +19,11 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "granitemoeshared": "granitemoe",
 }
+# Files of these say whether there is a window.
+WITH_WINDOWS = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 # What the package quantises itself.
 WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 
@@ -27,14 +31,18 @@ WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **more: Any) -> Any:
     """Returns transformers' module with the dequantised weights. ``kind``: of all matrices; embeddings are
     Q8_0. Types that the package cannot write get random blocks. ``more``: metadata, by their keys;
-    ``value_kind`` and ``embedding_kind`` are other types of those matrices; ``rope_freqs`` a tensor."""
+    ``value_kind`` and ``embedding_kind`` are other types of those matrices; ``rope_freqs`` a tensor;
+    ``further`` are tensors of one more layer, which predicts further tokens."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     value_kind, rope_freqs = more.pop("value_kind", kind), more.pop("rope_freqs", None)
     embedding_kind = more.pop("embedding_kind", "Q8_0")
     writer = GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
+    further = more.pop("further", {})
+    writer.add_block_count(config.num_hidden_layers + bool(further))
+    for name, tensor in further.items():
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}.weight", tensor)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -45,8 +53,14 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     head_size = module.model.layers[0].self_attn.head_dim
     writer.add_key_length(head_size)
-    if architecture == "phi3":
+    if architecture in ("phi3", "glm4moe"):
         writer.add_rope_dimension_count(int(head_size * rope["partial_rotary_factor"]))
+    if architecture in ("granite", "granitemoe"):
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if architecture == "phi3":
         for length in ("long", "short"):
             if f"{length}_factor" in rope:
                 factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
@@ -56,7 +70,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
             stretch = math.log(config.max_position_embeddings / original) / math.log(original)
             writer.add_rope_scaling_orig_ctx_len(original)
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + stretch))
-    if config.model_type not in ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmoe"):
+    if config.model_type in WITH_WINDOWS:
         writer.add_sliding_window(config.sliding_window or 0)
     _add_experts(writer, config)
     if architecture == "gemma2":
@@ -76,11 +90,14 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
             if base.endswith(".experts"):
                 _write_experts(writer, name, parameter, config, kind, seed=index)
                 continue
-            theirs = f"{names.get_name(base)}.{suffix}"
+            theirs = f"{names.get_name(base.replace('moe.router', 'moe.gate'))}.{suffix}"
             if suffix == "sinks":
                 theirs = f"blk.{base.split('.')[2]}.attn_sinks.weight"
             own = embedding_kind if "embed" in name else value_kind if ".v_proj" in name else kind
             values = parameter.numpy()
+            if ".shared_mlp.input_linear." in name:
+                _write_shared(writer, f"blk.{base.split('.')[2]}", parameter, own, seed=index)
+                continue
             if ".mlp.gate." in name or ".router." in name or "shared_expert_gate" in name:
                 writer.add_tensor(theirs, values[0] if len(values) == 1 else values)
                 continue
@@ -92,6 +109,10 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
             parameter.copy_(torch.from_numpy(dense))
             data = _permuted(data, name, config, architecture)
             writer.add_tensor(theirs, data, raw_dtype=GGMLQuantizationType[own])
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
+                writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", buffer.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -111,6 +132,23 @@ def _add_experts(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _write_shared(writer: GGUFWriter, layer: str, parameter: torch.Tensor, kind: str, seed: int) -> None:
+    """Splits Granite's gates of the experts that all tokens take from what they gate."""
+    for part, rows in zip(("gate", "up"), parameter.chunk(2), strict=True):
+        data, dense = _quantised(rows.numpy(), kind, seed)
+        rows.copy_(torch.from_numpy(dense))
+        writer.add_tensor(f"{layer}.ffn_{part}_shexp.weight", data, raw_dtype=GGMLQuantizationType[kind])
 
 
 def _write_experts(
@@ -150,8 +188,9 @@ def _quantised(values: Any, kind: str, seed: int) -> tuple[Any, Any]:
 
 
 def _permuted(rows: Any, name: str, config: Any, architecture: str) -> Any:
-    """Orders Llama's queries and keys as llama.cpp's converter does: halves become pairs."""
-    if architecture != "llama" or not (".q_proj." in name or ".k_proj." in name):
+    """Orders queries and keys as llama.cpp's converter does: halves become pairs."""
+    is_paired = architecture in ("llama", "granite", "granitemoe")
+    if not is_paired or not (".q_proj." in name or ".k_proj." in name):
         return rows
     heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
     return np.ascontiguousarray(

@@ -20,13 +20,19 @@ PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
 OPTIONAL_BIASES = {
     "llama": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "qwen2": ("attn_output",),
+    "granite": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    "granitemoe": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "glm4moe": ("attn_q", "attn_k", "attn_v"),
 }
 NEEDED_BIASES = {
     "qwen2": ("attn_q", "attn_k", "attn_v"),
     "qwen2moe": ("attn_q", "attn_k", "attn_v"),
     "gpt-oss": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp"),
 }
-WITH_EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
+WITH_EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "glm4moe", "granitemoe")
+GRANITE = ("granite", "granitemoe")
+# The second norm of a layer is called after attention here.
+NORMED_AFTER_ATTENTION = ("gpt-oss", "glm4moe")
 
 
 class RefusedError(Exception):
@@ -40,9 +46,11 @@ class Graph:
         self.left = dict(tensors)
         self.all = tensors
         self.hidden_size, self.num_layers = self.says("embedding_length"), self.says("block_count")
+        # Layers that predict further tokens come last.
+        self.further = int(self.says("nextn_predict_layers", 0)) if architecture == "glm4moe" else 0
         self.head_size = self.says("attention.key_length", self.hidden_size // self.heads(0))
         self.rotated = self.says("rope.dimension_count", self.head_size)
-        if architecture not in ("phi3", "qwen35", "qwen3next") and self.rotated != self.head_size:
+        if architecture not in ("phi3", "qwen35", "qwen3next", "glm4moe") and self.rotated != self.head_size:
             raise RefusedError("rope.dimension_count")
         if self.says("attention.value_length", self.head_size) != self.head_size:
             raise RefusedError("attention.value_length")
@@ -95,7 +103,9 @@ class Graph:
         x = self.tensor("token_embd.weight", len(self.all["token_embd.weight"]), self.hidden_size)[ids]
         if self.architecture in GEMMA:
             x = x * math.sqrt(self.hidden_size)
-        for layer in range(self.num_layers):
+        if self.architecture in GRANITE:
+            x = x * self.factor("embedding_scale")
+        for layer in range(self.num_layers - self.further):
             x = self.layer(x, layer)
         x = self.norm(x, "output_norm")
         has_head = "output.weight" in self.all and self.architecture != "gemma2"
@@ -106,22 +116,29 @@ class Graph:
         cap = self.says("final_logit_softcapping", {"gemma2": 30.0}.get(self.architecture, 0.0))
         if self.architecture in GEMMA and cap:
             logits = np.tanh(logits / cap) * cap
+        if self.architecture in GRANITE:
+            logits = logits / self.says("logit_scale")
         self.factors()
-        if self.left:
-            raise RefusedError(f"wrong number of tensors: {min(self.left)}")
+        further = range(self.num_layers - self.further, self.num_layers)
+        if left := [name for name in self.left if not name.startswith(tuple(f"blk.{i}." for i in further))]:
+            raise RefusedError(f"wrong number of tensors: {min(left)}")
         return logits
+
+    def factor(self, key: str) -> float:
+        return float(self.says(key, 0.0)) or 1.0
 
     def layer(self, x: Array, layer: int) -> Array:
         name = f"blk.{layer}"
         attended = self.attention(self.norm(x, f"{name}.attn_norm"), layer)
         if self.architecture in GEMMA:
             attended = self.norm(attended, f"{name}.post_attention_norm")
-        x = x + attended
+        residual = self.factor("residual_scale") if self.architecture in GRANITE else 1.0
+        x = x + attended * residual
         size = int(self.of_layer("feed_forward_length", layer))
-        is_gpt_oss = self.architecture == "gpt-oss"
-        inputs = self.norm(x, f"{name}.post_attention_norm" if is_gpt_oss else f"{name}.ffn_norm")
+        own = "post_attention_norm" if self.architecture in NORMED_AFTER_ATTENTION else "ffn_norm"
+        inputs = self.norm(x, f"{name}.{own}")
         if self.architecture in WITH_EXPERTS or self.says("expert_count", 0):
-            return x + self.experts(inputs, layer, size)
+            return x + self.experts(inputs, layer, size) * residual
         if self.says("expert_used_count", 0):
             raise RefusedError("expert_used_count")
         if self.architecture == "phi3":
@@ -134,7 +151,7 @@ class Graph:
         else:
             gate = gate / (1 + np.exp(-gate))
         out = self.linear(gate * up, layer, "ffn_down", self.hidden_size)
-        return x + (self.norm(out, f"{name}.post_ffw_norm") if self.architecture in GEMMA else out)
+        return x + (self.norm(out, f"{name}.post_ffw_norm") if self.architecture in GEMMA else out * residual)
 
     def experts(self, x: Array, layer: int, size: int) -> Array:
         number, chosen = int(self.says("expert_count")), int(self.says("expert_used_count"))
@@ -143,16 +160,25 @@ class Graph:
         if self.architecture in ("qwen2moe", "qwen3moe"):
             size_of_expert = int(self.says("expert_feed_forward_length", 0)) or size // chosen
         else:
-            size_of_expert = int(self.says("expert_feed_forward_length", size))
-            if self.architecture != "gpt-oss" and size_of_expert != size:
+            needed = self.architecture == "glm4moe"
+            size_of_expert = int(self.says("expert_feed_forward_length", None if needed else size))
+            if self.architecture not in ("gpt-oss", "glm4moe") and size_of_expert != size:
                 raise RefusedError("expert_feed_forward_length")
         numbers = self.linear(x, layer, "ffn_gate_inp", number)
-        wanted = np.argsort(-numbers, axis=-1, kind="stable")[:, :chosen]
-        weights = np.exp(numbers - numbers.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        weights = np.take_along_axis(weights, wanted, axis=-1)
-        if self.architecture in ("llama", "qwen3moe", "gpt-oss"):
+        if self.architecture == "glm4moe":
+            weights = 1 / (1 + np.exp(-numbers))
+            scores = weights + self.tensor(f"blk.{layer}.exp_probs_b.bias", number)
+        else:
+            weights = np.exp(numbers - numbers.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
+            scores = weights
+        wanted = np.argsort(-scores, axis=-1, kind="stable")[:, :chosen]
+        weights = np.take_along_axis(weights, wanted, axis=-1)
+        normed = self.architecture == "glm4moe" and self.says("expert_weights_norm", False)
+        if normed or self.architecture in ("llama", "qwen3moe", "gpt-oss", "granitemoe"):
+            weights /= weights.sum(-1, keepdims=True)
+        if self.architecture == "glm4moe":
+            weights = weights * self.factor("expert_weights_scale")
         out = np.zeros_like(x)
         for token, experts in enumerate(wanted):
             for expert, weight in zip(experts, weights[token], strict=True):
@@ -165,10 +191,15 @@ class Graph:
                     gate = gate / (1 + np.exp(-gate))
                 down = self.expert(gate * up, layer, "down", expert, number, self.hidden_size)
                 out[token] += weight * down
+        if self.architecture == "glm4moe":
+            return out + self.shared_expert(x, layer, size_of_expert * int(self.says("expert_shared_count")))
+        if self.architecture == "granitemoe":
+            size = int(self.says("expert_shared_feed_forward_length", 0))
+            return out + self.shared_expert(x, layer, size) if size else out
         return out + self.shared_expert(x, layer, size) if self.architecture == "qwen2moe" else out
 
     def own_gating(self) -> int:
-        return 3 if self.architecture == "gpt-oss" else 1
+        return {"gpt-oss": 3, "glm4moe": 2}.get(self.architecture, 1)
 
     def expert(self, x: Array, layer: int, part: str, expert: int, number: int, size: int) -> Array:
         name = f"blk.{layer}.ffn_{part}_exps"
@@ -176,9 +207,12 @@ class Graph:
         return y + self.tensor(f"{name}.bias", number, size)[expert] if self.architecture == "gpt-oss" else y
 
     def shared_expert(self, x: Array, layer: int, size: int) -> Array:
-        size = int(self.says("expert_shared_feed_forward_length", size))
+        if self.architecture == "qwen2moe":
+            size = int(self.says("expert_shared_feed_forward_length", size))
         gate, up = (self.linear(x, layer, f"ffn_{part}_shexp", size) for part in ("gate", "up"))
         out = self.linear(gate / (1 + np.exp(-gate)) * up, layer, "ffn_down_shexp", self.hidden_size)
+        if self.architecture != "qwen2moe":
+            return out
         share = x @ self.tensor(f"blk.{layer}.ffn_gate_inp_shexp.weight", self.hidden_size)
         shared: Array = out / (1 + np.exp(-share))[:, None]
         return shared
@@ -197,6 +231,10 @@ class Graph:
         query, key, value = (part.reshape(len(x), -1, size) for part in parts)
         if self.architecture in ("qwen3", "gemma3", "qwen3moe"):
             query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
+        if self.architecture == "glm4moe" and f"{name}.attn_q_norm.weight" in self.all:
+            query = self.norm(query, f"{name}.attn_q_norm")
+        if self.architecture == "glm4moe" and f"{name}.attn_k_norm.weight" in self.all:
+            key = self.norm(key, f"{name}.attn_k_norm")
         query, key = self.rotate(query, layer), self.rotate(key, layer)
         key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
         scores = np.einsum("qhd,khd->hqk", query, key) * self.scale()
@@ -220,6 +258,8 @@ class Graph:
     def scale(self) -> float:
         if (self.architecture, self.num_layers) in (("gemma2", 46), ("gemma3", 62)):
             return float((self.hidden_size // self.heads(0)) ** -0.5)
+        if self.architecture in GRANITE and (scale := self.says("attention.scale", 0.0)):
+            return float(scale)
         return float(self.head_size**-0.5)
 
     def window(self, layer: int) -> int:
@@ -274,7 +314,7 @@ class Graph:
         angles = np.arange(len(x))[:, None, None] * frequencies
         cos, sin = np.cos(angles) * size, np.sin(angles) * size
         turned, rest = x[..., : 2 * count], x[..., 2 * count :]
-        if self.architecture in ("llama", "granitehybrid"):  # pairs of neighbours
+        if self.architecture in ("llama", "granitehybrid", *GRANITE):  # pairs of neighbours
             a, b = turned[..., 0::2], turned[..., 1::2]
             pairs = np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(turned.shape)
         else:

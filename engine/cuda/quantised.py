@@ -294,7 +294,7 @@ class BlockLinears:
     """Is a ``Linears`` backend that keeps blocks as they are, 8-bit floating point where ``has_fp8``, and
     everything else in ``dtype``."""
 
-    takes_halves, takes_blocks = False, True
+    takes_halves, takes_blocks, takes_scaled_bytes = False, True, False
 
     def __init__(
         self, kernels: BlockKernels, dtype: torch.dtype, device: torch.device, has_fp8: bool = False

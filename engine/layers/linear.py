@@ -41,11 +41,13 @@ class Embeddings(Protocol):
 
 class Linears(Protocol):
     """Makes the layers of one backend, which says what it takes: weights in 16 bits, quantised blocks,
-    8-bit floating point. Others come in the type of the hidden states."""
+    8-bit floating point with a scale for each row, bytes with scales. Others come in the type of the hidden
+    states."""
 
     takes_halves: bool
     takes_blocks: bool
     takes_scaled_rows: bool
+    takes_scaled_bytes: bool
 
     def make(self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0) -> Linear:
         """Makes one layer of weights with the same inputs; their outputs lie one after the other.
@@ -116,7 +118,7 @@ class OneDnnLinear:
 class TorchLinears:
     """Makes layers of weights that are in the type of the hidden states, on their device."""
 
-    takes_halves = takes_blocks = takes_scaled_rows = False
+    takes_halves = takes_blocks = takes_scaled_rows = takes_scaled_bytes = False
 
     def make(self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0) -> Linear:
         dense = [weight.dense() for weight in weights]

@@ -13,6 +13,8 @@ FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 # A row of zeros is divided as if this was its largest number. Triton takes smaller ones for float64.
 LEAST_LARGEST = 2.0**-100
+# Kernels in C take scales times 256.
+LARGEST_SCALE = 2.0**100
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +39,40 @@ class ScaledRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledBytes:
+    """Is a matrix in bytes: ``values`` [rows, columns] in e4m3 or int8 times ``scales``, float32 [rows,
+    groups], of ``group`` columns each; the last group may have fewer."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+    def dense(self) -> torch.Tensor:
+        scales = self.scales
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
+        return self.values.float() * scales
+
+    @property
+    def is_finite(self) -> bool:
+        """Tells whether all of it are numbers, and scales not so large that kernels could not take them."""
+        is_small = bool((self.scales.abs() <= LARGEST_SCALE).all())
+        if self.values.dtype != FP8:
+            return is_small
+        return is_small and not bool((self.values.view(torch.uint8) & 0x7F == 0x7F).any())
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
-    """``shape`` is [out features, in features]. ``stored`` gives the numbers in a floating type; ``blocks``
-    or ``scaled_rows`` have them as they are quantised, or are None."""
+    """``shape`` is [out features, in features]. ``stored`` gives the numbers in a floating type; ``blocks``,
+    ``scaled_rows`` or ``scaled_bytes`` have them as they are quantised, or are None."""
 
     name: str
     shape: tuple[int, int]
     stored: Callable[[], torch.Tensor]
     blocks: QuantisedBlocks | None = None
     scaled_rows: ScaledRows | None = None
+    scaled_bytes: ScaledBytes | None = None
 
     def dense(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns the numbers in ``dtype``, or as they are stored."""

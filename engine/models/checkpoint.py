@@ -9,7 +9,7 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
-from truedraft.engine.layers.weight import ScaledRows
+from truedraft.engine.layers.weight import ScaledBytes, ScaledRows
 
 # What transformers calls them in every Llama-shaped model.
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -42,6 +42,14 @@ class Checkpoint:
     def scaled_rows(self, name: str) -> ScaledRows | None:
         """Returns the tensor in 8-bit floating point; None if it is not stored so."""
         return None
+
+    def scaled_bytes(self, name: str) -> ScaledBytes | None:
+        """Returns the tensor in bytes with scales; None if it is not stored so."""
+        return None
+
+    def expert_bytes(self, name: str, number: int) -> list[ScaledBytes]:
+        """Returns the matrix ``number`` of a stack as ``expert_blocks`` does, in bytes with scales."""
+        return []
 
     def rotary_factors(self) -> torch.Tensor | None:
         """What the rotary frequencies of the config are divided by, if the checkpoint has that."""

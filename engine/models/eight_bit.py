@@ -1,6 +1,7 @@
-"""This module reads checkpoints of 8-bit weights with scales, FP8 or int8, and dequantises them.
+"""This module reads checkpoints of 8-bit weights with scales, FP8 or int8.
 
-A weight is its 8 bits times the scale of its tensor, its row, a group of its row's inputs or its block. Four
+A weight is its 8 bits times the scale of its tensor, its row, a group of its row's inputs or its block.
+Backends may take the bytes as they are; for others the weights are multiplied by their scales. Four
 layouts differ in names only: DeepSeek's and Qwen's (``fp8``, whose ``weight_scale_inv`` is a factor, too),
 ``mxfp8``, ``fbgemm_fp8`` and compressed-tensors'. Layers whose tensors have 16 bits stay as they are. Inputs
 of layers are not rounded, whatever the config says of them.
@@ -8,14 +9,13 @@ of layers are not rounded, whatever the config says of them.
 
 import logging
 from collections.abc import Iterable
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from truedraft.engine.errors import QuantizationError
-from truedraft.engine.layers.weight import FP8, ScaledRows
+from truedraft.engine.layers.weight import FP8, ScaledBytes, ScaledRows
 from truedraft.engine.models.checkpoint import Checkpoint
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 class EightBitCheckpoint(Checkpoint):
     """Gives the weights that ``source`` stores as 8 bits and scales. ``block`` names the rows and inputs that
-    share a scale where there is a table of them. ``compact`` rounds weights so that 16 bits hold them."""
+    share a scale where there is a table of them. ``compact`` rounds weights that no backend takes in bytes:
+    16 bits hold them then."""
 
     def __init__(self, source: Checkpoint, block: tuple[int, int] | None, compact: bool) -> None:
         super().__init__(source.files)
@@ -61,15 +62,17 @@ class EightBitCheckpoint(Checkpoint):
 
     def scaled_rows(self, name: str) -> ScaledRows | None:
         """Returns a weight as it is stored, if its scale is one for the tensor or one for each row."""
+        found = None if self.block is not None else self.scaled_bytes(name)
+        if found is None or found.values.dtype != FP8 or found.scales.shape[1] != 1:
+            return None
+        return ScaledRows(found.values, found.scales.flatten())
+
+    def scaled_bytes(self, name: str) -> ScaledBytes | None:
         stored = self.source.read([name])[name]
-        if stored.dtype != FP8 or stored.dim() != 2:
+        if stored.dtype not in (FP8, torch.int8) or stored.dim() != 2:
             return None
-        scale_name = self.scale_of(name)
-        scales = self.source.read([scale_name])[scale_name]
-        rows = len(stored)
-        if self.block is not None or scales.dtype == torch.uint8 or scales.numel() not in (1, rows):
-            return None
-        return ScaledRows(stored, scales.float().flatten().expand(rows).contiguous())
+        found = self._scaled(name, stored)
+        return found if found.is_finite else None
 
     @property
     def is_scaled_by_rows(self) -> bool:
@@ -86,28 +89,43 @@ class EightBitCheckpoint(Checkpoint):
         return found[0]
 
     def _dequantised(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        if stored.dim() != 2:
+            return stored.float() * self._one_scale(name, stored)
+        weights = self._scaled(name, stored).dense()
+        return _rounded(weights) if self.compact and self.scaled_bytes(name) is None else weights
+
+    def _scales(self, name: str) -> torch.Tensor:
         scale_name = self.scale_of(name)
         scales = self.source.read([scale_name])[scale_name]
-        if scales.dtype == torch.uint8:
-            scales = torch.exp2(scales.float() - EXPONENT_BIAS)
-        weights = stored.float() * self._spread(name, scales.float(), stored.shape)
-        return _rounded(weights) if self.compact else weights
+        return torch.exp2(scales.float() - EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
 
-    def _spread(self, name: str, scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns ``scales`` in a shape that multiplies a weight of ``shape``."""
-        if prod(scales.shape) == 1:
+    def _one_scale(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        if (scales := self._scales(name)).numel() == 1:
             return scales.reshape(())
-        rows, inputs = shape if len(shape) == 2 else (0, 0)
-        if self.block is not None:
-            height, width = self.block
-            if scales.shape == (-(-rows // height), -(-inputs // width)):
-                by_row = scales.repeat_interleave(height, 0)[:rows]
-                return by_row.repeat_interleave(width, 1)[:, :inputs]
+        raise _damaged(name, stored, scales)
+
+    def _scaled(self, name: str, stored: torch.Tensor) -> ScaledBytes:
+        """Returns a matrix in 8 bits of any kind with its scales."""
+        rows, inputs = stored.shape
+        scales, group = self._scales(name), inputs
+        if scales.numel() == 1:
+            scales = scales.reshape(1, 1).repeat(rows, 1)
+        elif self.block is not None:
+            height, group = self.block
+            if scales.shape != (-(-rows // height), -(-inputs // group)):
+                raise _damaged(name, stored, scales)
+            scales = scales.repeat_interleave(height, 0)[:rows]
         elif scales.shape in ((rows,), (rows, 1)):
-            return scales.reshape(rows, 1)
+            scales = scales.reshape(rows, 1)
         elif scales.dim() == 2 and len(scales) == rows and inputs % scales.shape[1] == 0:
-            return scales.repeat_interleave(inputs // scales.shape[1], 1)
-        raise QuantizationError(f"it is damaged: {name} {list(shape)} has scales {list(scales.shape)}")
+            group = inputs // scales.shape[1]
+        else:
+            raise _damaged(name, stored, scales)
+        return ScaledBytes(stored, scales, group)
+
+
+def _damaged(name: str, stored: torch.Tensor, scales: torch.Tensor) -> QuantizationError:
+    return QuantizationError(f"it is damaged: {name} {list(stored.shape)} has scales {list(scales.shape)}")
 
 
 def open_eight_bit(

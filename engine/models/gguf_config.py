@@ -18,6 +18,11 @@ from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
 from truedraft.engine.models.gguf_hybrids import SETTINGS, WITH_ZEROS, hybrid_settings
 from truedraft.engine.models.gguf_keys import GgufKeys
+from truedraft.engine.models.gguf_settings import (
+    granite_multipliers,
+    rotated_part,
+    without_further_layers,
+)
 
 # Architectures have a name in each of both worlds.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
@@ -136,6 +141,8 @@ def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[st
         return _gemma(keys, architecture, found)
     if architecture == "gpt-oss":
         return _gpt_oss(keys, found)
+    if architecture == "glm4moe":
+        return _glm4_moe(file, keys, found)
     window = keys.says("attention.sliding_window")
     if architecture == "llama":
         mlp_bias = any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down"))
@@ -143,6 +150,10 @@ def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[st
         return more | ({"sliding_window": window} if window else {})
     if window and window < found["max_position_embeddings"]:
         raise GgufError(f"{file.path} has a sliding window of {window}, which {architecture} does not use")
+    if architecture in ("granite", "granitemoe"):
+        keys.needed("logit_scale", float)
+        biases = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+        return granite_multipliers(keys, found["head_dim"]) | biases
     return {}
 
 
@@ -223,6 +234,15 @@ def _phi3(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, An
     # Beyond it every position rotates by other angles, those in the cache included.
     more["max_position_embeddings"] = min(original, found["max_position_embeddings"])
     return more
+
+
+def _glm4_moe(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    rope = found["rope_parameters"] | rotated_part(keys, found["head_dim"])
+    return without_further_layers(keys, found) | {
+        "rope_parameters": rope,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
 
 
 def _gpt_oss(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:

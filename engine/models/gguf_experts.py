@@ -17,6 +17,8 @@ WITH_EXPERTS = (
     "qwen35moe",
     "olmoe",
     "gpt-oss",
+    "glm4moe",
+    "granitemoe",
     "lfm2moe",
     "qwen3next",
     "nemotron_h_moe",
@@ -26,7 +28,12 @@ MAY_HAVE_EXPERTS = ("llama", "granitehybrid")
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
-SCORINGS = {"gpt-oss": (0, SOFTMAX_OF_CHOSEN), "lfm2moe": (SIGMOID,), "nemotron_h_moe": (0, SIGMOID)}
+SCORINGS = {
+    "gpt-oss": (0, SOFTMAX_OF_CHOSEN),
+    "glm4moe": (0, SIGMOID),
+    "lfm2moe": (SIGMOID,),
+    "nemotron_h_moe": (0, SIGMOID),
+}
 # Names that the package's table has for whole tensors of other architectures, or not at all.
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OTHERS = {
@@ -105,12 +112,23 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
         served = " or ".join(map(str, own))
         raise GgufError(f"{keys.path} has {keys.prefix}expert_gating_func {scoring}; only {served} is served")
     settings: dict[str, Any] = {"num_experts_per_tok": chosen}
-    if architecture in ("llama", "olmoe"):
+    if architecture in ("llama", "olmoe", "granitemoe"):
         keys.expect("expert_feed_forward_length", found["intermediate_size"])
+        if architecture == "granitemoe":
+            settings["shared_intermediate_size"] = keys.says("expert_shared_feed_forward_length", 0)
         return settings | {"num_experts" if architecture == "olmoe" else "num_local_experts": number}
     if architecture == "granitehybrid":
         shared = keys.needed("expert_shared_feed_forward_length", int)
         return settings | {"num_local_experts": number, "shared_intermediate_size": shared}
+    if architecture == "glm4moe":
+        return settings | {
+            "n_routed_experts": number,
+            "moe_intermediate_size": keys.needed("expert_feed_forward_length", int),
+            "n_shared_experts": keys.needed("expert_shared_count", int),
+            "first_k_dense_replace": keys.says("leading_dense_block_count", 0),
+            "routed_scaling_factor": keys.says("expert_weights_scale") or 1.0,
+            "norm_topk_prob": keys.says("expert_weights_norm", False),
+        }
     size = keys.number("expert_feed_forward_length", int)
     if architecture == "gpt-oss":
         if size is None:

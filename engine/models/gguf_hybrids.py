@@ -18,9 +18,14 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.models.gguf_experts import LAYER
 from truedraft.engine.models.gguf_keys import GgufKeys
+from truedraft.engine.models.gguf_settings import (
+    granite_multipliers,
+    rotated_part,
+    without_further_layers,
+)
 
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
-TILED, PAIRED = ("qwen35", "qwen35moe"), ("granitehybrid", "llama")
+TILED, PAIRED = ("qwen35", "qwen35moe"), ("granite", "granitehybrid", "granitemoe", "llama")
 # These keys have a number for each layer, which is zero for layers that have no such part.
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 WITH_ZEROS = {
@@ -127,7 +132,8 @@ def _lfm2_moe(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
 
 
 def _qwen35(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    layers, further = _without_further(keys, found)
+    found |= without_further_layers(keys, found)
+    layers, further = found["num_hidden_layers"], found["num_further_layers"]
     head_size = keys.needed("ssm.state_size", int)
     heads, key_heads = keys.needed("ssm.time_step_rank", int), keys.needed("ssm.group_count", int)
     if heads * head_size != keys.needed("ssm.inner_size", int) or heads % key_heads:
@@ -137,8 +143,6 @@ def _qwen35(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, 
         )
     found["rope_parameters"] |= _partly_rotated(keys, file.architecture, found["head_dim"])
     return found | {
-        "num_hidden_layers": layers,
-        "num_further_layers": further,
         "layer_types": _qwen35_layers(keys, layers, further),
         "linear_conv_kernel_dim": keys.needed("ssm.conv_kernel", int),
         "linear_key_head_dim": head_size,
@@ -161,13 +165,10 @@ def _qwen35_layers(keys: GgufKeys, layers: int, further: int) -> list[str]:
 def _partly_rotated(keys: GgufKeys, architecture: str, head_size: int) -> dict[str, Any]:
     """Returns how much of a head is rotated. Positions of a text are the same in all dimensions of an image,
     so that it does not matter which turns which pair; but one that none of them turns is not rotated."""
-    size = keys.number("rope.dimension_count", int, head_size)
-    if size > head_size or size % 2 or int(head_size * (size / head_size)) != size:
-        raise GgufError(
-            f"{keys.path} rotates {size} numbers of a head of {head_size}, which is not supported"
-        )
+    part = rotated_part(keys, head_size)
+    size = round(head_size * part["partial_rotary_factor"])
     if architecture == "qwen3next":
-        return {"partial_rotary_factor": size / head_size}
+        return part
     sections = keys.listed("rope.dimension_sections")
     if sections is None or len(sections) < 3:
         raise GgufError(f"{keys.path} does not say its model's {keys.prefix}rope.dimension_sections")
@@ -176,7 +177,7 @@ def _partly_rotated(keys: GgufKeys, architecture: str, head_size: int) -> dict[s
             f"{keys.path} has {keys.prefix}rope.dimension_sections {sections}, which leave out some of "
             f"{size // 2} pairs of numbers: that is not served"
         )
-    return {"partial_rotary_factor": size / head_size, "mrope_section": sections[:3]}
+    return part | {"mrope_section": sections[:3]}
 
 
 def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
@@ -190,16 +191,12 @@ def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str,
     if not keys.says("expert_count", 0):
         keys.expect("expert_shared_feed_forward_length", 0, found["intermediate_size"])
     rotates = keys.says("rope.scaling.finetuned", True)
-    scale = keys.says("attention.scale") or found["head_dim"] ** -0.5
     return found | {
         "layer_types": layer_types,
         "num_local_experts": 0,
         "shared_intermediate_size": found["intermediate_size"],
         "position_embedding_type": "rope" if rotates else None,
-        "attention_multiplier": scale,
-        "embedding_multiplier": keys.says("embedding_scale") or 1.0,
-        "residual_multiplier": keys.says("residual_scale") or 1.0,
-        "logits_scaling": keys.says("logit_scale") or 1.0,
+        **granite_multipliers(keys, found["head_dim"]),
         "attention_bias": _has(file, "attn_q.bias"),
         **_mamba(file, keys),
         "mamba_expand": inner // hidden,
@@ -221,16 +218,15 @@ def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
     inner, heads = keys.needed("ssm.inner_size", int), keys.needed("ssm.time_step_rank", int)
     if inner % heads:
         raise GgufError(f"{file.path} is damaged: {heads} heads cannot make up {keys.prefix}ssm.inner_size")
-    layers, further = _without_further(keys, found)
+    numbers = without_further_layers(keys, found)
     epsilon = keys.needed("attention.layer_norm_epsilon", float)
     mixers, mlps = (_per_layer(keys, found, key) for key in PER_LAYER)
     mlp = "moe" if file.architecture == "nemotron_h_moe" else "mlp"
     kinds = [mlp if size else FULL if count else LINEAR for count, size in zip(mixers, mlps, strict=True)]
     found.pop("rope_parameters")  # nothing is rotated
     return found | {
-        "num_hidden_layers": layers,
-        "num_further_layers": further,
-        "layers_block_type": kinds[:layers],
+        **numbers,
+        "layers_block_type": kinds[: numbers["num_hidden_layers"]],
         "layer_norm_epsilon": found.pop("rms_norm_eps", epsilon),
         "n_groups": keys.needed("ssm.group_count", int),
         "ssm_state_size": keys.needed("ssm.state_size", int),
@@ -240,16 +236,6 @@ def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
         "mamba_num_heads": heads,
         "mamba_head_dim": inner // heads,
     }
-
-
-def _without_further(keys: GgufKeys, found: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many layers there are without those that predict further tokens, which come last, and how
-    many these are."""
-    further = keys.says("nextn_predict_layers", 0)
-    layers = found["num_hidden_layers"] - further
-    if not 0 <= further <= layers:
-        raise GgufError(f"{keys.path} is damaged: {further} layers predict further tokens")
-    return layers, further
 
 
 def _per_layer(keys: GgufKeys, found: dict[str, Any], key: str) -> list[int]:

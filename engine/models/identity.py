@@ -23,12 +23,15 @@ from truedraft.engine.models.linear import LinearModule, ModuleLinear
 from truedraft.engine.models.load_errors import WEIGHTS
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.quantised import COLUMNS, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.scaled_bytes import BYTE_TYPES, BytesLinear
 
 # Files that are not larger are read whole, others in so many places: no tensor of more than a thousandth of
 # its file is another one unseen. Loading has just read them.
 WHOLE_BYTES, NUM_SAMPLES, SAMPLE_BYTES = 1 << 26, 1024, 1 << 12
 TYPE_NAMES = {number: name for name, number in TYPES.items()}
-FLOAT_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in WEIGHT_TYPES.items()}
+FLOAT_NAMES = {
+    number: str(dtype).removeprefix("torch.") for dtype, number in (WEIGHT_TYPES | BYTE_TYPES).items()
+}
 
 
 def weight_types(model: Model) -> list[str]:
@@ -147,6 +150,8 @@ def _num_bytes(part: Any) -> int:
     match part:
         case QuantisedLinear():
             return sum(packed.nbytes for packed in part.packed)
+        case BytesLinear():
+            return int(part.weights.nbytes) + int(part.scales.nbytes)
         case NativeLinear():
             return int(part.weights.nbytes)
         case QuantisedEmbeddings():

@@ -7,7 +7,7 @@ layer is in memory twice, and in the end there are our weights and the logits th
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
 from truedraft.engine.layers.linear import Embeddings, Linears
-from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.rotary import NoAngles
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.huge_pages import trim_heap
@@ -40,7 +39,7 @@ from truedraft.engine.models.families import (
 from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.linear import Whole, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
-from truedraft.engine.models.stacks import Matrix, stored_tensors
+from truedraft.engine.models.stacks import Matrix, Quantised, stored_tensors
 
 # The output layer is converted this many rows at a time.
 HEAD_ROWS = 1 << 13
@@ -148,7 +147,7 @@ class Reader:
             if isinstance(found, Weight):
                 return [found]
             assert source.number is not None
-            return source.weights(found.read, found.blocks(source.number))
+            return source.weights(found.read, found.parts(source.number))
 
         def before(*_: Any) -> None:
             weights.update(self._fill(layer, f"model.layers.{index}"))
@@ -186,10 +185,13 @@ class Reader:
         return to_grouped(self.skeleton.config, name, tensor) if self.checkpoint.is_tiled else tensor
 
     def _stack(self, name: str) -> "_Stack":
-        def blocks(number: int) -> list[QuantisedBlocks]:
-            return self.checkpoint.expert_blocks(name, number) if self.linears.takes_blocks else []
+        def parts(number: int) -> Sequence[Quantised]:
+            blocks = self.checkpoint.expert_blocks(name, number) if self.linears.takes_blocks else []
+            if blocks or not self.linears.takes_scaled_bytes:
+                return blocks
+            return self.checkpoint.expert_bytes(name, number)
 
-        return _Stack(cache(partial(self._tensor, name)), blocks)
+        return _Stack(cache(partial(self._tensor, name)), parts)
 
     def _weight(self, name: str) -> Weight:
         rows, columns = self.skeleton.get_parameter(name).shape
@@ -206,9 +208,9 @@ def read_weight(
     weight is."""
     blocks = checkpoint.blocks(name) if linears.takes_blocks else None
     scaled_rows = checkpoint.scaled_rows(name) if linears.takes_scaled_rows else None
-    return Weight(
-        name, shape, cache(partial(read_tensor, checkpoint, name, linears, facts)), blocks, scaled_rows
-    )
+    scaled_bytes = checkpoint.scaled_bytes(name) if linears.takes_scaled_bytes else None
+    read = cache(partial(read_tensor, checkpoint, name, linears, facts))
+    return Weight(name, shape, read, blocks, scaled_rows, scaled_bytes)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, linears: Linears, facts: ModelFacts) -> torch.Tensor:
@@ -219,10 +221,10 @@ def read_tensor(checkpoint: Checkpoint, name: str, linears: Linears, facts: Mode
 
 
 class _Stack(NamedTuple):
-    """Has experts' matrices: ``read`` all together, ``blocks`` of each as it is quantised."""
+    """Has experts' matrices: ``read`` all together, ``parts`` of each as it is quantised."""
 
     read: Callable[[], torch.Tensor]
-    blocks: Callable[[int], list[QuantisedBlocks]]
+    parts: Callable[[int], Sequence[Quantised]]
 
 
 class _EachAlone(nn.Module):

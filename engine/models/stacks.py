@@ -6,15 +6,17 @@ checkpoints have a tensor for each expert, and GGUF files a stack each of gates 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
-from truedraft.engine.layers.weight import Weight
+from truedraft.engine.layers.weight import ScaledBytes, Weight
 from truedraft.engine.models.checkpoint import Checkpoint
 
+# A matrix as a checkpoint has it.
+Quantised: TypeAlias = QuantisedBlocks | ScaledBytes
 # What transformers calls the parameters of experts.
 GATE_UP, DOWN = ("experts.gate_up_proj", "experts.up_proj"), ("experts.down_proj",)
 
@@ -51,18 +53,23 @@ class Matrix:
         return parameter.detach()
 
     def weights(
-        self, whole: Callable[[], torch.Tensor] | None = None, blocks: Iterable[QuantisedBlocks] = ()
+        self, whole: Callable[[], torch.Tensor] | None = None, parts: Iterable[Quantised] = ()
     ) -> list[Weight]:
-        """Returns the weights to be joined; ``whole`` reads the parameter, and ``blocks`` are the matrix as
-        it is quantised, in parts that lie one after the other."""
+        """Returns the weights to be joined; ``whole`` reads the parameter, and ``parts`` are the matrix as
+        it is quantised, one after the other."""
         read, name = whole or (lambda: self.parameter), f"{type(self.module).__name__}.{self.name}"
         found: list[Weight] = []
         begin = 0
-        for part in blocks:
-            end = begin + len(part.rows)
-            stored = _slice(read, self, begin, end)
-            found.append(Weight(name, (end - begin, part.in_features), stored, part))
-            begin = end
+        for part in parts:
+            if isinstance(part, ScaledBytes):
+                rows, columns = part.values.shape
+                stored = _slice(read, self, begin, begin + rows)
+                found.append(Weight(name, (rows, columns), stored, scaled_bytes=part))
+            else:
+                rows = len(part.rows)
+                stored = _slice(read, self, begin, begin + rows)
+                found.append(Weight(name, (rows, part.in_features), stored, part))
+            begin += rows
         if found:
             return found
         rows, columns = self.of(self.parameter).shape
@@ -138,6 +145,16 @@ class StackedCheckpoint(Checkpoint):
             return self.source.expert_blocks(name, number)
         found = [self.source.blocks(each[number]) for each in self.made[name] if len(each) > 1]
         return [blocks for blocks in found if blocks is not None] if None not in found else []
+
+    def scaled_bytes(self, name: str) -> ScaledBytes | None:
+        parts = self.made.get(name, [[name]])
+        return self.source.scaled_bytes(parts[0][0]) if len(parts) == len(parts[0]) == 1 else None
+
+    def expert_bytes(self, name: str, number: int) -> list[ScaledBytes]:
+        if name not in self.made:
+            return self.source.expert_bytes(name, number)
+        found = [self.source.scaled_bytes(each[number]) for each in self.made[name] if len(each) > 1]
+        return [part for part in found if part is not None] if None not in found else []
 
     def rotary_factors(self) -> torch.Tensor | None:
         return self.source.rotary_factors()

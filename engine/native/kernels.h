@@ -12,8 +12,9 @@
 /* As in random.py. */
 enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, NOISE_STREAM = 4 };
 
-/* What weights are kept in. Quantised embeddings add their type in quantised_blocks.h. */
-enum { FLOAT32, FLOAT16, BFLOAT16, QUANTISED = 16 };
+/* What weights are kept in: WHOLE8 and FLOAT8 are bytes with scales. Quantised embeddings add their type in
+ * quantised_blocks.h. */
+enum { FLOAT32, FLOAT16, BFLOAT16, WHOLE8, FLOAT8, QUANTISED = 16 };
 
 /* Activations: of gates, and RELU2, which gates nothing. */
 enum { SILU, GELU_TANH, CLAMPED_SWISH, RELU2 };
@@ -71,6 +72,8 @@ typedef struct {
                                    * [panels, pairs of inputs, PANEL, 2]; or QuantisedPanels */
     float scale;                  /* of all sums: the layer's own; float16 weights are kept near the largest there is */
     const float *bias;            /* [out_features] or NULL */
+    int64_t group;                /* inputs whose weights share a scale, in bytes */
+    const float *scales;          /* [panels, groups, PANEL], those of FLOAT8 times E4M3_DIVISOR; or NULL */
 } Linear;
 
 /* Sums of each channel over the newest tokens. */

@@ -1,8 +1,9 @@
-/* Linear layers of float32 rows on a CPU, with weights in float32, float16 or bfloat16.
+/* Linear layers of float32 rows on a CPU, with weights in float32, float16, bfloat16 or bytes with scales.
  *
  * Weights are read once for as many rows as there are registers for their sums: few rows cost what it takes to
  * read them. Sums are float32, each in the order of the inputs, whatever the number of rows. To bfloat16 weights
- * rows are rounded like them, and a product is of a pair of inputs. "linear.py" lays the weights out and calls
+ * rows are rounded like them, and a product is of a pair of inputs. Bytes become float32, are multiplied by their scale and
+ * rounded, so that sums have the bits of those of float32 weights. "linear.py" lays the weights out and calls
  * this; all arrays are row-major.
  */
 
@@ -24,7 +25,7 @@
 #ifdef __AMX_TILE__
 #define FETCHED_ROWS(type) 1
 #else
-#define FETCHED_ROWS(type) ((type) == FLOAT16 ? 2 : MAX_ROWS / 2)
+#define FETCHED_ROWS(type) ((type) == FLOAT32 || (type) == BFLOAT16 ? MAX_ROWS / 2 : 2)
 #endif
 
 /* Rows that share a pointer, which is a register, in a product. */
@@ -140,25 +141,36 @@ static inline ALWAYS void multiply_rows(
     const Linear *linear, float *out, const float *x, int64_t stride, const float *residual, int64_t column,
     const int type, const int num_rows) {
     const int64_t in = num_factors(linear);
-    const int is_half = type == FLOAT16;
-    const uint16_t *half = (const uint16_t *)linear->weights + column * in;
-    const float *whole = (const float *)linear->weights + column * in;
+    const int in_bytes = type == WHOLE8 || type == FLOAT8, size = in_bytes ? 1 : type == FLOAT16 ? 2 : 4;
+    const char *weights = (const char *)linear->weights + column * in * size;
+    const int64_t group_size = in_bytes ? linear->group : in;
+    const float *scales = in_bytes ? linear->scales + column * ((in + group_size - 1) / group_size) : NULL;
     vec sum[MAX_ROWS][VECTORS], kept[MAX_ROWS][VECTORS];
     const float *group[(MAX_ROWS + GROUP - 1) / GROUP];
     for (int row = 0; row < num_rows; row++)
         for (int i = 0; i < VECTORS; i++) sum[row][i] = (vec){0};
     for (int row = 0; row < num_rows; row += GROUP) group[row / GROUP] = x + row * stride;
-    for (int64_t k = 0; k < in; k++) {
+    int64_t end = 0;
+    vec scale[VECTORS] = {{0}};
+    for (int64_t k = 0; k < in; k++, weights += PANEL * size) {
+        if (in_bytes && k == end) {
+            for (int i = 0; i < VECTORS; i++) scale[i] = *(const vec *)(scales + i * LANES);
+            end += group_size;
+            scales += PANEL;
+        }
         vec weight[VECTORS];
         UNROLL
         for (int i = 0; i < VECTORS; i++) {
-            const int64_t at = k * PANEL + i * LANES;
-            weight[i] = is_half ? widen(half + at) : *(const vec *)(whole + at);
+            const char *from = weights + i * LANES * size;
+            if (in_bytes) {
+                weight[i] = widen_eight((const uint8_t *)from, type == WHOLE8) * scale[i];
+                ROUND(weight[i]);
+                continue;
+            }
+            weight[i] = type == FLOAT16 ? widen((const uint16_t *)from) : *(const vec *)from;
         }
-        if (num_rows >= FETCHED_ROWS(type)) {
-            const char *now = is_half ? (const char *)(half + k * PANEL) : (const char *)(whole + k * PANEL);
-            for (int i = 0; i < PANEL * (is_half ? 2 : 4); i += CACHE_LINE) fetch_ahead(now + i);
-        }
+        if (num_rows >= FETCHED_ROWS(type))
+            for (int i = 0; i < PANEL * size; i += CACHE_LINE) fetch_ahead(weights + i);
         UNROLL
         for (int row = 0; row < num_rows; row++) {
             const float *factor = group[row / GROUP] + row % GROUP * stride;
@@ -200,15 +212,17 @@ static void multiply_task(const void *arguments, int64_t panel) {
         switch (num_rows + linear->type * MAX_ROWS) {
 #define OF_TYPE(type, n) case type * MAX_ROWS + n: multiply_rows(linear, to, x, stride, add, column, type, n); break;
 #if HAS_BFLOAT16
-#define CASE(n) OF_TYPE(FLOAT32, n) OF_TYPE(FLOAT16, n) OF_TYPE(BFLOAT16, n)
+#define OF_BFLOAT16(n) OF_TYPE(BFLOAT16, n)
 #else
-#define CASE(n) OF_TYPE(FLOAT32, n) OF_TYPE(FLOAT16, n)
+#define OF_BFLOAT16(n)
 #endif
+#define CASE(n) OF_TYPE(FLOAT32, n) OF_TYPE(FLOAT16, n) OF_BFLOAT16(n) OF_TYPE(WHOLE8, n) OF_TYPE(FLOAT8, n)
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if MAX_ROWS == 12
             CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
 #undef CASE
+#undef OF_BFLOAT16
 #undef OF_TYPE
         }
     }

@@ -10,12 +10,14 @@ from truedraft.engine.layers.quantised_blocks import merged
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.native.linear import NativeLinear, half_scale
 from truedraft.engine.native.quantised import COLUMNS, QuantisedEmbeddings, QuantisedLinear, can_stack
+from truedraft.engine.native.scaled_bytes import BytesLinear, are_alike
 
 
 class NativeLinears:
     """Makes layers for float32 rows on a CPU. Those that are ``compact`` keep weights in 16 bits where that
-    loses nothing, and quantised blocks as they are; else all are in float32. With ``bf16`` those that are not
-    quantised are in bfloat16, to which their inputs are rounded, too."""
+    loses nothing, and quantised blocks as they are; else these are in float32. Bytes with scales are kept in
+    either case: they compute the same bits. With ``bf16`` whatever is not in blocks is in bfloat16, to which
+    its inputs are rounded, too."""
 
     takes_scaled_rows = False
 
@@ -23,6 +25,7 @@ class NativeLinears:
         self.library = library
         self.takes_blocks = compact
         self.takes_halves = compact or bf16
+        self.takes_scaled_bytes = not bf16
         self.bf16 = bf16
 
     def make(
@@ -32,6 +35,9 @@ class NativeLinears:
         is_quantised = self.takes_blocks and len(blocks) == len(weights)
         if is_quantised and can_stack(blocks := merged(blocks, COLUMNS)):
             return QuantisedLinear(self.library, blocks, bias, multiplier)
+        scaled = [weight.scaled_bytes for weight in weights if weight.scaled_bytes is not None]
+        if self.takes_scaled_bytes and len(scaled) == len(weights) and are_alike(scaled):
+            return BytesLinear(self.library, scaled, bias, multiplier)
         dense = [weight.dense() for weight in weights]
         scale = half_scale(dense) if self.takes_halves and not self.bf16 else None
         return NativeLinear(self.library, dense, bias, scale, self.bf16, multiplier)

@@ -50,6 +50,48 @@ static inline ALWAYS vec widen(const uint16_t *half) {
     return out;
 }
 
+/* Rounds what has been computed so far: a compiler that may reorder products would do it here and there. */
+#if defined(__AVX512F__)
+#define ROUND(x) __asm__("" : "+v"(x))
+#elif defined(__x86_64__)
+#define ROUND(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define ROUND(x) __asm__("" : "+w"(x))
+#else
+#define ROUND(x) (void)(x)
+#endif
+
+/* LANES numbers of a byte each as float32: whole numbers, or floating point with four bits of exponent and three of what
+ * follows (e4m3), divided by E4M3_DIVISOR. That is a float16 number with the same bits in another place; what stands for no
+ * number becomes one. */
+#define E4M3_DIVISOR 256
+static inline ALWAYS vec widen_eight(const uint8_t *bytes, const int is_whole) {
+#if LANES == 16
+    const __m128i loaded = _mm_loadu_si128((const __m128i *)bytes);
+    if (is_whole) return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(loaded));
+    const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(loaded), 7);
+    return (vec)_mm512_cvtph_ps(_mm256_and_si256(shifted, _mm256_set1_epi16((int16_t)0xbfff)));
+#elif defined(__F16C__) && LANES == 8
+    const __m128i loaded = _mm_loadl_epi64((const __m128i *)bytes);
+    if (!is_whole) {
+        const __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(loaded), 7);
+        return (vec)_mm256_cvtph_ps(_mm_and_si128(shifted, _mm_set1_epi16((int16_t)0xbfff)));
+    }
+#elif defined(__aarch64__)
+    uint32_t four;
+    memcpy(&four, bytes, sizeof four);
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)));
+    if (is_whole) return (vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+    const int16x4_t shifted = vand_s16(vshl_n_s16(vget_low_s16(wide), 7), vdup_n_s16((int16_t)0xbfff));
+    return (vec)vcvt_f32_f16(vreinterpret_f16_s16(shifted));
+#endif
+    vec out;
+    uint16_t half[LANES];
+    for (int i = 0; i < LANES; i++) half[i] = (uint16_t)((bytes[i] & 0x80) << 8 | (bytes[i] & 0x7f) << 7);
+    for (int i = 0; i < LANES; i++) out[i] = (float)(int8_t)bytes[i];
+    return is_whole ? out : widen(half);
+}
+
 /* x * y + z, rounded once where the processor can do that: a compiler that is left to fuse products and sums may do so
  * in one place and not in another. */
 static inline ALWAYS vec multiply_add(vec x, vec y, vec z) {

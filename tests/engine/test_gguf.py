@@ -11,7 +11,10 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -92,6 +95,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE | {"num_hidden_layers": 6}, head_dim=32, query_pre_attn_scalar=32, sliding_window=6
     ),
 }
+MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+CONFIGS["granite"] = GraniteConfig(**SHAPE, **MULTIPLIERS)
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 CONFIGS |= {
     "llama with experts": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
@@ -105,6 +115,19 @@ CONFIGS |= {
         head_dim=32,
         sliding_window=6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "glm4moe": Glm4MoeConfig(
+        **SHAPE,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        routed_scaling_factor=1.7,
+        head_dim=32,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
+    "granitemoe": GraniteMoeSharedConfig(
+        **SHAPE, **MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=256
     ),
 }
 IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -210,6 +233,16 @@ def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
     assert torch.allclose(logits_in(load(path, compact=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
     reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    path, ones = tmp_path / "model.gguf", np.ones(256, dtype=np.float32)
+    further = {"nextn.enorm": ones, "attn_norm": ones}
+    module = save_gguf(path, CONFIGS["glm4moe"], further=further, **{"glm4moe.nextn_predict_layers": 1})
+    found = logits_in(load(path, compact=False), [len(IDS)])
+    assert torch.allclose(found, expected_logits(module), atol=2e-4, rtol=1e-4)
+    save_gguf(path, CONFIGS["glm4moe"], further=further)
+    assert "lacks weights of the model" in refusal(path)
 
 
 def test_defaults_of_requests_and_ends_of_turns(tmp_path: Path) -> None:

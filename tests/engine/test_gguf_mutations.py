@@ -105,15 +105,19 @@ def base(architecture: str) -> Content:
         shapes |= {"ffn_gate_inp": (NUMBER, HIDDEN)}
         shapes |= {f"ffn_{part}_exps": (NUMBER, EXPERT, HIDDEN) for part in ("gate", "up")}
         shapes |= {"ffn_down_exps": (NUMBER, HIDDEN, EXPERT)}
+    if architecture in SHARED:
+        size = SHARED[architecture]
+        shapes |= {f"ffn_{part}_shexp": (size, HIDDEN) for part in ("gate", "up")}
+        shapes |= {"ffn_down_shexp": (HIDDEN, size)}
     if architecture == "qwen2moe":
-        shapes |= {f"ffn_{part}_shexp": (INNER, HIDDEN) for part in ("gate", "up")}
-        shapes |= {"ffn_down_shexp": (HIDDEN, INNER)}
         norms |= {"ffn_gate_inp_shexp": HIDDEN}
     if architecture == "olmoe":
         norms |= {"attn_q_norm": HIDDEN, "attn_k_norm": HIDDEN}
     if architecture == "gpt-oss":
         norms = {"attn_norm": HIDDEN, "post_attention_norm": HIDDEN, "attn_sinks": heads}
-    if architecture in ("qwen3", "gemma3", "qwen3moe"):
+    if architecture == "glm4moe":
+        norms = {"attn_norm": HIDDEN, "post_attention_norm": HIDDEN}
+    if architecture in ("qwen3", "gemma3", "qwen3moe", "glm4moe"):
         norms |= {"attn_q_norm": HEAD_SIZE, "attn_k_norm": HEAD_SIZE}
     tensors = {"token_embd.weight": matrix(VOCAB_SIZE, HIDDEN), "output_norm.weight": vector(HIDDEN, 1)}
     if architecture != "gemma2":
@@ -125,6 +129,8 @@ def base(architecture: str) -> Content:
             biases = {name: shapes[name][:1] for name in ("attn_q", "attn_k", "attn_v")}
         elif architecture == "gpt-oss":
             biases = {name: shape[:-1] for name, shape in shapes.items()}
+        elif architecture == "glm4moe":
+            biases = {"exp_probs_b": (NUMBER,)}
         else:
             biases = {}
         if biases:
@@ -151,7 +157,7 @@ def base(architecture: str) -> Content:
         metadata["attention.sliding_window_pattern"] = 2
     if with_experts:
         metadata |= {"expert_count": NUMBER, "expert_used_count": 2}
-        if architecture in ("qwen2moe", "qwen3moe", "gpt-oss"):
+        if architecture in ("qwen2moe", "qwen3moe", "gpt-oss", "glm4moe"):
             metadata["expert_feed_forward_length"] = EXPERT
         else:
             metadata["feed_forward_length"] = EXPERT
@@ -159,11 +165,25 @@ def base(architecture: str) -> Content:
         metadata["expert_shared_feed_forward_length"] = INNER
     if architecture == "gpt-oss":
         metadata["attention.sliding_window"] = 6
+    if architecture in ("granite", "granitemoe"):
+        metadata |= {
+            "attention.scale": 0.2,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.5,
+            "logit_scale": 2.0,
+        }
+    if architecture == "granitemoe":
+        metadata["expert_shared_feed_forward_length"] = INNER
+    if architecture == "glm4moe":
+        metadata |= {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.5}
+        metadata["rope.dimension_count"] = HEAD_SIZE // 2
     return Content(architecture, metadata, tensors)
 
 
 # Architectures with experts, of which only these keys are changed: the others go the same ways as elsewhere.
-EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "llama with experts")
+EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "llama with experts", "glm4moe", "granitemoe")
+# In some of them all tokens take an expert of this size.
+SHARED = {"qwen2moe": INNER, "granitemoe": INNER, "glm4moe": EXPERT}
 KEYS_OF_EXPERTS = (
     "expert",
     "feed_forward_length",
@@ -181,6 +201,16 @@ OF_EXPERTS: dict[str, list[Any]] = {
     "expert_weights_norm": [True],
     "expert_group_count": [2],
     "expert_shared_count": [1],
+}
+# Files that have these keys get other values of them, too.
+IF_THERE: dict[str, list[Any]] = {
+    "attention.scale": [0.7, None],
+    "embedding_scale": [12.0, None],
+    "residual_scale": [0.2, None],
+    "logit_scale": [8.0, None],
+    "expert_weights_norm": [False],
+    "expert_weights_scale": [2.0, None],
+    "expert_shared_count": [2, None],
 }
 # Other values of keys than those that the file has; None removes it.
 VALUES: dict[str, list[Any]] = {
@@ -294,6 +324,7 @@ def key_mutations(content: Content) -> Iterator[Content]:
     if "expert_count" in content.metadata:
         kept = {key: values for key, values in VALUES.items() if key.startswith(KEYS_OF_EXPERTS)} | OF_EXPERTS
         changes = [{key: value} for key, values in kept.items() for value in values]
+        changes += [{key: value} for key in IF_THERE if key in content.metadata for value in IF_THERE[key]]
         yield from changed_keys(content, changes)
         return
     changes = [{key: value} for key, values in VALUES.items() for value in values]
@@ -411,6 +442,9 @@ COUNTS = {
     "olmoe": [(5, 32), (0, 7), (0, 12), (3, 16)],
     "gpt-oss": [(10, 29), (0, 11), (0, 19), (7, 18)],
     "llama with experts": [(6, 31), (1, 6), (0, 12), (4, 15)],
+    "granite": [(21, 63), (1, 11), (0, 19), (2, 29)],
+    "glm4moe": [(10, 30), (1, 8), (0, 17), (4, 21)],
+    "granitemoe": [(12, 33), (1, 9), (0, 18), (4, 21)],
 }
 
 
@@ -429,7 +463,12 @@ def served(content: Content, path: Path) -> Any:
 
 def reference(content: Content) -> Any:
     """Logits, or None where llama.cpp refuses or does what the graph leaves out."""
-    if any(content.metadata.get(key) in values for key, values in MEANINGFUL.items()):
+    meaningful = {
+        key: values
+        for key, values in MEANINGFUL.items()
+        if (content.architecture, key) != ("glm4moe", "nextn_predict_layers")
+    }
+    if any(content.metadata.get(key) in values for key, values in meaningful.items()):
         return None
     try:
         return Graph(content.architecture, content.keys, content.tensors).logits(IDS)

@@ -1,0 +1,35 @@
+"""Reads settings that several architectures of GGUF files say in the same keys."""
+
+from typing import Any
+
+from truedraft.engine.formats.gguf_file import GgufError
+from truedraft.engine.models.gguf_keys import GgufKeys
+
+
+def without_further_layers(keys: GgufKeys, found: dict[str, Any]) -> dict[str, int]:
+    """Returns the numbers of layers: those that predict further tokens come last in a file."""
+    further = keys.says("nextn_predict_layers", 0)
+    layers = found["num_hidden_layers"] - further
+    if not 0 <= further <= layers:
+        raise GgufError(f"{keys.path} is damaged: {further} layers predict further tokens")
+    return {"num_hidden_layers": layers, "num_further_layers": further}
+
+
+def rotated_part(keys: GgufKeys, head_size: int) -> dict[str, float]:
+    """Returns how much of a head is rotated."""
+    size = keys.number("rope.dimension_count", int, head_size)
+    if size > head_size or size % 2 or int(head_size * (size / head_size)) != size:
+        raise GgufError(
+            f"{keys.path} rotates {size} numbers of a head of {head_size}, which is not supported"
+        )
+    return {"partial_rotary_factor": size / head_size}
+
+
+def granite_multipliers(keys: GgufKeys, head_size: int) -> dict[str, float]:
+    """Returns what Granite multiplies by; nothing, or zero, says that it does not."""
+    return {
+        "attention_multiplier": keys.says("attention.scale") or head_size**-0.5,
+        "embedding_multiplier": keys.says("embedding_scale") or 1.0,
+        "residual_multiplier": keys.says("residual_scale") or 1.0,
+        "logits_scaling": keys.says("logit_scale") or 1.0,
+    }
