@@ -43,8 +43,11 @@ def block_weights(
     block,
     num_blocks,
     BITS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
     SCALING: tl.constexpr,  # SCALE and others of quantised.py
     OFFSET: tl.constexpr,
+    FIRST_LEVELS: tl.constexpr,  # bytes, or 0 where codes are numbers
+    LAST_LEVELS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_OF_SUPER: tl.constexpr,
@@ -53,43 +56,61 @@ def block_weights(
     number = tl.arange(0, BLOCK)
     is_block = 0 * column + block < num_blocks  # the interpreter takes no single number for a mask
     # The blocks that lie over each other in a byte of ``low`` and ``high``.
-    LOW: tl.constexpr = 1 if BITS == 8 else 2
+    LOW: tl.constexpr = 8 // LOW_BITS
     num_low = tl.cdiv(num_blocks, LOW)
     at = ((tile * num_low + block // LOW) * COLUMNS + column)[:, None] * BLOCK + number[None, :]
     codes = tl.load(low + at, mask=is_block[:, None], other=0).to(tl.int32)
-    if BITS < 8:
-        codes = (codes >> (block % LOW * 4)) & 15
-    if BITS == 5 or BITS == 6:
-        HIGH: tl.constexpr = 8 // (BITS - 4)
-        MASK: tl.constexpr = 1 if BITS == 5 else 3
+    if LOW > 1:
+        codes = (codes >> (block % LOW * LOW_BITS)) & ((1 << LOW_BITS) - 1)
+    if BITS > LOW_BITS:
+        HIGH_BITS: tl.constexpr = BITS - LOW_BITS
+        HIGH: tl.constexpr = 8 // HIGH_BITS
         num_high = tl.cdiv(num_blocks, HIGH)
         at = ((tile * num_high + block // HIGH) * COLUMNS + column)[:, None] * BLOCK + number[None, :]
         top = tl.load(high + at, mask=is_block[:, None], other=0).to(tl.int32)
-        codes |= ((top >> (block % HIGH * (BITS - 4))) & MASK) << 4
+        codes |= ((top >> (block % HIGH * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << LOW_BITS
+    if FIRST_LEVELS != 0:
+        half = tl.where(
+            codes < 8, tl.full([1, 1], FIRST_LEVELS, tl.int64), tl.full([1, 1], LAST_LEVELS, tl.int64)
+        )
+        codes = ((half >> (codes % 8 * 8).to(tl.int64)) & 255).to(tl.int32)
     values = (codes - OFFSET).to(tl.float32)
-    FIELDS: tl.constexpr = 1 if SCALING == 0 else 2
+    FIELDS: tl.constexpr = 1 if SCALING == 0 or SCALING >= 5 else 2
     at = (tile * num_blocks + block) * FIELDS * COLUMNS + column
     first = tl.load(scales + at, mask=is_block, other=0)
-    if SCALING >= 2:
-        SUPERS: tl.constexpr = 2 if SCALING == 2 else 1
+    if FIELDS == 2:
+        second = tl.load(scales + at + COLUMNS, mask=is_block, other=0)
+    if SCALING >= 2 and SCALING <= 5:
+        SUPERS: tl.constexpr = 2 if SCALING == 2 or SCALING == 4 else 1
         num_supers = tl.cdiv(num_blocks, BLOCKS_OF_SUPER)
         of_supers = (tile * num_supers + block // BLOCKS_OF_SUPER) * SUPERS * COLUMNS + column
         scale = tl.load(supers + of_supers, mask=is_block, other=0).to(tl.float32)
+        if SUPERS == 2:
+            minimum = tl.load(supers + of_supers + COLUMNS, mask=is_block, other=0).to(tl.float32)
+    is_first = number[None, :] < BLOCK // 2
     # Nothing but the last operation of a weight is rounded, so it does not matter whether two are fused.
     if SCALING == 0:
         weights = values * first.to(tl.float32)[:, None]
     elif SCALING == 1:
-        added = tl.load(scales + at + COLUMNS, mask=is_block, other=0).to(tl.float32)
-        weights = values * first.to(tl.float32)[:, None] + added[:, None]
+        weights = values * first.to(tl.float32)[:, None] + second.to(tl.float32)[:, None]
     elif SCALING == 2:
-        minimum = tl.load(supers + of_supers + COLUMNS, mask=is_block, other=0).to(tl.float32)
-        minimum *= tl.load(scales + at + COLUMNS, mask=is_block, other=0).to(tl.float32)
+        minimum *= second.to(tl.float32)
         weights = values * (scale * first.to(tl.float32))[:, None] - minimum[:, None]
-    else:
+    elif SCALING == 3:
         one = scale * first.to(tl.int8, bitcast=True).to(tl.float32)
-        second = tl.load(scales + at + COLUMNS, mask=is_block, other=0)
         other = scale * second.to(tl.int8, bitcast=True).to(tl.float32)
-        weights = values * tl.where(number[None, :] < BLOCK // 2, one[:, None], other[:, None])
+        weights = values * tl.where(is_first, one[:, None], other[:, None])
+    elif SCALING == 4:
+        both = tl.where(is_first, first[:, None], second[:, None]).to(tl.int32)
+        weights = values * (scale[:, None] * (both & 15).to(tl.float32))
+        weights -= minimum[:, None] * (both >> 4).to(tl.float32)
+    elif SCALING == 5:
+        weights = values * (scale * first.to(tl.int8, bitcast=True).to(tl.float32))[:, None]
+    else:
+        power = first.to(tl.int32)
+        # Half of 2 to the power of ``power - 127``; the least two have no exponent of their own.
+        power = tl.where(power < 2, 0x200000 << tl.minimum(power, 1), (power - 1) << 23)
+        weights = values * power.to(tl.float32, bitcast=True)[:, None]
     return weights
 
 
@@ -107,8 +128,11 @@ def multiply_share(
     num_outputs,
     out_features,
     BITS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
     SCALING: tl.constexpr,
     OFFSET: tl.constexpr,
+    FIRST_LEVELS: tl.constexpr,
+    LAST_LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS_AT_A_TIME: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -137,8 +161,11 @@ def multiply_share(
                 block,
                 num_blocks,
                 BITS,
+                LOW_BITS,
                 SCALING,
                 OFFSET,
+                FIRST_LEVELS,
+                LAST_LEVELS,
                 COLUMNS,
                 BLOCK,
                 BLOCKS_OF_SUPER,
@@ -194,8 +221,11 @@ def unpack_block(
     num_rows,
     HAS_IDS: tl.constexpr,
     BITS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
     SCALING: tl.constexpr,
     OFFSET: tl.constexpr,
+    FIRST_LEVELS: tl.constexpr,
+    LAST_LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -220,8 +250,11 @@ def unpack_block(
             block,
             num_blocks,
             BITS,
+            LOW_BITS,
             SCALING,
             OFFSET,
+            FIRST_LEVELS,
+            LAST_LEVELS,
             COLUMNS,
             BLOCK,
             BLOCKS_OF_SUPER,
@@ -356,9 +389,8 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _constants(packed: PackedBlocks) -> dict[str, int]:
     """Returns what is compiled in for a kind of blocks."""
-    kind = packed.kind
     sizes = {"COLUMNS": COLUMNS, "BLOCK": BLOCK, "BLOCKS_OF_SUPER": BLOCKS_OF_SUPER, "num_warps": 4}
-    return {"BITS": kind.bits, "SCALING": kind.scaling, "OFFSET": kind.offset, **sizes}
+    return {**packed.kind.constants, **sizes}
 
 
 def row_tile(num_rows: int, dtype: torch.dtype) -> int:

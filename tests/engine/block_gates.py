@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType
 
 from tests.gguf_blocks import random_blocks
 from truedraft.engine.cuda.quantised import BlockKernels, PackedBlocks, pack
-from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
+from truedraft.engine.layers.quantised_blocks import BLOCK_INPUTS, TYPES, QuantisedBlocks
 from truedraft.engine.layers.weight import FP8, ScaledRows
 
 # Shares of a product's size, by what is summed: float32 rounds sums of 800 numbers; the others are rounded to
@@ -17,7 +17,8 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 def inputs_of(name: str) -> int:
     """Returns an odd number of blocks, or of what they share: the last ones lie alone."""
-    return 3 * 256 if name.endswith("_K") else 9 * 32
+    size = BLOCK_INPUTS[TYPES[name]]
+    return 3 * size if size == 256 else 9 * size
 
 
 def weights_of(blocks: QuantisedBlocks, device: str = "cpu") -> torch.Tensor:

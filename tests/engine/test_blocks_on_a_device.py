@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -70,11 +71,15 @@ def test_repacked_weights_are_those_of_gguf_to_the_bit(name: str) -> None:
 
 
 def test_no_weight_takes_more_than_its_share() -> None:
-    """A GPU reads these bytes in every pass; the file's are 4.5, 4.5, 5.5, 6.56 and 8.5 bits a weight."""
-    names = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+    """A GPU reads these bytes in every pass; those of a file are as many, or an eighth of a bit fewer."""
+    expected = {"Q2_K": 2.625, "Q3_K": 3.5625, "MXFP4": 4.25, "IQ4_XS": 4.3125, "IQ4_NL": 4.5, "Q4_0": 4.5}
+    expected |= {"Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625, "Q8_0": 8.5}
+    names = list(expected)
     packed = [pack(random_blocks(name, 2 * COLUMNS, 1024, seed=1), CPU) for name in names]
     bits = [8 * each.num_bytes / (each.rows * each.in_features) for each in packed]
-    assert bits == [4.5, 4.625, 5.625, 6.5625, 8.5]
+    assert bits == list(expected.values())
+    sizes = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in names]
+    assert all(0 <= mine - 8 * size / n <= 1 / 8 for mine, (n, size) in zip(bits, sizes, strict=True))
 
 
 def test_rows_in_another_order() -> None:

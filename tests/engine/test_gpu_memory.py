@@ -1,5 +1,4 @@
-"""Weights, graphs, prompts and caches fit together on cards of 12, 16 and 24 GB, by arithmetic, with room for
-texts."""
+"""Weights, graphs, prompts and caches fit together on cards of 8 to 24 GB, by arithmetic, with room."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -47,12 +46,16 @@ LLAMA_3B = Shapes(3072, 28, 1024, 8192, 3072, 128256, is_tied=True)
 LLAMA_1B = Shapes(2048, 16, 512, 8192, 2048, 128256, is_tied=True)
 QWEN3_4B = Shapes(2560, 36, 1024, 9728, 4096, 151936, is_tied=True)
 QWEN3_14B = Shapes(5120, 40, 1024, 17408, 5120, 151936)
-# Bits of a weight on the device: Q4_K_M has some matrices in Q6_K, and so the output layer.
+# Bits of a weight on the device, in layers, and in embeddings and output layer together: files mix types.
+Q3_K_M, IQ4_XS = (4.0, 5.1), (4.4, 5.5)
 Q4_K_M, Q6_K, Q8_0, BF16 = (4.9, 6.6), (6.6, 6.6), (8.5, 8.5), (16.0, 16.0)
 
 Loaded = tuple[Shapes, tuple[float, float]]
 # Gigabytes of the card, target, draft, and tokens of texts that it has to hold.
 CARDS: list[tuple[int, Loaded, Loaded | None, int]] = [
+    (8, (LLAMA_8B, IQ4_XS), None, 8_000),
+    (8, (LLAMA_8B, Q3_K_M), None, 8_000),
+    (12, (QWEN3_14B, IQ4_XS), None, 8_000),
     (12, (LLAMA_8B, Q4_K_M), None, 20_000),
     (12, (LLAMA_8B, Q4_K_M), (LLAMA_1B, Q4_K_M), 12_000),
     (12, (LLAMA_3B, BF16), None, 20_000),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, count, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,7 +34,7 @@ from truedraft.engine.cuda import torch_sampling
 from truedraft.engine.cuda.fields import Field
 from truedraft.engine.cuda.triton_run import _is_served
 from truedraft.engine.layers.run import AttentionShape
-from truedraft.engine.memory.batch import ForwardBatch, PagedRows
+from truedraft.engine.memory.batch import ForwardBatch, PagedRows, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.models import agreement
@@ -867,6 +868,23 @@ def test_the_smallest_that_holds_the_batch() -> None:
             if found is not None:
                 assert rows <= found.rows < 2 * rows
                 assert (found.queries is None) == (queries is None)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "length", "is_held"), [(3, 9, True), (8, 5, False), (16, 1, True), (16, 5, False)]
+)
+def test_what_goes_along_does_not_fill_a_pass_with_padding(num_rows: int, length: int, is_held: bool) -> None:
+    planned = plan_shapes(32, "auto", has_draft=False)
+    graphs = SimpleNamespace(
+        find=lambda rows, queries: smallest_stage(rows, queries, planned), most_queries=lambda _, n: n
+    )
+    row: Any = SimpleNamespace(draft=SimpleNamespace(num_first_drafts=0, known=True))
+    runner: Any = SimpleNamespace(graphs=graphs)
+    runner._stages = partial(CudaRunner._stages, runner)
+    guest = Span(BlockTable(), [1] * length, 1)
+    held = CudaRunner._held(runner, [row] * num_rows, [guest])
+    assert held.guests == [guest] * is_held
+    assert held.verdicts.shape.num_tokens <= max(64, 2 * num_rows)
 
 
 def test_tables_are_sent_as_far_as_they_are_new() -> None:

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.engine.cuda.quantised import SCALE, SCALE_MIN, SUPER, PackedBlocks
+from truedraft.engine.cuda.quantised import (
+    POWER,
+    SCALE,
+    SCALE_MIN,
+    SUPER,
+    SUPER_HALF,
+    SUPER_HALF_MIN,
+    SUPER_SCALE,
+    PackedBlocks,
+)
 from truedraft.engine.layers.weight import ScaledRows
 
 
@@ -40,21 +49,35 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _weights(packed: PackedBlocks) -> torch.Tensor:
     """Returns float32 [tiles, columns, blocks, 32]."""
     kind, blocks = packed.kind, packed.num_blocks
-    codes = _codes(packed.low, 8 if kind.bits == 8 else 4, blocks)
-    if kind.bits in (5, 6):
-        codes = codes | _codes(packed.high, kind.bits - 4, blocks) << 4
+    codes = _codes(packed.low, kind.low_bits, blocks)
+    if (high := kind.bits - kind.low_bits) > 0:
+        codes = codes | _codes(packed.high, high, blocks) << kind.low_bits
     values = (codes.int() - kind.offset).float()
-    scales = packed.scales.view(torch.int8) if kind.super_fields == 1 else packed.scales
-    first, *second = scales.float().permute(2, 0, 3, 1)[..., None]
+    if kind.levels:
+        values = torch.tensor(kind.levels, dtype=torch.float32)[codes.int()]
+    is_signed = kind.scaling in (SUPER_HALF, SUPER_SCALE)
+    scales = packed.scales.view(torch.int8) if is_signed else packed.scales
+    if kind.scaling == SUPER_HALF_MIN:
+        scales = torch.cat((scales & 15, scales >> 4), 2)
+    first, *others = scales.float().permute(2, 0, 3, 1)[..., None]
     if kind.scaling == SCALE:
         return values * first
     if kind.scaling == SCALE_MIN:
-        return values * first + second[0]
+        return values * first + others[0]
+    if kind.scaling == POWER:
+        return values * torch.ldexp(torch.tensor(1.0), first - 128)
     supers = packed.supers.float().permute(2, 0, 3, 1)[..., None].repeat_interleave(8, -2)
     if kind.scaling == SUPER:
-        return values * (supers[0] * first) - supers[1] * second[0]
-    both = torch.cat((first.expand(*first.shape[:-1], 16), second[0].expand(*first.shape[:-1], 16)), -1)
-    return values * (supers[0] * both)
+        return values * (supers[0] * first) - supers[1] * others[0]
+    if kind.scaling == SUPER_SCALE:
+        return values * (supers[0] * first)
+    weights = values * (supers[0] * _halves(first, others[0]))
+    return weights if kind.scaling == SUPER_HALF else weights - supers[1] * _halves(*others[1:])
+
+
+def _halves(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Returns numbers of 16 inputs for each of 32."""
+    return torch.cat([each.expand(*each.shape[:-1], 16) for each in (first, second)], -1)
 
 
 def _codes(plane: torch.Tensor, bits: int, blocks: int) -> torch.Tensor:

@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 SERVED = [name for name, number in TYPES.items() if number in KINDS]
 # Each is looked for in a type that comes to its line of the kernel.
 BUGS = {
-    "the second block of a byte is the first": ("block % LOW * 4", "0", "Q4_0"),
-    "high bits are those of the next block": ("block % HIGH * (BITS - 4)", "(block + 1) % HIGH", "Q5_0"),
+    "the second block of a byte is the first": ("block % LOW * LOW_BITS", "0", "Q4_0"),
+    "high bits are those of the next block": ("block % HIGH * HIGH_BITS", "(block + 1) % HIGH", "Q5_0"),
     "all tiles have the first one's scales": (
         "(tile * num_blocks + block) * FIELDS",
         "block * FIELDS",
@@ -37,6 +37,10 @@ BUGS = {
         "Q4_K",
     ),
     "scales have no sign": ("one = scale * first.to(tl.int8, bitcast=True)", "one = scale * first", "Q6_K"),
+    "levels are those of the other half": ("codes < 8", "codes >= 8", "IQ4_NL"),
+    "one scale has no sign": ("(scale * first.to(tl.int8, bitcast=True)", "(scale * first", "IQ4_XS"),
+    "minima are scales": ("(both >> 4)", "(both & 15)", "Q2_K"),
+    "a power is twice as large": ("(power - 1) << 23", "power << 23", "MXFP4"),
     "the last inputs are left out": ("num_units = tl.cdiv(num_blocks,", "num_units = (num_blocks //", "Q8_0"),
     "shares overlap": ("(share + 1) * units, num_units", "(share + 1) * units + 1, num_units", "Q4_K"),
     "one share is missing": ("for _ in range(num_shares)", "for _ in range(num_shares - 1)", "Q4_K"),

@@ -22,7 +22,7 @@ def compiled(
 ) -> Any:
     names = kernel.arg_names
     constants |= {"COLUMNS": COLUMNS, "BLOCK": BLOCK, "BLOCKS_OF_SUPER": BLOCKS_OF_SUPER}
-    constants |= {"BITS": kind.bits, "SCALING": kind.scaling, "OFFSET": kind.offset}
+    constants |= kind.constants
     scales = "*fp16" if kind.scaling in (SCALE, SCALE_MIN) else "*u8"
     types = {"x": f"*{NAMES[dtype]}", "output": f"*{NAMES[output]}", "shares": "*fp32", "ids": "*i64"}
     types |= {"low": "*u8", "high": "*u8", "scales": scales, "supers": "*fp16"}
@@ -73,6 +73,9 @@ if __name__ == "__main__":
     compile_one("Q6_K", 89, torch.bfloat16, 16)
     compile_one("Q5_0", 80, torch.float16, 32)
     compile_one("Q8_0", 120, torch.float32, 16)
+    compile_one("Q2_K", 90, torch.bfloat16, 64)
+    compile_one("IQ4_XS", 80, torch.bfloat16, 16)
+    compile_rows("MXFP4", 89, torch.bfloat16, has_ids=True)
     compile_rows("Q6_K", 90, torch.bfloat16, has_ids=True)
     compile_rows("Q5_1", 80, torch.float32, has_ids=False)
     compile_rounding(89)

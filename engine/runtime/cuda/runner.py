@@ -30,7 +30,7 @@ from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.joint_pass import score_together
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET
-from truedraft.engine.runtime.cuda.shapes import Shape, Stage
+from truedraft.engine.runtime.cuda.shapes import MAX_READ_ONCE, Shape, Stage
 from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.sampling.logprobs import token_logprobs
 
@@ -42,7 +42,7 @@ NO_TABLE = BlockTable()
 UNJUDGED = SamplingParams(max_tokens=1, temperature=0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made in every round
 class _Held:
     """What graphs hold of a round: so many drafts of each row, of which the draft model draws so many. The
     target's pass holds ``guests``, too, which are judged elsewhere."""
@@ -165,19 +165,29 @@ class CudaRunner:
         return _Launched(graphs, score, rows, held.lengths, kept, started, drafted, of_others)
 
     def _held(self, parts: list[ScheduledSequence], guests: list[Span]) -> "_Held":
-        """Returns what graphs hold of a round: as many drafts as they can, and all ``guests`` or none."""
+        """Returns what graphs hold of a round: as many drafts as they can, and all ``guests``, or none where
+        that would take a pass that is mostly padding."""
         graphs = self.graphs
         wanted = [part.draft.num_first_drafts for part in parts]
         most = graphs.most_queries(len(parts), max(wanted) + 1) - 1
         lengths = [min(length, most) for length in wanted]
         drawn = [0 if part.draft.known else length for part, length in zip(parts, lengths, strict=True)]
-        for taken in [guests, []] if guests else [[]]:
-            queries = max([max(lengths) + 1, *(len(span.token_ids) for span in taken)])
-            verdicts = graphs.find(len(parts) + len(taken), queries)
-            draft = graphs.find(len(parts) + len(taken), None) if any(drawn) else None
-            if verdicts is not None and (draft is not None or not any(drawn)):
-                return _Held(lengths, drawn, verdicts, draft, taken)
-        raise AssertionError("no graph holds the rows")
+        queries, draws = max(lengths) + 1, any(drawn)
+        found = self._stages(len(parts), queries, draws)
+        assert found is not None
+        if guests:
+            longest = max(queries, *(len(span.token_ids) for span in guests))
+            holding = self._stages(len(parts) + len(guests), longest, draws)
+            most_tokens = max(MAX_READ_ONCE, 2 * found[0].shape.num_tokens)
+            if holding is not None and holding[0].shape.num_tokens <= most_tokens:
+                return _Held(lengths, drawn, *holding, guests)
+        return _Held(lengths, drawn, *found, [])
+
+    def _stages(self, num_rows: int, queries: int, draws: bool) -> tuple[Stage, Stage | None] | None:
+        """Returns verdicts and, if any row ``draws`` drafts, draws for so many rows; None without."""
+        verdicts = self.graphs.find(num_rows, queries)
+        draft = self.graphs.find(num_rows, None) if draws else None
+        return None if verdicts is None or (draws and draft is None) else (verdicts, draft)
 
     def _send(self, parts: list[ScheduledSequence], held: "_Held") -> tuple[list[int], list[int]]:
         """Sends the rows' message. Returns where the rows of ``parts`` are, and where the guests' logits will
@@ -194,7 +204,7 @@ class CudaRunner:
             if is_new:
                 sequence = part.sequence
                 rows.set_sampling(row, sequence.params, sequence.seed, _rule_of(sequence))
-        index = self.graphs.set_spans(score, held.guests, theirs)
+        index = self.graphs.set_spans(score, held.guests, theirs) if theirs else []
         for row in theirs:
             rows.set_sampling(row, UNJUDGED, 0, RuleCode.EXACT_MATCH)
         rows.send(max(num_rows))

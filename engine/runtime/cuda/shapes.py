@@ -17,6 +17,8 @@ DRAFT_TOKENS = 2
 OPEN_QUERIES = (1, 3, 5, 9, 17)
 # Up to about here a pass costs what it takes to read the weights; beyond, padding costs what it computes.
 MAX_TOKENS = 320
+# A pass over so many tokens reads quantised weights once.
+MAX_READ_ONCE = 64
 MAX_PASSES = 64
 # Largest numbers of rows between powers of two: a batch of 17 rows should not pay for 32.
 FINE_ROWS = (24, 48, 96)
