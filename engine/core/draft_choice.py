@@ -28,8 +28,8 @@ class Stop(NamedTuple):
     accepted has fallen below ``below``; 0 never ends one.
 
     The chance is the product over the drafted tokens of the ``rates`` at which such tokens are accepted, by
-    the largest probability of the distribution that each was drawn from. It must depend on nothing that is
-    drawn from that distribution: a draft that ended because of the token just drawn would not be exact.
+    the largest probability of the distribution that each was drawn from, which is known before it is drawn.
+    A token that was drawn stays in the draft: to drop it for its own probability would not be exact.
     """
 
     rates: tuple[float, ...]  # of equal parts of the probabilities from 0 to 1

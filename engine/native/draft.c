@@ -146,8 +146,8 @@ typedef struct {
     int64_t position, known;
 } DraftDraws;
 
-/* Ends a row's draft behind ``num_drafted`` tokens where another pass would not pay, as Stop in draft_choice.py. It looks
- * at no token: a draft that ended because of what was drawn would not be exact. */
+/* Ends a row's draft behind ``num_drafted`` tokens where another pass would not pay, as Stop in draft_choice.py. What was
+ * drawn stays in it: to drop a token for its own probability would not be exact. */
 static void stop_or_go_on(const Row *sequence, Scratch *scratch, int64_t row, int64_t num_drafted, float confidence) {
     const int64_t num_rates = sequence->num_stop_rates;
     int64_t part = confidence > 0.0f ? (int64_t)((double)confidence * num_rates) : 0;

@@ -348,7 +348,7 @@ class Simulation:
         return one, drafting + scoring, expected
 
     def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float], list[float]]:
-        """Tokens kept, draft passes, acceptance rates of the kept ones, and how sure the draft was of them."""
+        """Tokens kept, draft passes, acceptance rates of the kept ones, how sure the draft was of them."""
         sequence = part.sequence
         length = min(part.draft.num_first_drafts, sequence.max_num_tokens - len(sequence) - 1)
         if part.draft.known:
