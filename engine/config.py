@@ -140,7 +140,7 @@ class SpeculationSettings(BaseModel):
         "tokens per second, by costs that are measured at start and tracked from then on.",
     )
     draft_stop: bool = Field(
-        True,
+        False,
         description="On a CPU, end the draft of a text early where the draft model or head was so unsure of "
         "what it has drafted that another token would not pay. It is one more option beside the lengths if "
         "num_speculative_tokens is auto, and is used where it promises more tokens per second. The output "
