@@ -39,6 +39,10 @@ class DraftModelProposer(Proposer):
         self.vocab_size = vocab_size
 
     @property
+    def runners(self) -> Sequences[ModelRunner]:
+        return (self.model,)
+
+    @property
     def pools(self) -> Sequences[BlockPool]:
         return (self.cache.pool,)
 

@@ -47,6 +47,10 @@ class HeadProposer(Proposer):
         self._waiting: WeakKeyDictionary[Sequence, Waiting] = WeakKeyDictionary()
 
     @property
+    def runners(self) -> Sequences[ModelRunner]:
+        return (self.runner,)
+
+    @property
     def pools(self) -> Sequences[BlockPool]:
         return (self.cache.pool,)
 
