@@ -87,19 +87,24 @@ def _has_head(config: EngineConfig, core: EngineCore) -> bool:
 
 
 def advice(results: list[DraftResult], given: str) -> str:
-    """Says in words which draft to use; ``given`` is the one that was asked about. It stays where no other is
-    clearly faster."""
+    """Says in words which draft to use. The one that was asked about, ``given``, stays where no other is
+    clearly faster; among others that are about as fast it is the one that takes least memory."""
     measured = [result for result in results if result.speeds]
     if not measured:
         return ""
     best = max(measured, key=lambda result: result.speedup)
-    own = next((result for result in measured if result.draft == given), None)
-    how_fast = f"{best.speedup:.2f} times as fast at {best.length} tokens"
     if best.speedup < PAYS_FROM:
-        return f"nothing that was tried pays ({best.draft}: {how_fast}): use --draft none"
-    if own is not None and best.speedup < PAYS_FROM * own.speedup:
+        return f"nothing that was tried pays ({best.draft}: {_how_fast(best)}): use --draft none"
+    close = [result for result in measured if best.speedup < PAYS_FROM * result.speedup]
+    own = next((result for result in close if result.draft == given), None)
+    if own is not None:
         return f"nothing that was tried is clearly faster than --draft {_setting(own)}: use that"
-    return f"use --draft {_setting(best)}: {how_fast}; leave the length to auto"
+    chosen = min(close, key=lambda result: result.memory)
+    return f"use --draft {_setting(chosen)}: {_how_fast(chosen)}; leave the length to auto"
+
+
+def _how_fast(result: DraftResult) -> str:
+    return f"{result.speedup:.2f} times as fast at {result.length} tokens"
 
 
 def _setting(result: DraftResult) -> str:

@@ -14,7 +14,6 @@ from truedraft.engine.commands.check_weights import WeightsResult
 from truedraft.engine.proposers.translated.pairing import TokenizerResult
 from truedraft.engine.terminal import console, printable, table
 
-
 # Characters of a draft's name in a table.
 NAME_WIDTH = 30
 
