@@ -226,7 +226,9 @@ def make_core(
             target_pool=memory.target_pool,
             max_num_sequences=config.num_sequences_on(target.device.type),
             max_num_batched_tokens=config.max_num_batched_tokens,
-            planner=SpeculationPlanner(costs, lookups, proposers),
+            planner=SpeculationPlanner(
+                costs, lookups, proposers, stops=config.draft_stop and target.device.type == "cpu"
+            ),
             proposers=proposers,
             # What an encoder makes of a beginning depends on what follows.
             prefix_caching=config.prefix_caching and models.encoder_decoder is None,

@@ -139,6 +139,13 @@ class SpeculationSettings(BaseModel):
         description="Tokens drafted per round; 0 switches speculation off. auto: as many as maximise "
         "tokens per second, by costs that are measured at start and tracked from then on.",
     )
+    draft_stop: bool = Field(
+        False,
+        description="On a CPU, end the draft of a text early where the draft model or head was so unsure of "
+        "what it has drafted that another token would not pay. It is one more option beside the lengths if "
+        "num_speculative_tokens is auto, and is used where it promises more tokens per second. The output "
+        "has the same distribution in any case.",
+    )
     draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
         "auto",
         description="How the draft model draws its tokens: the most likely one, or at random with the "

@@ -2,9 +2,9 @@
 
 It loads the pair as the server would, compares the tokenizers, tests exactness (``check_exactness``), says
 what quantised weights cost (``check_weights``) and measures (``check_speed``), n-grams on a text that repeats
-itself. A target without a draft is checked with n-grams, and tried with its own weights in fewer bits. Exit
-code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the engine's own, from flags and
-``TRUEDRAFT_*``.
+itself, too. A target without a draft is checked with n-grams. What else the target could draft with here is
+tried for comparison (``check_drafts``). Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are
+the engine's own, from flags and ``TRUEDRAFT_*``.
 """
 
 import json
@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine, drafting_method
+from truedraft.engine.commands.check_drafts import NGRAM, DraftResult, advice, memory_of, others_to_try
 from truedraft.engine.commands.check_exactness import (
     EngineFailedError,
     Law,
@@ -36,7 +37,6 @@ from truedraft.engine.commands.check_report import (
     Comparisons,
     Report,
     print_report,
-    recommendation,
     verdict_of,
 )
 from truedraft.engine.commands.check_speed import Speed, measure
@@ -46,7 +46,8 @@ from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import DRAFT_MODEL, WITH_DRAFT, SamplingParams, Verification
+from truedraft.engine.library.chat_template import ChatTemplate
+from truedraft.engine.messages import WITH_DRAFT, Method, SamplingParams, Verification
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_options
 from truedraft.engine.proposers.ngram import NgramProposer
@@ -71,7 +72,8 @@ NUM_TIMED_PROMPTS = 2
 DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
-NUM_STAGES = 5 + len(RULES) + (1 + len(TEMPERATURES)) * len(SELF_DRAFTS)
+# How many other drafts there are is known once the target is loaded; each has one stage.
+NUM_STAGES = 6 + len(RULES) + 2 * len(TEMPERATURES) + len(SELF_DRAFTS)
 # Logits closer than this may change places when they are computed in another shape.
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
 
@@ -81,10 +83,25 @@ class CheckSettings(EngineConfig, BaseSettings):
 
     model_config = command_options("check")
 
-    prompts: Path | None = Field(None, description="File of prompts, one a line. Default: four openings.")
+    prompts: Path | None = Field(
+        None,
+        description="File of prompts, one a line. A target with a chat template gets each as a user's "
+        "message. Default: four openings, to be continued.",
+    )
+    chat: bool = Field(True, description="Apply the target's chat template, if it has one, to prompts.")
+    compare: bool = Field(
+        True,
+        description="Measure what else the target could draft with here, too: n-grams, the MTP head of its "
+        "checkpoint, self:int8 and self:int4.",
+    )
+    compare_with: list[str] = Field(
+        [], description="More drafts to compare with: folders or hub ids of models and heads."
+    )
     samples: int = Field(1500, ge=100, description="Samples of each chi-square test.")
     repeats: int = Field(5, ge=1, description="Timed runs of each variant.")
-    seconds: float = Field(14.0, gt=0, description="Seconds to spend on measuring speed, roughly.")
+    seconds: float = Field(
+        14.0, gt=0, description="Seconds to spend on measuring the speed of each draft, roughly."
+    )
     long_seconds: float = Field(
         20.0,
         gt=0,
@@ -118,25 +135,32 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     assert settings.target is not None  # filled in by EngineConfig
     progress.begin("The target's own distribution")
     tokenizer = load_tokenizer(settings.target)
-    texts = settings.prompts.read_text().splitlines() if settings.prompts else PROMPTS
+    prompts_of = _Prompts(tokenizer, settings)
     # The reference is gone before the engine comes: a large target fits into memory only once.
-    expected = _expected(settings, tokenizer, texts[0])
+    expected = _expected(settings, tokenizer, prompts_of.texts[0])
     length = DEFAULT_LENGTH if settings.num_speculative_tokens == "auto" else settings.num_speculative_tokens
     progress.begin("Loading the models")
     core = build_engine(EngineConfig(**_fields(settings, length)))
-    prompts = [_encode(tokenizer, text, number, core.target.vocab_size) for number, text in enumerate(texts)]
+    prompts = prompts_of.token_ids(core.target.vocab_size)
     compared = _compare(core, prompts, expected, length, settings.samples, progress)
     names_source = settings.draft is not None or settings.method != "auto"
     speculates = core.snapshot().num_speculative_tokens > 0
     speeds = _speeds(core, prompts, settings, length, progress) if speculates and names_source else []
     ngrams = _ngram_speeds(core, tokenizer, settings, progress) if length else []
     report = _report(core, settings, expected.weights, compared, speeds, ngrams)
-    if names_source or not length or compared.failures:
+    if not settings.compare or not length or compared.failures:
         return report
+    given = _name(settings, core)
+    results = [DraftResult(given, speeds, memory_of(core))] if speeds else []
+    if not (speeds and given == NGRAM) and core.admission.encoder_decoder is None:
+        results.append(DraftResult(NGRAM, _speeds(core, prompts, settings, length, progress, NGRAM)))
+    others = others_to_try(settings, core, settings.compare_with)
     del core  # a large target fits into memory only once
-    tried = {draft: _try_own(draft, settings, prompts, length, progress) for draft in SELF_DRAFTS}
-    own_drafts = {draft: speeds for draft, speeds in tried.items() if speeds}
-    return replace(report, own_drafts=own_drafts, verdict=report.verdict + recommendation(own_drafts))
+    for draft in others:
+        result = _try(draft, settings, prompts, length, progress)
+        if result.speeds or draft in settings.compare_with:
+            results.append(result)
+    return replace(report, drafts=results, advice=advice(results, given))
 
 
 def _fields(settings: CheckSettings, length: int, **others: Any) -> dict[str, Any]:
@@ -201,26 +225,54 @@ def _report(
         sampling=compared.sampling,
         speeds=speeds,
         ngrams=ngrams,
-        own_drafts={},
+        drafts=[],
+        advice="",
         exact=not failures,
         verdict=verdict_of(failures, speeds, ngrams, settings.num_speculative_tokens),
     )
 
 
-def _try_own(
-    draft: str,
-    settings: CheckSettings,
-    prompts: list[list[int]],
-    length: int,
-    progress: Stages,
-) -> list[Speed]:
-    progress.begin(f"Loading {draft}")
-    fields = _fields(settings, length, draft=draft, method=DRAFT_MODEL)
+def _name(settings: CheckSettings, core: EngineCore) -> str:
+    """Returns what drafts in the pair that is checked, as the setting ``draft`` names it."""
+    return settings.draft if settings.draft and core.admission.method in WITH_DRAFT else core.admission.method
+
+
+def _try(
+    draft: str, settings: CheckSettings, prompts: list[list[int]], length: int, progress: Stages
+) -> DraftResult:
+    """Measures another draft, with the target loaded again."""
+    progress.begin(f"Trying {draft}")
+    fields = _fields(settings, length, draft=draft, method=drafting_method(draft))
     try:
         core = build_engine(EngineConfig(**fields))
-    except ModelLoadError:
-        return []
-    return _speeds(core, prompts, settings, length, progress)
+    except (ModelLoadError, OSError) as error:
+        return DraftResult(draft, [], reason=str(error))
+    return DraftResult(draft, _speeds(core, prompts, settings, length, None), memory_of(core))
+
+
+class _Prompts:
+    """Writes prompts in the target's tokens: texts to be continued, or questions of a user's."""
+
+    def __init__(self, tokenizer: Any | None, settings: CheckSettings) -> None:
+        self.tokenizer = tokenizer
+        self.texts = PROMPTS
+        self.template: ChatTemplate | None = None
+        if settings.prompts is not None:
+            self.texts = [text for text in settings.prompts.read_text().splitlines() if text.strip()]
+            if not self.texts:
+                raise RequestError("empty_prompt", f"{settings.prompts} has no prompts: write one a line")
+            template = None if tokenizer is None else ChatTemplate(tokenizer)
+            if settings.chat and template is not None and template.exists:
+                self.template = template
+
+    def token_ids(self, vocab_size: int) -> list[list[int]]:
+        """Returns those of all texts."""
+        if self.template is None:
+            return [
+                _encode(self.tokenizer, text, number, vocab_size) for number, text in enumerate(self.texts)
+            ]
+        messages = [[{"role": "user", "content": text}] for text in self.texts]
+        return [self.template.token_ids(each, {})[:MAX_PROMPT_TOKENS] for each in messages]
 
 
 @dataclass(frozen=True)
@@ -262,15 +314,23 @@ def _tokenizers(core: EngineCore, settings: CheckSettings) -> TokenizerResult | 
 
 
 def _speeds(
-    core: EngineCore, prompts: list[list[int]], settings: CheckSettings, length: int, progress: Stages
+    core: EngineCore,
+    prompts: list[list[int]],
+    settings: CheckSettings,
+    length: int,
+    progress: Stages | None,
+    method: Method | None = None,
 ) -> list[Speed]:
+    """Returns those of ``method``, or of what the engine drafts with."""
     lengths = sorted({*SPEED_LENGTHS, length})
     seconds = settings.seconds / len(TEMPERATURES)
     speeds = []
     for temperature in TEMPERATURES:
-        progress.begin(f"Speed at temperature {temperature:g}")
+        if progress is not None:
+            drafts = "" if method is None else f" of {method}"
+            progress.begin(f"Speed{drafts} at temperature {temperature:g}")
         timed = prompts[:NUM_TIMED_PROMPTS]
-        speeds += measure(core, timed, lengths, temperature, settings.repeats, seconds)
+        speeds += measure(core, timed, lengths, temperature, settings.repeats, seconds, method)
     return speeds
 
 

@@ -1,11 +1,11 @@
 """Says what ``truedraft check`` has found: the report, its verdict, and how a terminal shows them."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from rich.text import Text
 
+from truedraft.engine.commands.check_drafts import NGRAM, DraftResult
 from truedraft.engine.commands.check_exactness import SIGNIFICANCE, TESTED, ChiSquareResult, GreedyResult
 from truedraft.engine.commands.check_grammar import GrammarResult
 from truedraft.engine.commands.check_positions import PositionsResult
@@ -13,6 +13,9 @@ from truedraft.engine.commands.check_speed import PAYS_FROM, Speed
 from truedraft.engine.commands.check_weights import WeightsResult
 from truedraft.engine.proposers.translated.pairing import TokenizerResult
 from truedraft.engine.terminal import console, printable, table
+
+# Characters of a draft's name in a table.
+NAME_WIDTH = 30
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Report:
     sampling: list[ChiSquareResult]
     speeds: list[Speed]
     ngrams: list[Speed]  # on a text that repeats itself, greedily
-    own_drafts: dict[str, list[Speed]]  # a target without a draft: what its own weights would bring
+    drafts: list[DraftResult]  # what the target could draft with, the given draft first
+    advice: str  # which of them to use
     exact: bool
     verdict: str
 
@@ -72,7 +76,7 @@ def verdict_of(failures: list[str], speeds: list[Speed], ngrams: list[Speed], se
 def _of_drafts(speeds: list[Speed], setting: Setting) -> str:
     if not speeds:
         return "exact; no draft model drafts"
-    overall = _by_length(speeds)
+    overall = DraftResult("", speeds).by_length
     best = max(overall, key=lambda length: overall[length])
     if overall[best] < PAYS_FROM:
         return (
@@ -93,30 +97,6 @@ def _of_ngrams(speeds: list[Speed]) -> str:
         f"; n-grams, which auto drafts where they pay: {best.speedup:.2f} times as fast at "
         f"{best.num_speculative_tokens} tokens on a text that repeats itself"
     )
-
-
-def recommendation(own_drafts: dict[str, list[Speed]]) -> str:
-    """Says what the target's own weights would bring as its draft."""
-    ratios = {
-        (draft, length): ratio
-        for draft, speeds in own_drafts.items()
-        for length, ratio in _by_length(speeds).items()
-    }
-    if not ratios:
-        return ""
-    draft, length = max(ratios, key=lambda key: ratios[key])
-    how_fast = f"{ratios[draft, length]:.2f} times as fast at {length} tokens"
-    if ratios[draft, length] < PAYS_FROM:
-        return f"; the target's own weights as its draft would not pay ({how_fast} at best, {draft})"
-    return f"; --draft {draft} would pay: {how_fast}"
-
-
-def _by_length(speeds: list[Speed]) -> dict[int, float]:
-    """Returns the speed-up of each draft length: geometric mean over the temperatures."""
-    ratios: dict[int, list[float]] = {}
-    for speed in speeds:
-        ratios.setdefault(speed.num_speculative_tokens, []).append(speed.speedup)
-    return {length: math.prod(each) ** (1 / len(each)) for length, each in sorted(ratios.items())}
 
 
 def print_report(report: Report) -> None:
@@ -170,10 +150,11 @@ def print_report(report: Report) -> None:
     if report.ngrams:
         out.print("\nn-grams, on a text that repeats itself:")
         _print_speeds(report.ngrams)
-    for draft, speeds in report.own_drafts.items():
-        out.print(f"\nwith --draft {draft}:")
-        _print_speeds(speeds)
+    if report.drafts:
+        _print_drafts(report.drafts)
     out.print(f"\n{report.verdict}", style="bold" if report.exact else "bold red")
+    if report.advice:
+        out.print(report.advice, style="bold")
 
 
 def _print_speeds(speeds: list[Speed]) -> None:
@@ -200,3 +181,30 @@ def _print_speeds(speeds: list[Speed]) -> None:
         longest = of_temperature[-1]
         shares = "  ".join(f"{share:.2f}" for share in longest.acceptance_by_position)
         out.print(f"accepted up to position 1, 2, ... at temperature {temperature:g}: {shares}")
+
+
+def _print_drafts(results: list[DraftResult]) -> None:
+    """Prints one line for each draft, at its best length; the fastest first."""
+    out = console()
+    out.print("\nwhat this target could draft with here, each at its best length:\n")
+    rows = table(["draft", "accepted", "tokens/round", "speed-up", "at", "memory"])
+    measured = [result for result in results if result.speeds]
+    for result in sorted(measured, key=lambda result: -result.speedup):
+        rows.add_row(
+            Text(printable(_short("n-grams" if result.draft == NGRAM else result.draft))),
+            f"{result.acceptance_rate:.0%}",
+            f"{result.acceptance_length:.2f}",
+            f"{result.speedup:.2f}",
+            str(result.length),
+            f"{result.memory / 2**20:,.1f} MiB" if result.memory else "none",
+        )
+    out.print(rows)
+    for result in results:
+        if result.reason:
+            out.print(printable(f"{result.draft} was not tried: {result.reason}"))
+    out.print("memory: the draft's weights, and its cache for 1,000 tokens")
+
+
+def _short(name: str) -> str:
+    """Returns the end of a long path: the table's numbers are to stand beside it."""
+    return name if len(name) <= NAME_WIDTH else f"...{name[3 - NAME_WIDTH :]}"

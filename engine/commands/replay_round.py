@@ -119,7 +119,7 @@ class RoundCheck:
         num_accepted, num_drafted = self.round.num_accepted, len(self.ids)
         if self.rule is Rule.REJECTION:
             for number in range(min(num_accepted + 1, num_drafted)):
-                drawn = float(uniform(self.seed, self.position + number, Stream.ACCEPT))
+                drawn = float(uniform(self._spent_seed(), self.position + number, Stream.ACCEPT))
                 token_id = self.ids[number]
                 goal = drawn * float(self.draft_probs[number, token_id])
                 yield from self._check_decision(
@@ -220,8 +220,8 @@ class RoundCheck:
         return weights[0], stand_probs[0]
 
     def _spent_seed(self) -> torch.Tensor:
-        """Under the block rule numbers beyond the kept tokens are spent, so each round has its own."""
-        return round_seeds(self.seed, self.position) if self.rule is Rule.BLOCK else self.seed
+        """Returns the seed of drafting and accepting, which each round has for itself."""
+        return round_seeds(self.seed, self.position)
 
 
 def _one_hot(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

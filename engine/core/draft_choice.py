@@ -1,6 +1,6 @@
 """Says what a sequence drafts in a step: decided before anything is drawn, which keeps the step exact."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from truedraft.engine.messages import Source
@@ -23,9 +23,32 @@ class InRound(Protocol):
         """Returns up to ``limit`` drafts of the next round, perhaps none."""
 
 
+class Stop(NamedTuple):
+    """Ends drafts that are not worth another pass: behind a token, where the chance that all of the draft is
+    accepted has fallen below ``below``; 0 never ends one.
+
+    The chance is the product over the drafted tokens of the ``rates`` at which such tokens are accepted, by
+    the largest probability of the distribution that each was drawn from, which is known before it is drawn.
+    A token that was drawn stays in the draft: to drop it for its own probability would not be exact.
+    """
+
+    rates: tuple[float, ...]  # of equal parts of the probabilities from 0 to 1
+    below: float = 0.0
+
+    def rate(self, confidence: float) -> float:
+        """Returns the acceptance rate at a largest probability, which may be NaN."""
+        return self.rates[part_of(confidence, len(self.rates))]
+
+
+def part_of(confidence: float, num_parts: int) -> int:
+    """Returns the number of the part of 0 to 1 that holds a largest probability."""
+    return min(int(confidence * num_parts), num_parts - 1) if confidence > 0 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """``source`` drafts ``num_tokens`` with its model in every round for which nothing else is known.
+    """``source`` drafts ``num_tokens`` with its model in every round for which nothing else is known, or
+    fewer where ``stop`` ends drafts.
 
     ``known`` tokens are the drafts of the first round instead; ``in_round`` is asked before each later one.
     ``num_missing`` tokens must be computed by the model's cache before its first draft, the pending token
@@ -37,6 +60,7 @@ class DraftChoice:
     num_missing: int = 0
     known: Known | None = None
     in_round: InRound | None = None
+    stop: Stop | None = None
 
     @property
     def known_ids(self) -> list[int]:
@@ -64,9 +88,8 @@ class DraftChoice:
         if self.num_first_drafts <= budget:
             return self
         if self.known is None:
-            return DraftChoice(self.source, budget, self.num_missing, None, self.in_round)
-        known = Known(self.known.source, self.known.token_ids[:budget])
-        return DraftChoice(self.source, self.num_tokens, self.num_missing, known, self.in_round)
+            return replace(self, num_tokens=budget)
+        return replace(self, known=Known(self.known.source, self.known.token_ids[:budget]))
 
 
 # The choice of a row that drafts nothing.

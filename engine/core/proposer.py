@@ -18,6 +18,7 @@ from truedraft.engine.memory.block_table import BlockTable
 if TYPE_CHECKING:
     import torch
 
+    from truedraft.engine.models.model_runner import ModelRunner
     from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 
@@ -61,6 +62,11 @@ class Proposer:
     def trace_source(self) -> str:
         """What traces call it."""
         return self.name
+
+    @property
+    def runners(self) -> "Sequences[ModelRunner]":
+        """Returns the models that it drafts with, for a report of what they take in memory."""
+        return ()
 
     def attach(self, target: Any) -> None:
         """Learns whom it drafts for, before its first step: the target's ``ModelRunner``."""

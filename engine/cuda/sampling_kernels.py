@@ -299,8 +299,7 @@ def draw_row(
             if rule == _COUPLED:
                 drawn = race(probs, key_of(seed, first + number, _NOISE), VOCAB, TILE)
             else:
-                if rule == _BLOCK:
-                    seed = key_of(seed, first, _ROUND)
+                seed = key_of(seed, first, _ROUND)
                 uniform = in_unit_interval(mixed(key_of(seed, first + number, _DRAFT)))
                 scale, none = uniform * 0 + 1, drawn * 0
                 drawn = draw(probs, probs, scale, none, none - 1, uniform, units, VOCAB, TILE)
@@ -364,9 +363,7 @@ def judge_row(
         end = tl.where(is_drawn, VOCAB, 0)
         rule, seed = tl.load(row + _RULE), tl.load(row + _SEED)
         first = tl.load(row + _NUM_STORED) + 1
-        spent = seed
-        if rule == _BLOCK:
-            spent = key_of(seed, first, _ROUND)
+        spent = key_of(seed, first, _ROUND)
         accepted = num_drafts * 0
         goes_on = num_drafts >= 0
         scale = spent.to(tl.float64) * 0 + 1  # belongs to the prefix that stands

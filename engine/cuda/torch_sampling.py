@@ -31,7 +31,7 @@ def draw_drafts(
     rule, seeds = numbers[:, Field.RULE], numbers[:, Field.SEED]
     first = numbers[:, Field.NUM_STORED] + 1
     positions = first + pass_number
-    spent = torch.where(rule == RuleCode.BLOCK, round_seeds_on_device(seeds, first), seeds)
+    spent = round_seeds_on_device(seeds, first)
     ids = inverse_cdf(drawn_from, uniform_on_device(spent, positions, Stream.DRAFT))
     coupled = (drawn_from / noise_on_device(seeds, positions, vocab_size)).argmax(-1)
     ids = torch.where(rule == RuleCode.COUPLED, coupled, ids)
@@ -66,7 +66,7 @@ def judge(
     certain = torch.zeros_like(drawn).scatter_(2, draft_ids[..., None], 1.0)
     drawn = torch.where((numbers[:, Field.NUM_DRAWN] > 0)[:, None, None], drawn, certain)
     is_block = rule == RuleCode.BLOCK
-    spent = torch.where(is_block, round_seeds_on_device(seeds, first), seeds)
+    spent = round_seeds_on_device(seeds, first)
     accept = uniform_on_device(spent[:, None], positions[:, :-1], Stream.ACCEPT)
     of_target, of_draft = probs_of_draft(probs, draft_ids, drawn)
     leading = leading_on_device(accept * of_draft < of_target, num_drafts)

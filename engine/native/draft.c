@@ -21,9 +21,19 @@ static float *pad_logits(const Drafter *drafter, const Scratch *scratch, float *
     return padded;
 }
 
-/* A row's draft at a position, from logits [known], which are changed. */
+/* The largest probability of logits [known] as they are, which is how sure the drafter is of a greedy draft. */
+static float greedy_confidence(const Row *sequence, const Scratch *scratch, const float *logits, int64_t known) {
+    const float temperature = 1.0f;
+    const Processors uncut = { &temperature, &sequence->top_k, &sequence->top_p, &sequence->min_p };
+    float *probs = scratch->probs + this_thread() * scratch->vocab;
+    process_row(probs, logits, &uncut, 0, NULL, known);
+    return highest_of(probs, known);
+}
+
+/* A row's draft at a position, from logits [known], which are changed. Sets how sure the drafter is before it draws, if
+ * drafts may be stopped. */
 static int64_t draw_draft(const Drafter *drafter, const Rounds *rounds, const Scratch *scratch, int64_t row,
-                          int64_t position, float *logits, int64_t known) {
+                          int64_t position, float *logits, int64_t known, float *confidence) {
     const Row *sequence = rounds->rows[row];
     const int64_t vocab = scratch->vocab, place = sequence->num_tokens + position;
     int64_t id;
@@ -34,6 +44,8 @@ static int64_t draw_draft(const Drafter *drafter, const Rounds *rounds, const Sc
         known = vocab;
     }
     adjust_logits(sequence, position, logits, known);
+    if (sequence->rule == GREEDY && sequence->stop_rates)
+        *confidence = greedy_confidence(sequence, scratch, logits, known);
     if (sequence->rule == GREEDY) return argmax(logits, known);
     float *probs = scratch->probs + this_thread() * vocab;
     if (sequence->rule == REJECTION)
@@ -41,11 +53,14 @@ static int64_t draw_draft(const Drafter *drafter, const Rounds *rounds, const Sc
     /* Drafts are guesses: a draft model without a distribution has a flat one. */
     if (!is_distribution(logits, vocab)) memset(logits, 0, vocab * sizeof(float));
     process_adjusted(sequence, scratch, probs, logits);
+    if (sequence->stop_rates) *confidence = highest_of(probs, vocab);
     if (sequence->rule == COUPLED) {
         gumbel_argmax(&id, probs, &sequence->seed, &place, 0, 1, 1, vocab);
     } else {
         double number;
-        uniform(&number, &sequence->seed, &place, DRAFT_STREAM, 1);
+        int64_t seed;
+        round_seed(&seed, sequence->seed, sequence->num_tokens);
+        uniform(&number, &seed, &place, DRAFT_STREAM, 1);
         inverse_cdf(&id, probs, &number, 1, vocab);
     }
     return id;
@@ -69,6 +84,7 @@ static int64_t plan_first_pass(const Drafter *drafter, const Rounds *rounds, Scr
         scratch->query_lens[num_active] = count;
         scratch->num_computed[num_active] = stored;
         scratch->span_first_block[num_active] = scratch->first_draft_block[row];
+        scratch->chance[row] = 1.0;
         scratch->active[num_active++] = row;
     }
     return num_active;
@@ -126,19 +142,34 @@ static int run_pass(const Drafter *drafter, const Rounds *rounds, Scratch *scrat
 typedef struct {
     const Drafter *drafter;
     const Rounds *rounds;
-    const Scratch *scratch;
+    Scratch *scratch;
     int64_t position, known;
 } DraftDraws;
 
+/* Ends a row's draft behind ``num_drafted`` tokens where another pass would not pay, as Stop in draft_choice.py. What was
+ * drawn stays in it: to drop a token for its own probability would not be exact. */
+static void stop_or_go_on(const Row *sequence, Scratch *scratch, int64_t row, int64_t num_drafted, float confidence) {
+    const int64_t num_rates = sequence->num_stop_rates;
+    int64_t part = confidence > 0.0f ? (int64_t)((double)confidence * num_rates) : 0;
+    if (part >= num_rates) part = num_rates - 1;
+    scratch->chance[row] *= sequence->stop_rates[part];
+    if (scratch->chance[row] < sequence->stop_below) scratch->limit[row] = num_drafted;
+}
+
 static void draw_task(const void *arguments, int64_t i) {
     const DraftDraws *task = arguments;
-    const Scratch *scratch = task->scratch;
+    Scratch *scratch = task->scratch;
     const int64_t row = scratch->active[i];
     float *logits = scratch->draft_logits + i * task->known;
-    const int64_t id = draw_draft(task->drafter, task->rounds, scratch, row, task->position, logits, task->known);
+    float confidence = 0.0f;
+    const int64_t id =
+        draw_draft(task->drafter, task->rounds, scratch, row, task->position, logits, task->known, &confidence);
     scratch->draft_ids[row * task->rounds->max_drafts + task->position] = id;
     count_token(task->rounds->rows[row], id);
     scratch->num_drafted[row] = task->position + 1;
+    if (!task->rounds->rows[row]->stop_rates) return;
+    if (scratch->confidences) scratch->confidences[row * task->rounds->max_drafts + task->position] = confidence;
+    stop_or_go_on(task->rounds->rows[row], scratch, row, task->position + 1, confidence);
 }
 
 static int draw_drafts(const Drafter *drafter, const Rounds *rounds, Scratch *scratch) {
@@ -147,7 +178,7 @@ static int draw_drafts(const Drafter *drafter, const Rounds *rounds, Scratch *sc
     for (int64_t position = 0; num_active > 0; position++) {
         if (!run_pass(drafter, rounds, scratch, num_active)) return 0;
         run_task(draw_task, &(DraftDraws){ drafter, rounds, scratch, position, known }, num_active,
-                 scratch->samples ? num_active * scratch->vocab * WORK_OF_A_DRAW : 0);
+                 scratch->samples || scratch->stops ? num_active * scratch->vocab * WORK_OF_A_DRAW : 0);
         for (int64_t i = 0; i < num_active; i++) {
             const int64_t row = scratch->active[i], id = scratch->draft_ids[row * max_drafts + position];
             if (rounds->rows[row]->mask && !rounds->constrain(row, position + 1, id)) return 0;

@@ -10,7 +10,7 @@
 #include "threads.h"
 
 /* As in random.py. */
-enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, NOISE_STREAM = 4 };
+enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, NOISE_STREAM = 4, ROUND_STREAM = 5 };
 
 /* What weights are kept in: WHOLE8 and FLOAT8 are bytes with scales. Quantised embeddings add their type in
  * quantised_blocks.h. */
@@ -289,6 +289,8 @@ void process(float *probs, const float *logits, const Processors *processors, fl
 void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
                    int64_t offset, int64_t sequences, int64_t positions, int64_t vocab);
 void noise_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab);
+float highest_of(const float *x, int64_t size);
+void round_seed(int64_t *out, int64_t seed, int64_t first_position);
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
 void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab);
 void draw_next(int64_t *ids, const float *target, const float *draft, const int64_t *num_draft,

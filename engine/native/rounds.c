@@ -28,13 +28,14 @@ static int make_scratch(Scratch *scratch, const Drafter *drafter, const Rounds *
     static _Thread_local Arena arena;
     const int64_t draft_vocab = drafter ? drafter->model->head->out_features : 0;
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->max_drafts, threads = get_num_threads();
-    int64_t num_blocks = 0, num_new = 0, samples = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
+    int64_t num_blocks = 0, num_new = 0, samples = 0, stops = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
     for (int64_t i = 0; i < rows; i++) {
         const Row *row = rounds->rows[i];
         const int is_sampled = row->rule != GREEDY;
         num_blocks += row->num_blocks + row->num_draft_blocks;
         num_new += row->num_tokens - row->num_computed;
         samples |= is_sampled;
+        stops |= row->stop_rates != NULL;
         cuts |= is_sampled && (row->top_k > 0 || row->top_p < 1.0f || row->min_p > 0.0f);
         uses_probs |= row->rule == REJECTION && (!row->draft_ids || rounds->constrain);
         uses_one_hot |= row->rule == REJECTION && (row->draft_ids || rounds->constrain);
@@ -49,6 +50,7 @@ static int make_scratch(Scratch *scratch, const Drafter *drafter, const Rounds *
     const size_t integer = sizeof(int64_t), number = sizeof(float);
     const Piece pieces[] = {
         { (void **)&scratch->limit, rows, integer },
+        { (void **)&scratch->chance, rows, sizeof(double) },
         { (void **)&scratch->num_drafted, rows, integer },
         { (void **)&scratch->next_id, rows, integer },
         { (void **)&scratch->is_broken, rows, integer },
@@ -76,7 +78,7 @@ static int make_scratch(Scratch *scratch, const Drafter *drafter, const Rounds *
         { (void **)&scratch->outputs, num_tokens * size, number },
         { (void **)&scratch->next_states, rows * size, number },
         { (void **)&scratch->draft_probs, uses_probs ? drafts * vocab : 0, number },
-        { (void **)&scratch->probs, samples ? threads * vocab : 0, number },
+        { (void **)&scratch->probs, samples || stops ? threads * vocab : 0, number },
         { (void **)&scratch->padded, pads ? threads * vocab : 0, number },
         { (void **)&scratch->cut, cuts ? threads * vocab : 0, number },
         { (void **)&scratch->one_hot, uses_one_hot ? threads * vocab : 0, number },
@@ -89,6 +91,7 @@ static int make_scratch(Scratch *scratch, const Drafter *drafter, const Rounds *
         *pieces[i].pointer = pieces[i].length ? arena_alloc(&arena, pieces[i].length, pieces[i].size) : NULL;
     scratch->vocab = vocab;
     scratch->samples = samples;
+    scratch->stops = stops;
     return 1;
 }
 
@@ -164,7 +167,9 @@ static int accept_or_recover(const Rounds *rounds, const Scratch *scratch, int64
     double number;
     if (draft >= 0 && !sequence->draft_ids)
         draft_probs = scratch->draft_probs + (row * rounds->max_drafts + position) * vocab;
-    uniform(&number, &sequence->seed, &place, ACCEPT_STREAM, 1);
+    int64_t seed;
+    round_seed(&seed, sequence->seed, sequence->num_tokens);
+    uniform(&number, &seed, &place, ACCEPT_STREAM, 1);
     *emitted = draft;
     /* A draft from outside is deterministic: its distribution is one-hot. */
     if (draft >= 0 && number * (draft_probs ? draft_probs[draft] : 1.0f) < probs[draft]) return 1;
@@ -261,6 +266,7 @@ int64_t run_rounds(const Decoder *target, const Drafter *drafter, const Rounds *
         if (round_began - began + longest > rounds->seconds) break;
         int64_t *num_accepted = rounds->num_accepted + round * num_rows, num_broken = 0;
         if (round > 0 && !constrain_rows(rounds)) break;
+        scratch.confidences = round == 0 ? rounds->confidences : NULL;
         if (!draft_round(drafter, rounds, &scratch)) break;
         const double drafted = now();
         if (!score(target, drafter, rounds, &scratch)) break;

@@ -25,6 +25,9 @@ typedef struct {
     int64_t num_draft_tokens;     /* to draft in each round, as far as there is room for them */
     const int64_t *draft_ids;     /* [num_draft_tokens] drafts from outside, of one round; NULL: the draft
                                      model's */
+    int64_t num_stop_rates;       /* drafts of the draft model may be stopped by the rates of as many parts of 0 to 1, as */
+    double stop_below;            /* in draft_choice.py */
+    const double *stop_rates;     /* NULL: they are not */
     int64_t num_blocks, num_draft_blocks;
     const int64_t *blocks, *draft_blocks; /* block tables with room for all rounds */
     int64_t state_slot, draft_state_slot; /* of caches with states, or -1 */
@@ -76,12 +79,16 @@ typedef struct {
     Constrain constrain;          /* NULL: no row is constrained */
     /* Results, round by round. */
     int64_t *num_drafted, *num_accepted; /* [num_rounds, num_rows] */
+    float *confidences;           /* [num_rows, max_drafts] of the first round, of rows whose drafts may be stopped: the
+                                     largest probability before each draft; NULL: there are no such rows */
     double *phase_seconds;        /* [num_rounds, 3] of drafting, scoring and verifying */
 } Rounds;
 
 /* Working memory of a call: [num_rows] unless another shape is given. */
 typedef struct {
-    int64_t *limit;               /* tokens to draft in this round */
+    int64_t *limit;               /* tokens to draft in this round, as far as is known */
+    double *chance;               /* that all of a draft is accepted */
+    float *confidences;           /* those of the first round, NULL in others */
     int64_t *num_drafted;
     int64_t *draft_ids;           /* [num_rows, max_drafts] */
     float *draft_probs;           /* [num_rows, max_drafts, vocab], if a row follows the rejection rule */
@@ -102,12 +109,12 @@ typedef struct {
     float *fused;                 /* [tokens scored, hidden size] */
     float *states, *outputs;      /* [tokens of a pass, hidden size] that come with its tokens, and that it gives */
     float *next_states;           /* [num_rows, hidden size] of the last tokens drafted */
-    float *probs;                 /* [threads, vocab], if a row samples */
+    float *probs;                 /* [threads, vocab], if a row samples or drafts may be stopped */
     float *padded;                /* the same, if the drafter knows other tokens */
     float *cut;                   /* the same, if a row has top-k, top-p or min-p */
     float *one_hot;               /* the same, if drafts from outside meet the rejection rule */
     int64_t vocab;                /* the target's; all distributions have its width */
-    int64_t samples;              /* whether a row does */
+    int64_t samples, stops;       /* whether a row does, and whether a row's drafts may be stopped */
 } Scratch;
 
 /* rounds.c */

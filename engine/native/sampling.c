@@ -40,7 +40,7 @@ static inline ALWAYS float exp_or_zero(float x) {
     return x < -87.0f ? 0.0f : p * power.f;
 }
 
-static float highest_of(const float *x, int64_t size) {
+float highest_of(const float *x, int64_t size) {
     float top[CHUNK], highest = x[0];
     int64_t begin = 0;
     for (int i = 0; i < CHUNK; i++) top[i] = highest;
@@ -226,6 +226,11 @@ static inline ALWAYS double to_unit_interval(uint64_t n) {
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size) {
     for (int64_t i = 0; i < size; i++)
         out[i] = to_unit_interval(mix(key_of(seeds[i], positions[i], stream)) >> 12);
+}
+
+/* The seed of drafting and accepting in the round that begins at a position, as round_seeds. */
+void round_seed(int64_t *out, int64_t seed, int64_t first_position) {
+    *out = (int64_t)key_of(seed, first_position, ROUND_STREAM);
 }
 
 /* out [vocab]: the numbers that the noise of gumbel_argmax is made of, for comparisons. */

@@ -26,14 +26,16 @@ class Stream(IntEnum):
     ACCEPT = 2  # accepts or rejects a drafted token
     RECOVER = 3  # draws the recovered or bonus token
     NOISE = 4  # exponential noise over the vocabulary, under the coupled rule
-    ROUND = 5  # seeds of rounds, under the block rule
+    ROUND = 5  # seeds of rounds, for DRAFT and ACCEPT
 
 
 def round_seeds(seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
     """Seeds int64 for one round each, which starts at ``first_positions``.
 
-    Block verification looks at drafts and numbers beyond the tokens it keeps, so those are spent: a later
-    round must not meet them again at the same positions. Rounds start at different positions.
+    A round draws drafts, and under the block rule looks at numbers, beyond the tokens that it keeps. Its
+    verdict may depend on them, and so does where its drafts stop, from which later rounds' lengths are
+    learned. They are spent: a later round must not meet them again at the same positions. Rounds start at
+    different positions.
     """
     with np.errstate(over="ignore"):
         return torch.as_tensor(_keys(_integers(seeds), _integers(first_positions), Stream.ROUND))

@@ -32,6 +32,7 @@ from truedraft.engine.sampling.verify import (
 
 # All of a tensor's rows; see ``_take``.
 ALL = slice(None)
+UNCUT = SamplingParams(max_tokens=1, temperature=0)
 TORCH = TorchBackend()
 
 
@@ -83,12 +84,14 @@ class Drafts:
     """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
-    deterministic or no row asks for them.
+    deterministic or no row asks for them. ``confidences`` are their largest probabilities, of the rows whose
+    drafts may be stopped; None if none may.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
     probs: torch.Tensor | None  # float32 [B, K, V]
     lengths: list[int]
+    confidences: list[list[float]] | None = None
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
@@ -113,8 +116,15 @@ def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
     token_ids = torch.stack(
         [F.pad(part.token_ids, (0, width - part.token_ids.shape[1])) for part in drafting]
     ).sum(0)
+    confidences = None
+    if any(part.confidences is not None for part in drafting):
+        none: list[list[float]] = [[]] * len(lengths)
+        rows = zip(
+            *(none if part.confidences is None else part.confidences for part in drafting), strict=True
+        )
+        confidences = [[one for each in row for one in each] for row in rows]
     if not sampler.uses_draft_probs:
-        return Drafts(token_ids, None, lengths)
+        return Drafts(token_ids, None, lengths, confidences)
     probs = torch.zeros(len(lengths), width, sampler.vocab_size, device=sampler.device)
     for part in drafting:
         drew = on_device([row for row, length in enumerate(part.lengths) if length], sampler.device)
@@ -122,7 +132,7 @@ def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
         if part_probs is None:
             part_probs = F.one_hot(part.token_ids, sampler.vocab_size).float()
         probs[drew, : part_probs.shape[1]] = part_probs[drew]
-    return Drafts(token_ids, probs, lengths)
+    return Drafts(token_ids, probs, lengths, confidences)
 
 
 class DraftDraw(NamedTuple):
@@ -130,6 +140,7 @@ class DraftDraw(NamedTuple):
 
     ids: torch.Tensor  # [B]
     probs: torch.Tensor | None  # [B, V], the distributions drawn from, if a row asks for them
+    confidences: torch.Tensor | None = None  # [B], the largest probabilities, if they are asked for
 
 
 class Sampler:
@@ -176,7 +187,9 @@ class Sampler:
             return self
         return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device, self.backend)
 
-    def draw_drafts(self, logits: torch.Tensor, drafted: torch.Tensor) -> DraftDraw:
+    def draw_drafts(
+        self, logits: torch.Tensor, drafted: torch.Tensor, with_confidences: bool = False
+    ) -> DraftDraw:
         """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
         offset = drafted.shape[1]
         if self._adjusted:
@@ -186,16 +199,19 @@ class Sampler:
             logits, _ = replace_broken(logits)
         if len(self._drafting) == 1:
             (((rule, greedily), indices),) = self._drafting.items()
-            return self._draw(rule, greedily, indices, logits, offset)
+            return self._draw(rule, greedily, indices, logits, offset, with_confidences)
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
+        confidences = logits.new_zeros(len(self.rows)) if with_confidences else None
         for (rule, greedily), indices in self._drafting.items():
             members = self._index(indices)
-            draw = self._draw(rule, greedily, indices, logits[members], offset)
+            draw = self._draw(rule, greedily, indices, logits[members], offset, with_confidences)
             ids[members] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members] = draw.probs
-        return DraftDraw(ids, probs)
+            if confidences is not None and draw.confidences is not None:
+                confidences[members] = draw.confidences
+        return DraftDraw(ids, probs, confidences)
 
     def verify(self, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
         """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row. The
@@ -224,26 +240,38 @@ class Sampler:
         return *drafted, next_probs
 
     def _draw(
-        self, rule: Rule, greedily: bool, indices: list[int], logits: torch.Tensor, offset: int
+        self,
+        rule: Rule,
+        greedily: bool,
+        indices: list[int],
+        logits: torch.Tensor,
+        offset: int,
+        with_confidences: bool,
     ) -> DraftDraw:
         """Draws for rows of one rule that draft alike; ``logits`` [members, V], adjusted.
 
         Any way is exact, as the verdict knows the distribution: of a greedy draft it is one-hot. With the
-        coupled rule a random draft shares the target's noise.
+        coupled rule a random draft shares the target's noise. How sure the model is of a greedy draft is what
+        its logits say at temperature 1.
         """
         if greedily:
             ids = argmax(logits)
             one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
-            return DraftDraw(ids, one_hot)
+            confidences = None
+            if with_confidences:
+                uncut = SamplingTensors.build([UNCUT] * len(indices), self.device)
+                confidences = self.backend.probs(logits[:, None], uncut)[:, 0].amax(-1)
+            return DraftDraw(ids, one_hot, confidences)
         members = self._index(indices)
         probs = self._probs(logits[:, None], indices, is_draft=True)
         if rule is Rule.COUPLED:
             ids, probs = self._gumbel_argmax(probs, indices, offset)[:, 0], probs[:, 0]
         else:
             probs = probs[:, 0]
-            seeds, positions = self._seeds(rule, members), _take(self.positions, members) + offset
+            seeds, positions = self._seeds(members), _take(self.positions, members) + offset
             ids = self.backend.inverse_cdf(probs, self.backend.uniform(seeds, positions, Stream.DRAFT))
-        return DraftDraw(ids, probs if self.uses_draft_probs else None)
+        confidences = probs.amax(-1) if with_confidences else None
+        return DraftDraw(ids, probs if self.uses_draft_probs else None, confidences)
 
     def _judge(
         self,
@@ -264,7 +292,7 @@ class Sampler:
             return verify_equal(target_ids, broken, [drafts.ids[i] for i in indices])
         target_probs = self._probs(logits, indices)
         seeds = _take(self.seeds, members)[:, None]
-        spent_seeds = self._seeds(rule, members)[:, None]
+        spent_seeds = self._seeds(members)[:, None]
         starts = [self.rows[i].position for i in indices]
         positions = on_device([range(start, start + logits.shape[1]) for start in starts], self.device)
         verify = verify_rejection if rule is Rule.REJECTION else verify_block
@@ -323,10 +351,9 @@ class Sampler:
             return _take(drafts.probs, members)
         return F.one_hot(_take(drafts.token_ids, members), self.vocab_size).float()
 
-    def _seeds(self, rule: Rule, members: slice | torch.Tensor) -> torch.Tensor:
-        """Seeds for drafting and accepting; each sequence's own, except under the block rule."""
-        seeds = _take(self.seeds, members)
-        return round_seeds(seeds, _take(self.positions, members)) if rule is Rule.BLOCK else seeds
+    def _seeds(self, members: slice | torch.Tensor) -> torch.Tensor:
+        """Returns seeds for drafting and accepting, which are each round's own."""
+        return round_seeds(_take(self.seeds, members), _take(self.positions, members))
 
     def _index(self, indices: list[int]) -> slice | torch.Tensor:
         if len(indices) == len(self.rows):

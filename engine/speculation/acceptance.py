@@ -52,20 +52,30 @@ class Acceptance:
                 self._expected.append(self._expected[-1] + survival)
         return self._expected[length]
 
-    def learn(self, num_drafted: int, num_accepted: int, count: float = 1.0) -> None:
+    def learn(
+        self, num_drafted: int, num_accepted: int, count: float = 1.0, usual_rate: float | None = None
+    ) -> None:
         """Learns from ``count`` drafts of ``num_drafted`` tokens, the first ``num_accepted`` of them
-        accepted."""
-        kept = (1 - 1 / MEMORY) ** count
+        accepted. They were stopped if there is a ``usual_rate``, at which what would have followed is
+        accepted: else later positions would know of drafts alone that went on because they were good."""
         for drafted in range(min(num_accepted + 1, num_drafted)):
-            position = min(drafted, POSITIONS - 1)
-            self.reached[position] = kept * self.reached[position] + count
-            self.accepted[position] = kept * self.accepted[position] + count * (drafted < num_accepted)
+            self._count(drafted, count, drafted < num_accepted)
+        if usual_rate is not None and num_accepted == num_drafted:
+            for drafted in range(num_drafted, MAX_LENGTH):
+                self._count(drafted, count, usual_rate)
+                count *= usual_rate
         self._expected.clear()
 
-    def learn_all(self, verdicts: Mapping[tuple[int, int], int]) -> None:
+    def _count(self, drafted: int, count: float, rate: float) -> None:
+        position = min(drafted, POSITIONS - 1)
+        kept = (1 - 1 / MEMORY) ** count
+        self.reached[position] = kept * self.reached[position] + count
+        self.accepted[position] = kept * self.accepted[position] + count * rate
+
+    def learn_all(self, verdicts: Mapping[tuple[int, int], int], usual_rate: float | None = None) -> None:
         """Learns from counts of verdicts (drafted, accepted)."""
         for (num_drafted, num_accepted), count in verdicts.items():
-            self.learn(num_drafted, num_accepted, count)
+            self.learn(num_drafted, num_accepted, count, usual_rate)
 
     def forget(self) -> None:
         """Lets what is known be worth few verdicts: it is old."""

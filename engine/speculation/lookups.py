@@ -53,12 +53,12 @@ class Terms(NamedTuple):
 
 def make_terms(costs: Costs, plan: Plan, longest: int, drafts: bool) -> Terms:
     """Returns the terms of a row in a batch that drafts as in ``plan``, itself only if it ``drafts``."""
-    num_rows, _, num_drafted, sizes, source = plan.shape
-    before = costs.model_seconds(Shape(num_rows, MIXED, num_drafted, sizes, source))
+    num_rows, _, num_drafted, sizes, source, shares = plan.shape
+    before = costs.model_seconds(Shape(num_rows, MIXED, num_drafted, sizes, source, shares))
     if drafts:
         num_drafted, sizes = num_drafted - plan.length, tuple(size - 1 for size in sizes)
     seconds = [
-        costs.model_seconds(Shape(num_rows, MIXED, num_drafted + length, sizes, source)) - before
+        costs.model_seconds(Shape(num_rows, MIXED, num_drafted + length, sizes, source, shares)) - before
         for length in range(longest + 1)
     ]
     rounds = costs.rounds_per_step(costs.model_seconds(plan.shape), num_rows)

@@ -1,8 +1,9 @@
 """Decides which proposer drafts, and how much: what promises the most tokens per second, for all rows.
 
-Lengths are 0 (none) to 8. A replan forgets which of them was best; the next step of each number of rows
-finds it again and later ones use what was found, so that rows may come and go. A little time explores other
-lengths, and other proposers.
+Lengths are 0 (none) to 8, or up to 8: as far as another token would pay by what the proposer's
+distributions say of those before (``stopping``). A replan forgets which of them was best; the next step of
+each number of rows finds it again and later ones use what was found, so that rows may come and go. A little
+time explores other lengths, and other proposers.
 
 Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the round that it decides about.
 """
@@ -18,6 +19,7 @@ from truedraft.engine.core.step import StepPlan, StepResult
 from truedraft.engine.speculation.acceptance import Acceptance
 from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
 from truedraft.engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
+from truedraft.engine.speculation.stopping import Confidence
 
 # Seconds between replans, and rounds of an exploration: a single one is timed to a tenth only, and the first
 # of a step finds cold caches. At first, and after a large change, replans come after 4, 8, 16, ... rounds.
@@ -25,11 +27,16 @@ REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
 # Factor that drafting must gain over the rate of none, since a busy front end costs it more than rounds say,
 # and another length over that of the active one.
 LEAST_GAIN = 1.01
+# Factor by which ends of drafts must gain over the best length: what they bring is seen less directly.
+STOP_GAIN = 1.02
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date, and
 # the most that explore whether it would.
 CATCH_UP_ROUNDS = 64
 # Decay per step of the sums from which rates are reported, and of those of prompts and emitted tokens.
 REPORT_DECAY = 0.98
+# Drafts end where the chance that all is accepted is worth less than another token takes, or a share of that:
+# some of the rows' passes run in any case.
+STOP_SHARES = (1.0, 0.6)
 # The option that is explored while drafting is off: whether drafting pays again, with whatever length.
 PAUSED = -1
 
@@ -40,6 +47,7 @@ class Group:
     def __init__(self, name: str) -> None:
         self.name = name
         self.acceptances: dict[str, Acceptance] = {}  # keys: proposers
+        self.confidences: dict[str, Confidence] = {}
         self.lookups: dict[tuple[str, int], Acceptance] = {}  # keys: source, strength of the match
         self.lookup_balance = 0.0  # seconds that look-ups have saved lately
 
@@ -48,6 +56,12 @@ class Group:
         if source not in self.acceptances:
             self.acceptances[source] = Acceptance()
         return self.acceptances[source]
+
+    def confidence(self, source: str) -> Confidence:
+        """Returns what is known of how sure a proposer is of its drafts."""
+        if source not in self.confidences:
+            self.confidences[source] = Confidence()
+        return self.confidences[source]
 
 
 @dataclass(slots=True)
@@ -77,12 +91,14 @@ class Batch:
 
 
 class Plan(NamedTuple):
-    """Drafts ``length`` tokens: all rows are expected to emit ``tokens`` in the ``seconds`` of a round."""
+    """Drafts ``length`` tokens: all rows are expected to emit ``tokens`` in the ``seconds`` of a round.
+    Drafts end ``below`` a chance of being accepted; 0: none does."""
 
     shape: Shape
     length: int
     tokens: float
     seconds: float
+    below: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -92,6 +108,13 @@ class Plan(NamedTuple):
     def source(self) -> str:
         """Returns the name of the proposer that drafts, empty if none does."""
         return self.shape.source
+
+    @property
+    def usual_length(self) -> int:
+        """Returns how many tokens a row drafts, on average where drafts end early."""
+        if not self.below:
+            return self.length
+        return max(1, round(self.shape.num_drafted / self.shape.draft_sizes[0]))
 
 
 class Best(NamedTuple):
@@ -251,12 +274,14 @@ class Policy:
         for source in batch.sources:
             groups = batch.groups(source)
             own = [self.fixed(batch.num_rows, groups, source, n) for n in range(1, MAX_LENGTH + 1)]
+            own += self._stopping(batch.num_rows, groups, own)
             plans += own
             best_of.append(max(own, key=lambda plan: plan.rate))
         if not best_of:
             return Best(plain, plain, plain)
         drafting = max(best_of, key=lambda plan: plan.rate)
-        rates = [LEAST_GAIN * plain.rate, *(plan.rate for plan in plans[1:])]
+        rates = [plan.rate / STOP_GAIN if plan.below else plan.rate for plan in plans]
+        rates[0] *= LEAST_GAIN
         found = max(range(len(plans)), key=rates.__getitem__)
         before = next((i for i, plan in enumerate(plans) if _is_same_draft(plan, self._active)), 0)
         needed = LEAST_GAIN * rates[before]
@@ -287,17 +312,54 @@ class Policy:
             accepted = sum(
                 [count * group.acceptance(source).expected(length) for group, count in groups.items()]
             )
-        num_tokens, seconds = num_rows + accepted, self.costs.seconds(shape)
+        return self._plan(shape, length, accepted)
+
+    def _plan(self, shape: Shape, length: int, accepted: float, below: float = 0.0) -> Plan:
+        num_tokens, seconds = shape.num_rows + accepted, self.costs.seconds(shape)
         if length and self._num_emitted:
             num_prompt_tokens = num_tokens * self._num_prompt_tokens / self._num_emitted
-            seconds += self.costs.draft_prompt_seconds(source, num_prompt_tokens)
-        return Plan(shape, length, num_tokens, seconds)
+            seconds += self.costs.draft_prompt_seconds(shape.source, num_prompt_tokens)
+        return Plan(shape, length, num_tokens, seconds, below)
+
+    def _stopping(self, num_rows: int, groups: Counter[Group], lengths: list[Plan]) -> list[Plan]:
+        """Returns the best plan whose drafts end where another token would not pay, if enough is known of how
+        sure the proposer is; ``lengths`` are its others, of 1 token to the most."""
+        source, usual = lengths[0].source, max(lengths, key=lambda plan: plan.rate)
+        if not all(group.confidence(source).is_known for group in groups):
+            return []
+        longer = (lengths[-1].seconds - lengths[0].seconds) / (len(lengths) - 1) / groups.total()
+        rate = sum([count * group.confidence(source).usual_rate for group, count in groups.items()])
+        worth = longer * usual.rate * groups.total() / rate
+        limits = [share * worth for share in STOP_SHARES if 0 < share * worth < 1]
+        plans = [self._stopped(num_rows, groups, usual, below) for below in limits]
+        return sorted(plans, key=lambda plan: plan.rate)[-1:]
+
+    def _stopped(self, num_rows: int, groups: Counter[Group], usual: Plan, below: float) -> Plan:
+        """Makes the plan in which drafts end ``below`` a chance. What they come to is taken as a multiple of
+        what those of the ``usual`` length do: the same drafts tell both, so their luck cancels."""
+        source, accepted = usual.source, 0.0
+        sizes, none = [0.0] * MAX_LENGTH, [1.0] * MAX_LENGTH
+        for group, count in groups.items():
+            confidence = group.confidence(source)
+            walk = confidence.walk(below)
+            better = walk.accepted[-1] / confidence.walk(0.0).accepted[usual.length]
+            accepted += count * group.acceptance(source).expected(usual.length) * better
+            for place, share in enumerate(walk.drafted):
+                sizes[place] += count * share
+                none[place] *= (1 - share) ** count
+        mean = max(1, round(sum(sizes) / groups.total()))
+        shares = tuple([1 - each for each in none])
+        shape = Shape(num_rows, mean, sum(sizes), tuple(sizes), source, shares)
+        return self._plan(shape, MAX_LENGTH, accepted, below)
 
     def _explore(self, best: Best, batch: Batch) -> Exploration | None:
         """Returns what to explore from now on, if something is due."""
         length, source = best.active.length, best.active.source
         known: list[int] = [0, length + 1, length - 1] if length else [PAUSED]
-        if length == MAX_LENGTH:
+        if best.active.below:
+            # Its lengths change by themselves; others are known by their own rounds alone.
+            known = [0, best.active.usual_length]
+        elif length == MAX_LENGTH:
             known.remove(length + 1)
         others = {plan.source: plan for plan in best.others}
         options: list[int | str] = [*known, *others]
@@ -307,7 +369,7 @@ class Policy:
         option, scouts, catch_up = options[place], None, 0.0
         starting = others[option] if isinstance(option, str) else None if length else best.drafting
         if starting is not None:
-            source, length = starting.source, starting.length
+            source, length = starting.source, starting.usual_length
             scouts, catch_up = self._scouts(best, batch, source)
         elif isinstance(option, int):
             length = option
@@ -416,6 +478,7 @@ class Policy:
             "on": best.active.length > 0,
             "why": why(best) + self._experts_in_words(best),
             "draft_length": {"last": self.last.plan.length, "recent_mean": recent_mean},
+            "stops_below": round(self.last.plan.below, 2),
             "predicted_speedup": round(best.active.rate / best.plain.rate, 3),
             "tokens_per_second": report.rates(),
             "costs": self.costs.state(),
@@ -424,12 +487,14 @@ class Policy:
 
 
 def _is_same_draft(plan: Plan, other: Plan | None) -> bool:
-    return other is not None and (plan.source, plan.length) == (other.source, other.length)
+    if other is None or plan.source != other.source:
+        return False
+    return plan.length == other.length and (plan.below > 0) == (other.below > 0)
 
 
 def _is_large_change(before: Plan | None, now: Plan | None) -> bool:
     """Tells whether another proposer drafts, or the length is another by more than one."""
-    lengths = [plan.length if plan is not None else 0 for plan in (before, now)]
+    lengths = [plan.usual_length if plan is not None else 0 for plan in (before, now)]
     sources = {plan.source if plan is not None else "" for plan in (before, now)}
     return len(sources) > 1 or abs(lengths[1] - lengths[0]) > 1
 

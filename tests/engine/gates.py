@@ -14,7 +14,7 @@ import torch
 from tests import naive
 from tests.engine.conftest import Models
 from tests.engine.planners import FixedPlanner, lookups, use_planner
-from tests.engine.simulation import chi_square, p_value
+from tests.engine.simulation import UP_TO_TWO, Lengths, chi_square, p_value
 from tests.models import make_engine, outputs_by_choice, run_engine
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
@@ -36,9 +36,10 @@ def joint_distribution(
     num_samples: int = 4000,
     in_flight: int = 0,
     drafts_greedily: bool | None = None,
+    lengths: Lengths = UP_TO_TWO,
 ) -> None:
     """Three tokens' joint histogram is the exactly enumerated one."""
-    assert p_value(params, rule, num_samples, in_flight, drafts_greedily) > SIGNIFICANCE
+    assert p_value(params, rule, num_samples, in_flight, drafts_greedily, lengths) > SIGNIFICANCE
 
 
 def greedy_identity(models: Models, params: SamplingParams) -> None:

@@ -5,13 +5,16 @@ only the forward passes are table look-ups. That makes large histograms cheap.
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from scipy import stats
 
 from tests import naive
+from truedraft.engine.core.draft_choice import Stop
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.proposers.drawn import drawn_drafts
 from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
 
@@ -19,6 +22,18 @@ VOCAB_SIZE, NUM_TOKENS, NUM_DRAFT = 5, 3, 2
 PROMPT = [1, 1, 3]
 STOP_ID = 4
 CPU = torch.device("cpu")
+
+
+class Lengths(NamedTuple):
+    """Says how many tokens a round drafts: ``longest``, or fewer where ``stop`` ends drafts. ``heeding``: a
+    round drafts only if the text's last one did not draft so many, as planners learn from rounds."""
+
+    longest: int = NUM_DRAFT
+    stop: Stop | None = None
+    heeding: int = 0
+
+
+UP_TO_TWO = Lengths()
 
 
 class ToyLogits:
@@ -45,23 +60,28 @@ def simulate(
     num_samples: int,
     in_flight: int = 0,
     drafts_greedily: bool | None = None,
+    lengths: Lengths = UP_TO_TWO,
 ) -> list[tuple[int, ...]]:
     """Three tokens for each of the seeds 0, 1, ...; ``in_flight`` > 0 limits how many share a sampler."""
     batch = in_flight or num_samples
     outputs: list[tuple[int, ...]] = []
     for first in range(0, num_samples, batch):
         seeds = range(first, min(first + batch, num_samples))
-        outputs += _simulate_batch(params, rule, seeds, drafts_greedily)
+        outputs += _simulate_batch(params, rule, seeds, drafts_greedily, lengths)
     return outputs
 
 
 def _simulate_batch(
-    params: SamplingParams, rule: Rule, seeds: range, drafts_greedily: bool | None
+    params: SamplingParams, rule: Rule, seeds: range, drafts_greedily: bool | None, planned: Lengths
 ) -> list[tuple[int, ...]]:
     texts = {seed: list(PROMPT) for seed in seeds}
+    last = dict.fromkeys(seeds, 0)
     while unfinished := [s for s in seeds if len(texts[s]) < len(PROMPT) + NUM_TOKENS]:
-        remaining = [len(PROMPT) + NUM_TOKENS - len(texts[s]) for s in unfinished]
-        lengths = [min(NUM_DRAFT, r - 1) for r in remaining]
+        remaining = [len(PROMPT) + params.max_tokens - len(texts[s]) for s in unfinished]
+        lengths = [
+            0 if planned.heeding and last[seed] >= planned.heeding else min(planned.longest, room - 1)
+            for seed, room in zip(unfinished, remaining, strict=True)
+        ]
         rows = [
             Row(
                 rule,
@@ -72,7 +92,9 @@ def _simulate_batch(
             for seed in unfinished
         ]
         sampler = Sampler(rows, VOCAB_SIZE, CPU)
-        drafts = _propose(sampler, lengths)
+        drafts = _propose(sampler, lengths, planned.stop)
+        lengths = drafts.lengths
+        last |= zip(unfinished, lengths, strict=True)
         logits = torch.stack(
             [
                 TARGET([*row.history.token_ids, *ids[:j]])
@@ -84,27 +106,20 @@ def _simulate_batch(
         for seed, drafted, verdict in zip(unfinished, drafts.ids, verdicts, strict=True):
             assert not verdict.failed
             texts[seed] += [*drafted[: verdict.num_accepted], verdict.next_token]
-    return [tuple(texts[seed][len(PROMPT) :]) for seed in seeds]
+    return [tuple(texts[seed][len(PROMPT) :][:NUM_TOKENS]) for seed in seeds]
 
 
-def _propose(sampler: Sampler, lengths: list[int]) -> Drafts:
+def _propose(sampler: Sampler, lengths: list[int], stop: Stop | None) -> Drafts:
     """Drafts like the draft-model proposer, with look-ups for forward passes."""
-    width = max(lengths)
-    token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
-    probs = torch.zeros(len(lengths), width, VOCAB_SIZE) if sampler.uses_draft_probs else None
-    active = [i for i, length in enumerate(lengths) if length > 0]
-    for position in range(width):
-        drafted = token_ids[active, :position]
-        texts = [
-            sampler.rows[i].history.token_ids + ids for i, ids in zip(active, drafted.tolist(), strict=True)
-        ]
-        logits = torch.stack([DRAFT(t) for t in texts])
-        draw = sampler.select(active).draw_drafts(logits, drafted)
-        token_ids[active, position] = draw.ids
-        if probs is not None and draw.probs is not None:
-            probs[active, position] = draw.probs
-        active = [row for row in active if lengths[row] > position + 1]
-    return Drafts(token_ids, probs, lengths)
+    texts = [list(row.history.token_ids) for row in sampler.rows]
+
+    def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
+        if last_ids is not None:
+            for row, token_id in zip(rows, last_ids.tolist(), strict=True):
+                texts[row].append(token_id)
+        return torch.stack([DRAFT(texts[row]) for row in rows])
+
+    return drawn_drafts(lengths, sampler, next_logits, [stop] * len(lengths))
 
 
 def p_value(
@@ -113,13 +128,15 @@ def p_value(
     num_samples: int,
     in_flight: int = 0,
     drafts_greedily: bool | None = None,
+    lengths: Lengths = UP_TO_TWO,
 ) -> float:
     """Chi-square of the simulated joint histogram against exact enumeration; 0 if the impossible occurs."""
     expected = naive.joint(
         lambda ids: TARGET(ids).double().numpy(), params, PROMPT, NUM_TOKENS, VOCAB_SIZE, [STOP_ID]
     )
     counts = np.zeros_like(expected)
-    for tokens, count in Counter(simulate(params, rule, num_samples, in_flight, drafts_greedily)).items():
+    outputs = simulate(params, rule, num_samples, in_flight, drafts_greedily, lengths)
+    for tokens, count in Counter(outputs).items():
         counts[tokens] = count
     return chi_square(counts.ravel(), expected.ravel())
 

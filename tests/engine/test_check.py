@@ -1,5 +1,6 @@
 """``truedraft check`` on tiny pairs: exact ones pass, broken engines do not, and the words fit."""
 
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -10,13 +11,15 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from rich.console import Console
 from scipy import stats
 
 from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import TOKENIZERS, save_tokenizer
 from tests.models import save_random_llama
 from truedraft.engine.build import build_engine
-from truedraft.engine.commands import check, check_grammar, check_report, check_speed
+from truedraft.engine.commands import check, check_drafts, check_grammar, check_report, check_speed
+from truedraft.engine.commands.check_drafts import DraftResult
 from truedraft.engine.commands.check_exactness import chi_square
 from truedraft.engine.commands.check_speed import Costs, Speed
 from truedraft.engine.config import EngineConfig
@@ -27,7 +30,9 @@ from truedraft.engine.sampling.verify import RowVerdict, Verdict
 from truedraft.server.cli.settings_sources import read_options
 
 # No time at all for speed: then as few tokens as possible are timed, on every machine the same ones.
-QUICK = ["--device", "cpu", "--samples", "400", "--seconds", "1e-9", "--repeats", "1", "--json"]
+QUICK = [
+    *("--device", "cpu", "--samples", "400", "--seconds", "1e-9", "--repeats", "1", "--no-compare", "--json"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +120,7 @@ def test_nothing_is_measured_where_speculation_is_off(
     options = ["--target", models.target, "--draft", "none", "--num-speculative-tokens", "0", *QUICK]
     assert check.main(read_options(check.CheckSettings, options)) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["speeds"], report["ngrams"], report["own_drafts"]) == ([], [], {})
+    assert (report["speeds"], report["ngrams"], report["drafts"]) == ([], [], [])
     assert report["verdict"] == "exact; no draft model drafts"
 
 
@@ -281,3 +286,87 @@ def test_text_of_a_grammar() -> None:
     assert (result.greedy.num_tokens, result.greedy.differences, result.reason) == (32, [], "")
     assert 0 < result.mask_microseconds[0] <= result.mask_microseconds[1]
     assert sum(core.snapshot().accepted_tokens_per_position) > 0
+
+
+def result(draft: str, ratio: float, length: int = 4) -> DraftResult:
+    memory = 0 if draft == "ngram" else len(draft) << 20
+    return DraftResult(draft, [speed(length, ratio), speed(2, 0.5 * ratio)], memory)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ({"d": 1.4, "ngram": 1.1}, "nothing that was tried is clearly faster than --draft d: use that"),
+        ({"d": 1.4, "mtp": 1.41}, "nothing that was tried is clearly faster than --draft d: use that"),
+        ({"d": 1.4, "mtp": 1.6}, "use --draft mtp: 1.60 times as fast at 4 tokens; leave the length to auto"),
+        ({"d": 1.4, "mtp": 1.6, "self:int4": 1.61}, "use --draft mtp: 1.60 times as fast at 4 tokens"),
+        ({"d": 0.9, "ngram": 1.2}, "use --draft none (n-grams): 1.20 times as fast at 4 tokens"),
+        ({"d": 0.9, "self:int4": 1.0}, "nothing that was tried pays (self:int4: 1.00 times as fast"),
+        ({}, ""),
+    ],
+)
+def test_the_advice_says_which_draft_to_use(ratios: dict[str, float], words: str) -> None:
+    said = check_drafts.advice([result(draft, ratio) for draft, ratio in ratios.items()], "d")
+    assert said.startswith(words)
+    assert bool(said) == bool(words)
+
+
+def test_all_that_a_target_could_draft_with_is_compared(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be loaded is left out; that is said of what a user has named."""
+    monkeypatch.setattr(check, "RULES", ())
+    named = ["--compare-with", models.random_draft, "--compare-with", "./missing"]
+    options = ["--target", models.target, "--draft", models.close_draft, *QUICK, "--compare", *named]
+    assert check.main(read_options(check.CheckSettings, options)) == 0
+    report = json.loads(capsys.readouterr().out)
+    results = {each["draft"]: each for each in report["drafts"]}
+    assert set(results) - {"self:int8", "self:int4"} == {
+        models.close_draft,
+        "ngram",
+        models.random_draft,
+        "./missing",
+    }
+    assert "./missing" in results["./missing"]["reason"]
+    for draft in (models.close_draft, models.random_draft):
+        assert results[draft]["memory"] > 0
+        assert {each["temperature"] for each in results[draft]["speeds"]} == {0, 1}
+    assert report["advice"]
+
+
+def test_a_head_of_the_targets_own_checkpoint_is_tried(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(target=models.target, draft="none", device="cpu")
+    core: Any = SimpleNamespace(target=SimpleNamespace(model=None))
+    monkeypatch.setattr(check_drafts, "load_head", lambda *_: object())
+    assert check_drafts.others_to_try(config, core, ["d"]) == ["d", "mtp", "self:int4", "self:int8"]
+
+
+def test_the_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Console(file=io.StringIO(), width=80, highlight=False)
+    monkeypatch.setattr(check_report, "console", lambda: out)
+    check_report._print_drafts([result("/a/long/path" * 6, 1.4), result("mtp", 1.6), result("ngram", 1.1)])
+    assert isinstance(out.file, io.StringIO)
+    lines = out.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.rstrip().endswith(("MiB", "none"))] == [
+        "mtp",
+        "...ath/a/long/path/a/long/path",
+        "n-grams",
+    ]
+
+
+def test_prompts_of_a_file_are_a_users_messages(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("Tell me of a fox.\n\nWho are you?\n")
+    options = ["--prompts", str(file)]
+    settings = read_options(check.CheckSettings, options)
+    raw = read_options(check.CheckSettings, [*options, "--no-chat"])
+    tokenizer = check.load_tokenizer(str(settings.target))
+    assert tokenizer is not None
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    for each, text in ((settings, "user: Tell me of a fox."), (raw, "Tell me of a fox.")):
+        first, second = check._Prompts(tokenizer, each).token_ids(2048)
+        assert tokenizer.decode(first, skip_special_tokens=True).strip() == text
+        assert second

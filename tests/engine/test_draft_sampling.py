@@ -38,9 +38,15 @@ def judged_as_if_drawn(patch: pytest.MonkeyPatch) -> None:
     honest = Sampler._draw
 
     def draw(
-        self: Sampler, rule: Rule, greedily: bool, indices: list[int], logits: torch.Tensor, offset: int
+        self: Sampler,
+        rule: Rule,
+        greedily: bool,
+        indices: list[int],
+        logits: torch.Tensor,
+        offset: int,
+        with_confidences: bool,
     ) -> DraftDraw:
-        drawn = honest(self, rule, False, indices, logits, offset)
+        drawn = honest(self, rule, False, indices, logits, offset, with_confidences)
         return DraftDraw(logits.argmax(-1), drawn.probs) if greedily else drawn
 
     patch.setattr(Sampler, "_draw", draw)

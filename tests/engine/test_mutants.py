@@ -59,22 +59,24 @@ def argmax_draft_called_sampled(patch: Patch) -> None:
     patch.setattr(backend, "inverse_cdf", lambda weights, uniforms: weights.argmax(-1))
 
 
-def draft_noise_draws_the_recovered_token(patch: Patch) -> None:
+def recovered_with(patch: Patch, spent: Stream) -> None:
+    """Tokens that follow a rejection are drawn with the numbers of another stream, those of their round."""
     honest = backend.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-        return honest(seeds, positions, Stream.DRAFT if stream is Stream.RECOVER else stream)
+        if stream is Stream.RECOVER:
+            seeds, stream = random.round_seeds(seeds, positions[:, :1]), spent
+        return honest(seeds, positions, stream)
 
     patch.setattr(backend, "uniform", uniform)
+
+
+def draft_noise_draws_the_recovered_token(patch: Patch) -> None:
+    recovered_with(patch, Stream.DRAFT)
 
 
 def accept_noise_draws_the_recovered_token(patch: Patch) -> None:
-    honest = backend.uniform
-
-    def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-        return honest(seeds, positions, Stream.ACCEPT if stream is Stream.RECOVER else stream)
-
-    patch.setattr(backend, "uniform", uniform)
+    recovered_with(patch, Stream.ACCEPT)
 
 
 def draft_drawn_in_low_precision(patch: Patch) -> None:
@@ -175,7 +177,7 @@ def large_batches_mix_their_drafts(patch: Patch) -> None:
 
 def block_numbers_by_position_only(patch: Patch) -> None:
     """Numbers that a verdict has looked at come again in the next round."""
-    patch.setattr(Sampler, "_seeds", lambda self, rule, members: self.seeds[members])
+    patch.setattr(Sampler, "_seeds", lambda self, members: self.seeds[members])
 
 
 def noise_forgets_the_position(patch: Patch) -> None:

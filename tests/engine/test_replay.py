@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.engine.conftest import Models
+from tests.engine.planners import FixedPlanner, use_planner
 from tests.models import make_engine, stepped
 from truedraft.engine.commands.replay import Replayer, RoundReport
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
 from truedraft.engine.commands.verify_trace import ReplaySettings, main
+from truedraft.engine.core.draft_choice import Stop
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
@@ -36,10 +38,17 @@ EVERYTHING: dict[str, Any] = {
 
 
 def traced(
-    target: str, draft: str | None, n: int = 1, dtype: str = "float32", **params: Any
+    target: str,
+    draft: str | None,
+    n: int = 1,
+    dtype: str = "float32",
+    stop: Stop | None = None,
+    **params: Any,
 ) -> dict[str, Any]:
     """The ``truedraft`` object of an answer, as the server writes it."""
     core = make_engine(target, draft, dtype=dtype)
+    if stop is not None:
+        use_planner(core, FixedPlanner(stop=stop))
     sampling = SamplingParams(**{"max_tokens": 30, "trace": True, "seed": 5, **params})
     for number, prompt in enumerate(PROMPTS):
         core.add(Generate(f"answer-{number}", prompt, sampling, n))
@@ -83,6 +92,15 @@ def test_a_trace_verifies(models: Models, draft: str | None, verification: str) 
     reports = replay(answer, models.target, path)
     assert {report.round.rule for report in reports} == {verification}
     assert [report.findings for report in reports if report.findings] == []
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_a_trace_of_drafts_that_ended_early_verifies(models: Models, verification: str) -> None:
+    stop = Stop((0.5, 0.9), below=0.8)
+    answer = traced(models.target, models.close_draft, stop=stop, verification=verification)
+    reports = replay(answer, models.target, models.close_draft)
+    assert [report.findings for report in reports if report.findings] == []
+    assert {1, 4} & {len(report.round.draft_ids) for report in reports} == {1}
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])

@@ -57,7 +57,7 @@ BUGS = {
     ),
     "logarithms are saved too often": ("prob * 1.0001 >=", "prob * 0.3 >="),
     "noise is another token's": ("key + (token + 1)", "key + token"),
-    "drafts are never drawn twice alike under the block rule": (
+    "drafts are drawn with the numbers of earlier rounds": (
         "seed = key_of(seed, first, _ROUND)\n",
         "seed = seed\n",
     ),

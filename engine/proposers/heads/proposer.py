@@ -19,7 +19,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
+from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of, stops_of
 from truedraft.engine.proposers.heads.waiting import Waiting
 from truedraft.engine.sampling.ops import in_width
 from truedraft.engine.sampling.sampler import Drafts, Sampler
@@ -45,6 +45,10 @@ class HeadProposer(Proposer):
         self.taps = head.taps
         # Rounds in C and steps by phases, which may come in any order, share what waits.
         self._waiting: WeakKeyDictionary[Sequence, Waiting] = WeakKeyDictionary()
+
+    @property
+    def runners(self) -> Sequences[ModelRunner]:
+        return (self.runner,)
 
     @property
     def pools(self) -> Sequences[BlockPool]:
@@ -134,7 +138,7 @@ class HeadProposer(Proposer):
                 states[row] = hidden[end - 1]
             return self._in_width(logits)
 
-        drafts = drawn_drafts(lengths, sampler, next_logits)
+        drafts = drawn_drafts(lengths, sampler, next_logits, stops_of(plan))
         for sequence, length in zip(sequences, lengths, strict=True):
             if length:
                 self.cache.table(sequence).num_computed_tokens = len(sequence) - 1

@@ -115,6 +115,10 @@ class TranslatedDraftProposer(Proposer):
         # The least recently used first.
         self._states: weakref.WeakKeyDictionary[Sequence, _State] = weakref.WeakKeyDictionary()
 
+    @property
+    def runners(self) -> Sequences[ModelRunner]:
+        return (self.model,)
+
     def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
         rows = self._catch_up(plan.scheduled, plan.rows)
         self._draft(rows)
