@@ -305,7 +305,7 @@ def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
     """Refuses what could not be told apart, or could not be told what it asks for."""
     taken = {"auto", "none", *AUTO_LIMITS}
     for proposer in proposers:
-        name, num_layers = proposer.name, len(target.caches)
+        name, num_layers = proposer.name, target.num_layers
         if name in taken:
             raise ModelLoadError(
                 f"two proposers are named {name!r}, or it is another source's name: choose one"

@@ -76,6 +76,11 @@ class Model(ABC):
         self.eos_token_ids = known_ends(facts.generation_config, facts.config, self.vocab_size)
 
     @property
+    def num_layers(self) -> int:
+        """Returns how many there are, however many caches each has. Taps count them."""
+        return len(self.caches)
+
+    @property
     def has_encoder(self) -> bool:
         return bool(self.start_ids)
 

@@ -60,6 +60,10 @@ class FusedDecoder(Model):
         self.needs_host = self.rotary.needs_host or has_experts or weights.has_states
 
     @property
+    def num_layers(self) -> int:
+        return len(self.weights.layers)
+
+    @property
     def rounds(self) -> bool:
         """Tells whether more is rounded than in transformers' layers of its type."""
         return self.is_quantised or self.bf16_linears or self.cache_dtype != self.dtype

@@ -41,7 +41,7 @@ class PhaseRunner:
         self.target = target
         self.proposers = proposers
         self._observers = [proposer for proposer in proposers if not proposer.can_lag]
-        num_layers = len(target.model.caches)
+        num_layers = target.model.num_layers
         self._taps_of = {
             proposer.name: [tap % num_layers if tap < 0 else tap for tap in proposer.taps]
             for proposer in self._observers

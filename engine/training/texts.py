@@ -49,7 +49,7 @@ class Listener(Proposer):
         self.hidden: dict[Sequence, list[torch.Tensor]] = {}
 
     def attach(self, target: ModelRunner) -> None:
-        num_layers = len(target.model.caches)
+        num_layers = target.model.num_layers
         if num_layers < 2:
             raise ModelLoadError("a head reads states between layers, and the target has a single one")
         self.layer_inputs = 2, max(2, num_layers // 2), max(2, num_layers - 3)

@@ -99,6 +99,9 @@ class _Weights:
 
 
 def _layer(make: _Weights, kind: str, number: int, inputs: int = HIDDEN) -> DecoderLayer:
+    if kind == "MLP":
+        mlp = GatedMlp("silu", make.linear(HIDDEN, 128), make.linear(64, HIDDEN))
+        return DecoderLayer(None, mlp, None, make.norm(HIDDEN))
     mixer = _attention(make, number, inputs) if kind == "attention" else _recurrent(make, kind, number)
     # Some families have layers without an MLP.
     mlp = None if kind == "Mamba 2" else GatedMlp("silu", make.linear(HIDDEN, 128), make.linear(64, HIDDEN))
@@ -158,7 +161,7 @@ def hybrid_head(target: FusedDecoder, kind: str) -> Head:
     weights = replace(target.weights, layers=[layer], joint=joint)
     facts = ModelFacts(target.config, None, 1, torch.float32, CPU)
     model = FusedDecoder(facts, weights, NativeKernels(library))
-    tap = len(target.caches) if is_mtp else 2
+    tap = target.num_layers if is_mtp else 2
     return Head(kind, model, (tap,), None, (), None, None, norm_output=is_mtp)
 
 

@@ -1,6 +1,7 @@
 """Heads draft inside rounds in C what they draft by phases: caches and what waits have the same bits."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from tests.engine.hybrid_models import hybrid, hybrid_engine, hybrid_head
+from tests.engine.hybrid_models import KINDS, hybrid, hybrid_engine, hybrid_head
 from tests.engine.native_pair import VOCAB_SIZE, make_twins
 from tests.engine.planners import FixedPlanner, phases_of, use_planner
 from tests.engine.test_native import plant
@@ -20,7 +21,7 @@ from tests.models import make_engine, run_engine, save_random_llama
 from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import EVERY_NEED
-from truedraft.engine.core.proposer import Proposer
+from truedraft.engine.core.proposer import Observation, Proposer
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan, StepResult
@@ -30,6 +31,7 @@ from truedraft.engine.native import compiler
 from truedraft.engine.proposers.heads.proposer import HeadProposer
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -153,8 +155,29 @@ def test_each_round_is_that_of_phases(models: Models, shape: str, params: list[S
 
 
 class Watching(Proposer):
+    """Keeps the states after the last layer, and what the last norm makes of them."""
+
     name = "watching"
     can_lag = False
+
+    def __init__(self, taps: tuple[int, ...] = ()) -> None:
+        self.taps = taps
+        self.seen: list[torch.Tensor] = []
+
+    def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
+        return Drafts.empty(len(plan.rows), sampler.device)
+
+    def observe(self, observations: Sequences[Observation]) -> None:
+        self.seen += [one.hidden for one in observations if one.hidden is not None]
+
+
+def test_taps_count_layers_without_a_cache() -> None:
+    target = hybrid(kinds=(*KINDS, "MLP"), vocab_size=VOCAB_SIZE)
+    watching = Watching((-1, len(KINDS) + 1))
+    core = hybrid_engine(target, proposers=[watching], method="auto")
+    run_engine(core, PROMPTS, GREEDY)
+    last, normed = torch.cat(watching.seen).unbind(1)
+    torch.testing.assert_close(target.weights.norm(last), normed)
 
 
 def test_others_that_follow_the_target_keep_steps_to_the_phases(models: Models) -> None:
@@ -240,7 +263,7 @@ def test_a_round_without_a_verdict_leaves_what_waits(models: Models) -> None:
 def test_a_target_with_states_of_its_own(kind: str) -> None:
     """Its layers take drafts back by their logs. The head reads what a recurrent layer makes of tokens, or
     the last norm of all."""
-    targets = [hybrid(in_c=True, vocab_size=VOCAB_SIZE) for _ in range(2)]
+    targets = [hybrid(kinds=(*KINDS, "MLP"), in_c=True, vocab_size=VOCAB_SIZE) for _ in range(2)]
     ours, theirs = (
         hybrid_engine(target, hybrid_head(target, kind), method="auto", num_speculative_tokens=4)
         for target in targets

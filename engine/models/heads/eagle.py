@@ -83,7 +83,7 @@ class _Reader:
 
     def head(self) -> Head:
         config, size = self.config, self.layer_config.hidden_size
-        taps = config.taps(len(self.target.caches))
+        taps = config.taps(self.target.num_layers)
         features = len(taps) * self.target.config.hidden_size
         combine = self._linear("fc.weight", (size, features), self._optional("fc.bias", (size,)))
         one, count = (self.target.config.hidden_size,), len(taps) if config.fc_norm else 0

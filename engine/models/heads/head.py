@@ -44,7 +44,7 @@ class Head:
     @property
     def output(self) -> int:
         """Returns the tap of ``model`` that stands for the next token's state."""
-        num_layers = len(self.model.caches)
+        num_layers = self.model.num_layers
         return num_layers if self.norm_output else num_layers - 1
 
     @property

@@ -156,7 +156,7 @@ def _read(
     config.vocab_size = target.vocab_size
     head = FusedDecoder(model.facts, weights, model.begin)
     head.keep_cache_in(model.cache_dtype)
-    taps = (len(target.caches),)
+    taps = (target.num_layers,)
     return Head(MTP, head, taps, None, (), None, token_ids=None, norm_output=True)
 
 
