@@ -22,6 +22,7 @@ from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
+from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.models.model_runner import ModelRunner
@@ -40,6 +41,7 @@ from truedraft.engine.runtime.calibrate import calibrate
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.runtime.draft_vocabulary import with_output
 from truedraft.engine.runtime.native.drafter import NativeDrafter, drafts_in_c
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.runtime.phases import PhaseRunner
@@ -135,6 +137,9 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
         begin("the draft model")
         source, draft_options = draft_source(config)
         head = load_head(config.draft, target, config.target, draft_options)
+        if head is not None:
+            begin("the draft vocabulary")
+            head = _with_output(config, head, target)
         if head is None:
             draft = load_model(source, draft_options)
             _check_kinds(target, draft)
@@ -290,6 +295,14 @@ def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[P
             eos_token_id=pairing.eos_token_id,
         )
     ]
+
+
+def _with_output(config: EngineConfig, head: Head, target: Model) -> Head:
+    """Returns the head with the tokens that it drafts."""
+    assert config.target is not None  # filled in by EngineConfig
+    file = config.draft_vocab_file
+    counts = None if file is None else count_tokens(file, config.target)
+    return with_output(head, target, config.draft_vocab_size, counts)
 
 
 def _head(models: Models, memory: Memory) -> list[Proposer]:

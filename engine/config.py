@@ -139,6 +139,19 @@ class SpeculationSettings(BaseModel):
         description="Tokens drafted per round; 0 switches speculation off. auto: as many as maximise "
         "tokens per second, by costs that are measured at start and tracked from then on.",
     )
+    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = Field(
+        "auto",
+        description="Tokens of the vocabulary that a head drafts which shares the target's output layer: so "
+        "many of the most frequent ones, or full: all, with that layer as it is. auto: what makes most "
+        "tokens a second by passes measured at start, all or, with draft_vocab_file, fewer, and on a CPU "
+        "perhaps with a copy of the layer in 4 bits. The output has the same distribution in any case.",
+    )
+    draft_vocab_file: str | None = Field(
+        None,
+        description="File of texts like those that will be served, one a line, or in a .jsonl file objects "
+        "with 'prompt' or 'messages': the tokens that a head drafts are ranked by how often they are in it. "
+        "Default: by their ids, the first of which tokenizers have learned first.",
+    )
     draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
         "auto",
         description="How the draft model draws its tokens: the most likely one, or at random with the "
