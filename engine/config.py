@@ -14,6 +14,7 @@ from truedraft.engine.messages import DefaultMethod
 
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
 # Drafts that are the target's own weights in fewer bits, by how these are quantised.
+AUTO = "auto"
 SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
 
 
@@ -27,7 +28,8 @@ class ModelSettings(BaseModel):
         None,
         description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'mtp' (the head in "
         "the target's own checkpoint) or a GGUF file of such a head, 'self:int4' or 'self:int8' (on a CPU: "
-        "the target's own weights in 4 or 8 bits), or 'none'. "
+        "the target's own weights in 4 or 8 bits), 'auto' (on a CPU 'mtp', where the target's checkpoint has "
+        "such a head and it pays by passes measured at start, else none), or 'none'. "
         "Default: the bundled draft with the bundled target, else none.",
     )
     device: str = Field(
@@ -234,7 +236,8 @@ class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
     def _resolve_models(self) -> Self:
         if self.target is None:
             self.target = str(BUNDLED_PAIR / "target")
-            self.draft = self.draft or str(BUNDLED_PAIR / "draft")
+            if self.draft in (None, AUTO):
+                self.draft = str(BUNDLED_PAIR / "draft")
         if self.draft == "none":
             self.draft = None
         if self.draft is not None and self.draft.startswith("self:") and self.draft not in SELF_DRAFTS:

@@ -31,13 +31,17 @@ class NaiveMtp(nn.Module):
         self.target = [model]  # no part of it
 
     @torch.no_grad()
-    def draft(self, token_ids: Sequence[int], states: torch.Tensor, num_tokens: int) -> list[int]:
+    def draft(
+        self, token_ids: Sequence[int], states: torch.Tensor, num_tokens: int, drafted: Sequence[int] = ()
+    ) -> list[int]:
         """Returns the most likely drafts after a text, of all of whose tokens but the last ``states`` are
-        known."""
+        known. Only the tokens ``drafted`` are, or all."""
+        allowed = torch.tensor(drafted or range(self.target[0].config.vocab_size))
         ids, drafts = list(token_ids[1:]), []
         for _ in range(num_tokens):
             output = self.norm(self.hidden(ids, states))[-1:]
-            drafts.append(int(self.target[0].lm_head(output).argmax()))
+            logits = self.target[0].lm_head(output)[0]
+            drafts.append(int(allowed[logits[allowed].argmax()]))
             ids.append(drafts[-1])
             states = torch.cat((states, output))
         return drafts

@@ -84,7 +84,7 @@ class Reader:
             make_rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
             embedding_scale(module, facts.dtype),
             logit_softcap(module.config),
-            make_output=self._make_output(EMBEDDINGS if module.config.tie_word_embeddings else HEAD),
+            make_output=self._make_output(head.name, head.shape),
         )
         trim_heap()
         return weights, [*torch.split(logits.float(), [*map(len, states)])]
@@ -201,14 +201,13 @@ class Reader:
         rows, columns = self.skeleton.get_parameter(name).shape
         return read_weight(self.checkpoint, name, (rows, columns), self.linears, self.facts)
 
-    def _make_output(self, name: str) -> MakeOutput:
+    def _make_output(self, name: str, shape: tuple[int, int]) -> MakeOutput:
         """Keeps nothing of the layers that are read here."""
         checkpoint, facts, linears = self.checkpoint, self.facts, self.linears
-        num_rows, num_columns = self.skeleton.get_parameter(name).shape
         multiplier = logit_multiplier(facts.config)
 
         def make(rows: npt.NDArray[np.int64] | None, in_four_bits: bool) -> Linear | None:
-            weight = read_weight(checkpoint, name, (num_rows, num_columns), linears, facts)
+            weight = read_weight(checkpoint, name, shape, linears, facts)
             if in_four_bits and (not linears.takes_blocks or not can_be_in_four_bits(weight)):
                 return None
             taken = weight if rows is None else weight.take(rows)

@@ -46,25 +46,21 @@ class Output(NamedTuple):
 
 def with_output(
     head: Head, target: Model, size: int | Literal["auto", "full"], counts: Counter[int] | None
-) -> Head:
+) -> tuple[Head, float]:
     """Returns the head with the output layer that makes most tokens a second, by passes of it and of the
-    target, or with ``size`` tokens. ``counts`` are of texts like those that will be served."""
+    target, or with ``size`` tokens; and how many times those of the target alone that are. ``counts`` are of
+    texts like those that will be served."""
     make = head.model.weights.make_output
-    if size == "full" or make is None:
-        if isinstance(size, int):
-            raise ModelLoadError(
-                f"draft_vocab_size is {size}, but the head has an output layer of its own: leave it out"
-            )
-        return head
+    if isinstance(size, int) and make is None:
+        raise ModelLoadError(
+            f"draft_vocab_size is {size}, but the head has an output layer of its own: leave it out"
+        )
     score = [_seconds(target, num_tokens) for num_tokens in (1, SCORED)]
     best, best_speed, name = head, 0.0, ""
-    for output in _outputs(target.vocab_size, size, counts, target.eos_token_ids):
-        rows = None if output.token_ids is None else output.token_ids.numpy()
-        is_own = rows is None and not output.in_four_bits
-        linear = head.model.weights.head if is_own else make(rows, output.in_four_bits)
-        if linear is None:
+    for output in _outputs(target.vocab_size, "full" if make is None else size, counts, target.eos_token_ids):
+        tried = _drafting(head, output)
+        if tried is None:
             continue
-        tried = head.drafting(output.token_ids, linear)
         accepted = ACCEPTED * _covered(output.token_ids, counts)
         accepted *= LEFT_BY_FOUR_BITS if output.in_four_bits else 1.0
         speed = _speed(accepted, score, _seconds(tried.model, 1))
@@ -72,7 +68,17 @@ def with_output(
         if speed > best_speed * (1 + MARGIN):
             best, best_speed, name = tried, speed, _words(output, target.vocab_size)
     logger.info("The head drafts %s", name)
-    return best
+    return best, best_speed * score[0]
+
+
+def _drafting(head: Head, output: Output) -> Head | None:
+    """Returns the head with that output layer, if there are kernels for it."""
+    if output.token_ids is None and not output.in_four_bits:
+        return head
+    make = head.model.weights.make_output
+    assert make is not None
+    linear = make(None if output.token_ids is None else output.token_ids.numpy(), output.in_four_bits)
+    return None if linear is None else head.drafting(output.token_ids, linear)
 
 
 def _outputs(
@@ -81,6 +87,9 @@ def _outputs(
     """Yields what can be tried. Without counts nothing is left out unless that is asked for."""
     if isinstance(size, int):
         sizes: list[int | None] = [size if size < vocab_size else None]
+    elif size == "full":
+        yield Output(None, in_four_bits=False)
+        return
     else:
         smaller = [each for each in SIZES if each <= vocab_size // 2][:MOST_SIZES]
         sizes = [None, *(smaller if counts else [])]
