@@ -101,10 +101,10 @@ def trained_head(folder: str) -> NaiveMtp:
 
 
 @torch.no_grad()
-def random_head(folder: str, seed: int = 3) -> NaiveMtp:
-    """Makes one whose guesses depend on all of its inputs."""
+def random_head(target: Any, seed: int = 3) -> NaiveMtp:
+    """Makes one whose guesses depend on all of its inputs; ``target`` is a folder or a module."""
     torch.manual_seed(seed)
-    head = NaiveMtp(load_target(folder))
+    head = NaiveMtp(load_target(target) if isinstance(target, str) else target)
     for name, parameter in head.named_parameters():
         spread = 0.3 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5
         parameter.copy_(torch.randn_like(parameter) * spread + (parameter.dim() == 1 and "norm" in name))

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from msgspec import structs
+from transformers import AutoModelForCausalLM
 
 from tests.engine.head_runs import (
     TRAINED,
@@ -17,8 +19,10 @@ from tests.engine.head_runs import (
     own_states_after_acceptance,
     story_prompts,
 )
+from tests.engine.test_gguf import CONFIGS
 from tests.families import FAMILIES, SHAPE, save_random
 from tests.gguf_hybrids import save_hybrid_gguf
+from tests.gguf_models import save_gguf
 from tests.hybrids import HYBRIDS
 from tests.models import make_engine, run_engine
 from tests.mtp import DEEPSEEK, QWEN, NaiveMtp, add_to_checkpoint, random_head, trained_head
@@ -154,6 +158,33 @@ def test_experts_of_a_head_in_a_gguf_file(tmp_path: Path) -> None:
     folder = save_random(tmp_path / "target", *HYBRIDS["Qwen3.5 with experts"])
     head, path = random_head(folder), tmp_path / "model.gguf"
     save_hybrid_gguf(path, folder, head=head.named_tensors(DEEPSEEK, stacks=True))
+    compare_with_definition(
+        head, mtp_engine(str(path)), [[1, 2, 3, 4, 5]], structs.replace(GREEDY, max_tokens=12)
+    )
+
+
+def test_glm_in_a_gguf_file(tmp_path: Path) -> None:
+    config = CONFIGS["glm4moe"]
+    head = random_head(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, config.num_hidden_layers + 1)
+    block = f"blk.{config.num_hidden_layers}."
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in head.named_tensors(DEEPSEEK, stacks=True).items():
+        base, _, end = name.rpartition(".")
+        if end == "gate_up_proj":
+            gate, up = tensor.chunk(2, 1)
+            stored |= {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+        elif end == "down_proj":
+            stored["ffn_down_exps.weight"] = tensor
+        elif end == "e_score_correction_bias":
+            stored["exp_probs_b.bias"] = tensor
+        else:
+            theirs = names.get_name(f"model.layers.{config.num_hidden_layers}.{base}")
+            stored[f"{theirs.removeprefix(block)}.{end}"] = tensor
+    further = {name: tensor.contiguous().numpy() for name, tensor in stored.items()}
+    path = tmp_path / "model.gguf"
+    module = save_gguf(path, config, "F32", further=further, **{"glm4moe.nextn_predict_layers": 1})
+    head.target = [module.eval()]
     compare_with_definition(
         head, mtp_engine(str(path)), [[1, 2, 3, 4, 5]], structs.replace(GREEDY, max_tokens=12)
     )

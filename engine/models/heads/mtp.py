@@ -20,7 +20,7 @@ from truedraft.engine.layers.decoder import Joint, MakeOutput
 from truedraft.engine.layers.linear import Embeddings, Linear
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
-from truedraft.engine.layers.weight import ScaledRows, Weight
+from truedraft.engine.layers.weight import ScaledBytes, ScaledRows, Weight
 from truedraft.engine.messages import MTP
 from truedraft.engine.models.account import check_shape, has_all
 from truedraft.engine.models.architecture import plain_skeleton
@@ -175,6 +175,9 @@ class _Layer(RenamedCheckpoint):
 
     def scaled_rows(self, name: str) -> ScaledRows | None:
         return None if name in self.given else super().scaled_rows(name)
+
+    def scaled_bytes(self, name: str) -> ScaledBytes | None:
+        return None if name in self.given else super().scaled_bytes(name)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: self.given[name] if name in self.given else self._stored(name) for name in names}
