@@ -1,5 +1,6 @@
 """The one place where configuration becomes concrete objects."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +8,7 @@ from functools import partial
 import torch
 from pydantic import ByteSize
 
-from truedraft.engine.config import SELF_DRAFTS, EngineConfig
+from truedraft.engine.config import AUTO, SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
@@ -22,9 +23,11 @@ from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
+from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.decoder import NativeDecoder
@@ -40,6 +43,7 @@ from truedraft.engine.runtime.calibrate import calibrate
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.runtime.draft_vocabulary import with_output
 from truedraft.engine.runtime.native.drafter import NativeDrafter, drafts_in_c
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.runtime.phases import PhaseRunner
@@ -52,6 +56,10 @@ from truedraft.engine.speculation.planner import SpeculationPlanner
 # The operations of smaller models are so short that torch's other threads mostly wait. The native kernels
 # themselves wake only threads that pay.
 MIN_PARAMETERS_FOR_TORCH_THREADS = 50_000_000
+# A head that was not asked for drafts if it is expected to make so many times the target's speed.
+MIN_GAIN = 1.1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,8 @@ def build_engine(
 
 def drafting_method(draft: str) -> Method:
     """Returns who drafts with what the setting ``draft`` names."""
+    if draft == AUTO:
+        return "auto"
     return DRAFT_MODEL if draft in SELF_DRAFTS else head_method(draft) or DRAFT_MODEL
 
 
@@ -134,8 +144,8 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         begin("the draft model")
         source, draft_options = draft_source(config)
-        head = load_head(config.draft, target, config.target, draft_options)
-        if head is None:
+        head = _load_head(config, target, draft_options)
+        if head is None and config.draft != AUTO:
             draft = load_model(source, draft_options)
             _check_kinds(target, draft)
             pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
@@ -292,6 +302,32 @@ def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[P
             eos_token_id=pairing.eos_token_id,
         )
     ]
+
+
+def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Head | None:
+    """Returns the head that the settings name, or one that pays, with the tokens that it drafts."""
+    assert config.target is not None  # filled in by EngineConfig
+    assert config.draft is not None
+    is_asked = config.draft != AUTO
+    if not is_asked and not target.is_native:
+        logger.info("draft is auto: no head is tried, as only rounds in C know heads")
+        return None
+    try:
+        head = load_head(config.draft if is_asked else MTP, target, config.target, options)
+    except ModelLoadError as error:
+        if is_asked:
+            raise
+        logger.info("draft is auto, and nothing drafts: %s", error)
+        return None
+    if head is None:
+        return None
+    file = config.draft_vocab_file
+    counts = None if file is None else count_tokens(file, config.target)
+    head, gain = with_output(head, target, config.draft_vocab_size, counts)
+    if is_asked or gain >= MIN_GAIN:
+        return head
+    logger.info("draft is auto: the head in %s would make %.2f times the speed", config.target, gain)
+    return None
 
 
 def _head(models: Models, memory: Memory) -> list[Proposer]:

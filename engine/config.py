@@ -14,6 +14,7 @@ from truedraft.engine.messages import DefaultMethod
 
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
 # Drafts that are the target's own weights in fewer bits, by how these are quantised.
+AUTO = "auto"
 SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
 
 
@@ -27,7 +28,8 @@ class ModelSettings(BaseModel):
         None,
         description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'mtp' (the head in "
         "the target's own checkpoint) or a GGUF file of such a head, 'self:int4' or 'self:int8' (on a CPU: "
-        "the target's own weights in 4 or 8 bits), or 'none'. "
+        "the target's own weights in 4 or 8 bits), 'auto' (on a CPU 'mtp', where the target's checkpoint has "
+        "such a head and it pays by passes measured at start, else none), or 'none'. "
         "Default: the bundled draft with the bundled target, else none.",
     )
     device: str = Field(
@@ -142,9 +144,22 @@ class SpeculationSettings(BaseModel):
     draft_stop: bool = Field(
         False,
         description="On a CPU, end the draft of a text early where the draft model or head was so unsure of "
-        "what it has drafted that another token would not pay. It is one more option beside the lengths if "
+        "what it has drafted that another token would not pay. It is one more option among the lengths if "
         "num_speculative_tokens is auto, and is used where it promises more tokens per second. The output "
         "has the same distribution in any case.",
+    )
+    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = Field(
+        "auto",
+        description="Tokens of the vocabulary that a head drafts which shares the target's output layer: so "
+        "many of the most frequent ones, or full: all, with that layer as it is. auto: what makes most "
+        "tokens a second by passes measured at start, all or, with draft_vocab_file, fewer, and on a CPU "
+        "perhaps with a copy of the layer in 4 bits. The output has the same distribution in any case.",
+    )
+    draft_vocab_file: str | None = Field(
+        None,
+        description="File of texts like those that will be served, one a line, or in a .jsonl file objects "
+        "with 'prompt' or 'messages': the tokens that a head drafts are ranked by how often they are in it. "
+        "Default: by their ids, the first of which tokenizers have learned first.",
     )
     draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
         "auto",
@@ -228,7 +243,8 @@ class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
     def _resolve_models(self) -> Self:
         if self.target is None:
             self.target = str(BUNDLED_PAIR / "target")
-            self.draft = self.draft or str(BUNDLED_PAIR / "draft")
+            if self.draft in (None, AUTO):
+                self.draft = str(BUNDLED_PAIR / "draft")
         if self.draft == "none":
             self.draft = None
         if self.draft is not None and self.draft.startswith("self:") and self.draft not in SELF_DRAFTS:

@@ -42,7 +42,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     further = more.pop("further", {})
     writer.add_block_count(config.num_hidden_layers + bool(further))
     for name, tensor in further.items():
-        writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}.weight", tensor)
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}", tensor)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)

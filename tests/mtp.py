@@ -31,13 +31,17 @@ class NaiveMtp(nn.Module):
         self.target = [model]  # no part of it
 
     @torch.no_grad()
-    def draft(self, token_ids: Sequence[int], states: torch.Tensor, num_tokens: int) -> list[int]:
+    def draft(
+        self, token_ids: Sequence[int], states: torch.Tensor, num_tokens: int, drafted: Sequence[int] = ()
+    ) -> list[int]:
         """Returns the most likely drafts after a text, of all of whose tokens but the last ``states`` are
-        known."""
+        known. Only the tokens ``drafted`` are, or all."""
+        allowed = torch.tensor(drafted or range(self.target[0].config.vocab_size))
         ids, drafts = list(token_ids[1:]), []
         for _ in range(num_tokens):
             output = self.norm(self.hidden(ids, states))[-1:]
-            drafts.append(int(self.target[0].lm_head(output).argmax()))
+            logits = self.target[0].lm_head(output)[0]
+            drafts.append(int(allowed[logits[allowed].argmax()]))
             ids.append(drafts[-1])
             states = torch.cat((states, output))
         return drafts
@@ -97,10 +101,10 @@ def trained_head(folder: str) -> NaiveMtp:
 
 
 @torch.no_grad()
-def random_head(folder: str, seed: int = 3) -> NaiveMtp:
-    """Makes one whose guesses depend on all of its inputs."""
+def random_head(target: Any, seed: int = 3) -> NaiveMtp:
+    """Makes one whose guesses depend on all of its inputs; ``target`` is a folder or a module."""
     torch.manual_seed(seed)
-    head = NaiveMtp(load_target(folder))
+    head = NaiveMtp(load_target(target) if isinstance(target, str) else target)
     for name, parameter in head.named_parameters():
         spread = 0.3 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5
         parameter.copy_(torch.randn_like(parameter) * spread + (parameter.dim() == 1 and "norm" in name))

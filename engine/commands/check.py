@@ -72,7 +72,7 @@ NUM_TIMED_PROMPTS = 2
 DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
-# How many other drafts there are is known once the target is loaded; each has one stage.
+# Each further draft has a stage; their number is known once the target is loaded.
 NUM_STAGES = 6 + len(RULES) + 2 * len(TEMPERATURES) + len(SELF_DRAFTS)
 # Logits closer than this may change places when they are computed in another shape.
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}

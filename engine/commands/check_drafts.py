@@ -24,7 +24,7 @@ class DraftResult:
     """Holds what one draft brings. ``memory``: bytes of its weights, and of its cache for 1,000 tokens;
     ``reason`` says why it was not measured."""
 
-    draft: str  # as the setting has it; or n-grams
+    draft: str  # the setting for it, or n-grams
     speeds: list[Speed]
     memory: int = 0
     reason: str = ""

@@ -206,5 +206,5 @@ def _print_drafts(results: list[DraftResult]) -> None:
 
 
 def _short(name: str) -> str:
-    """Returns the end of a long path: the table's numbers are to stand beside it."""
+    """Returns the end of a long path: the table's numbers are to stand next to it."""
     return name if len(name) <= NAME_WIDTH else f"...{name[3 - NAME_WIDTH :]}"

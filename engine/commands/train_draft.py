@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,11 +23,12 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.heads.vocabulary import most_frequent
+from truedraft.engine.models.prompt_file import read_prompts
 from truedraft.engine.training.eagle_module import EagleModule, HeadShape
 from truedraft.engine.training.export import save_head
-from truedraft.engine.training.texts import Listener, Text, Writer, read_prompts
+from truedraft.engine.training.texts import Listener, Text, Writer
 from truedraft.engine.training.trainer import Measured, Progress, Schedule, Trainer, start_from_target
-from truedraft.engine.training.vocabulary import most_frequent
 
 DONE, FAILED = 0, 1
 # Heads of larger vocabularies draft the most frequent tokens only.
@@ -58,11 +59,10 @@ class TrainSettings(EngineConfig, BaseSettings):
     tokens: int = Field(1_000_000, ge=1, description="Tokens to learn from, written by the target.")
     text_tokens: int = Field(256, ge=8, description="Tokens of a text, its prompt included.")
     temperature: float = Field(1.0, ge=0, le=2, description="Temperature at which the target writes.")
-    draft_vocab_size: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens that the head drafts, the most frequent ones of the texts. Default: all, but no "
-        f"more than {LARGE_VOCABULARY}.",
+    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = Field(
+        "auto",
+        description="Tokens that the head drafts, the most frequent ones of the texts; full: all. auto: all, "
+        f"but no more than {LARGE_VOCABULARY}.",
     )
     steps: int = Field(4, ge=1, le=8, description="Drafted tokens that the head is trained for.")
     learning_rate: float | None = Field(
@@ -186,7 +186,9 @@ class _Run:
     def _vocabulary(self) -> tuple[torch.Tensor | None, int]:
         """Returns the ids that the head drafts, None: all; and how many texts it took to find that out."""
         vocab_size = self.target.vocab_size
-        size = self.settings.draft_vocab_size or min(vocab_size, LARGE_VOCABULARY)
+        asked = self.settings.draft_vocab_size
+        most = vocab_size if asked == "full" else LARGE_VOCABULARY
+        size = min(vocab_size, asked if isinstance(asked, int) else most)
         if size >= vocab_size:
             return None, 0
         counts: Counter[int] = Counter()

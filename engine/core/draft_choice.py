@@ -24,7 +24,7 @@ class InRound(Protocol):
 
 
 class Stop(NamedTuple):
-    """Ends drafts that are not worth another pass: behind a token, where the chance that all of the draft is
+    """Ends drafts that are not worth another pass: after a token where the chance that all of the draft is
     accepted has fallen below ``below``; 0 never ends one.
 
     The chance is the product over the drafted tokens of the ``rates`` at which such tokens are accepted, by
@@ -32,7 +32,7 @@ class Stop(NamedTuple):
     A token that was drawn stays in the draft: to drop it for its own probability would not be exact.
     """
 
-    rates: tuple[float, ...]  # of equal parts of the probabilities from 0 to 1
+    rates: tuple[float, ...]  # one for each of equal parts of [0, 1]
     below: float = 0.0
 
     def rate(self, confidence: float) -> float:

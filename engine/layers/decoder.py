@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from truedraft.engine.layers.linear import Embeddings, Linear
@@ -174,10 +176,20 @@ class Joint:
         return normed if self.adds_to_normed else states.clone(), joined
 
 
+class MakeOutput(Protocol):
+    """Makes another output layer of a decoder's own weights."""
+
+    def __call__(self, rows: npt.NDArray[np.int64] | None, in_four_bits: bool) -> Linear | None:
+        """Returns one of some ``rows``, in any order, or of all (None). Returns None where there are no
+        kernels for weights in four bits, or where they have no more bits anyway."""
+        ...
+
+
 @dataclass(frozen=True)
 class DecoderWeights:
     """Describes a whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``. A decoder with a
-    ``joint`` takes hidden states, too."""
+    ``joint`` takes hidden states, too. ``make_output`` makes other output layers of what ``head`` is made of,
+    where that can be read again."""
 
     embeddings: Embeddings
     layers: list[DecoderLayer]
@@ -187,6 +199,7 @@ class DecoderWeights:
     embedding_scale: float
     softcap: float | None
     joint: Joint | None = None
+    make_output: MakeOutput | None = None
 
     @property
     def linears(self) -> Iterator[Linear]:

@@ -118,6 +118,12 @@ class RenamedCheckpoint(Checkpoint):
     def scaled_rows(self, name: str) -> ScaledRows | None:
         return self.source.scaled_rows(self.names[name])
 
+    def scaled_bytes(self, name: str) -> ScaledBytes | None:
+        return self.source.scaled_bytes(self.names[name])
+
+    def expert_bytes(self, name: str, number: int) -> list[ScaledBytes]:
+        return self.source.expert_bytes(self.names[name], number)
+
     def rotary_factors(self) -> torch.Tensor | None:
         return self.source.rotary_factors()
 

@@ -1,14 +1,15 @@
 """Checkpoints as if they were files quantised further: symmetric, 32 weights of a row to a scale."""
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
-from truedraft.engine.layers.weight import ScaledRows
+from truedraft.engine.layers.weight import ScaledRows, Weight
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.stacks import DOWN, GATE_UP
 
@@ -17,12 +18,28 @@ LAYER_TYPES = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q
 OUTER_TYPE = GGMLQuantizationType.Q8_0
 OUTER = ("model.embed_tokens.weight", "model.embeddings.weight", "lm_head.weight")
 GROUP = 32
+# A large matrix is converted so many rows at a time.
+ROWS = 1 << 13
 # Tensors of one layer, which are asked for twice.
 KEPT, KEPT_STACKS = 8, 2
 # Matrices of few weights that decide which experts a token takes stay as they are.
 ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
 # So few weights decide what a state forgets and takes that they have the bits of outer layers.
 DECAYS = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
+
+
+def can_be_in_four_bits(weight: Weight) -> bool:
+    """Tells whether the matrix has rows of whole groups, and more bits than that."""
+    has_more = weight.blocks is None or _bits(weight.blocks.type) > _bits(LAYER_TYPES["int4"])
+    return has_more and weight.shape[1] % GROUP == 0
+
+
+def quantised_to_four_bits(weight: Weight) -> Weight:
+    """Quantises a matrix, some rows at a time."""
+    kind = LAYER_TYPES["int4"]
+    parts = [gguf.quantize(rows.float().numpy(), kind) for rows in torch.split(weight.dense(), ROWS)]
+    blocks = QuantisedBlocks(int(kind), np.concatenate(parts), weight.shape[1])
+    return Weight(weight.name, weight.shape, partial(_dequantised, blocks), blocks)
 
 
 class QuantisedCheckpoint(Checkpoint):

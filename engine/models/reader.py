@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
-from truedraft.engine.layers.linear import Embeddings, Linears
+from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, MakeOutput
+from truedraft.engine.layers.linear import Embeddings, Linear, Linears
 from truedraft.engine.layers.rotary import NoAngles
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.huge_pages import trim_heap
@@ -39,6 +41,7 @@ from truedraft.engine.models.families import (
 from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.linear import Whole, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
+from truedraft.engine.models.quantise import can_be_in_four_bits, quantised_to_four_bits
 from truedraft.engine.models.stacks import Matrix, Quantised, stored_tensors
 
 # The output layer is converted this many rows at a time.
@@ -81,6 +84,7 @@ class Reader:
             make_rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
             embedding_scale(module, facts.dtype),
             logit_softcap(module.config),
+            make_output=self._make_output(head.name, head.shape),
         )
         trim_heap()
         return weights, [*torch.split(logits.float(), [*map(len, states)])]
@@ -196,6 +200,20 @@ class Reader:
     def _weight(self, name: str) -> Weight:
         rows, columns = self.skeleton.get_parameter(name).shape
         return read_weight(self.checkpoint, name, (rows, columns), self.linears, self.facts)
+
+    def _make_output(self, name: str, shape: tuple[int, int]) -> MakeOutput:
+        """Keeps nothing of the layers that are read here."""
+        checkpoint, facts, linears = self.checkpoint, self.facts, self.linears
+        multiplier = logit_multiplier(facts.config)
+
+        def make(rows: npt.NDArray[np.int64] | None, in_four_bits: bool) -> Linear | None:
+            weight = read_weight(checkpoint, name, shape, linears, facts)
+            if in_four_bits and (not linears.takes_blocks or not can_be_in_four_bits(weight)):
+                return None
+            taken = weight if rows is None else weight.take(rows)
+            return linears.make([quantised_to_four_bits(taken) if in_four_bits else taken], None, multiplier)
+
+        return make
 
     def _tensor(self, name: str) -> torch.Tensor:
         return read_tensor(self.checkpoint, name, self.linears, self.facts)

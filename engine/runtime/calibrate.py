@@ -67,7 +67,7 @@ def _count_experts(model: ModelRunner, pool: BlockPool, max_tokens: int) -> Rout
     numbers: dict[int, float] = {}
     for size in (size for size in COUNTED_SIZES if size <= max_tokens):
         before = counted()
-        if _pass_seconds(model, pool, _row_lengths(size, SCORE_TOKENS_PER_ROW)) is not None:
+        if pass_seconds(model, pool, _row_lengths(size, SCORE_TOKENS_PER_ROW)) is not None:
             experts, layers = (now - then for now, then in zip(counted(), before, strict=True))
             numbers[size] = experts / layers
     return Routing(counted, numbers) if numbers else None
@@ -85,7 +85,7 @@ def _measure(
         return len(_row_lengths(math.ceil(num_tokens), tokens_per_row))
 
     def run(size: int) -> float | None:
-        return None if size > max_tokens else _pass_seconds(model, pool, _row_lengths(size, tokens_per_row))
+        return None if size > max_tokens else pass_seconds(model, pool, _row_lengths(size, tokens_per_row))
 
     _touch(model, pool, _row_lengths(min(max(SIZES), max_tokens), tokens_per_row))
     by_tokens: dict[int, float] = {}
@@ -108,7 +108,7 @@ def _measure_rows(model: ModelRunner, pool: BlockPool, seconds: float) -> float:
     """Returns what a pass over the same number of tokens takes more for each row: a state is read once for
     all of a row's tokens."""
     kinds = [(MOST_ROWS, 1), (1, MOST_ROWS)]
-    took = _fastest(lambda kind: _pass_seconds(model, pool, [kind[1]] * kind[0]), kinds, seconds / 4, 2)
+    took = _fastest(lambda kind: pass_seconds(model, pool, [kind[1]] * kind[0]), kinds, seconds / 4, 2)
     if len(took) < len(kinds):
         return 0.0
     return max(0.0, took[kinds[0]] - took[kinds[1]]) / (MOST_ROWS - 1)
@@ -119,7 +119,7 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
 
     def run(kind: tuple[int, int, int]) -> float | None:
         rows, queries, stored = kind
-        return _pass_seconds(model, pool, [queries] * rows, stored)
+        return pass_seconds(model, pool, [queries] * rows, stored)
 
     _touch(model, pool, [NUM_STORED + SCORE_TOKENS_PER_ROW] * MOST_ROWS)
     kinds = [
@@ -172,7 +172,7 @@ def _fastest(
     return best
 
 
-def _pass_seconds(
+def pass_seconds(
     model: ModelRunner, pool: BlockPool, row_lengths: list[int], num_stored: int = 0
 ) -> float | None:
     """Seconds of a pass over such rows behind ``num_stored`` tokens each; None if the pool is too small."""

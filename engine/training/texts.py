@@ -3,12 +3,8 @@
 Nothing is stored on disk: texts come in batches, are learned from, and forgotten.
 """
 
-import json
-from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,13 +12,11 @@ from truedraft.engine.core.proposer import Observation, Proposer
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.library.chat_template import Conversation
 from truedraft.engine.library.params import SamplingParams
 from truedraft.engine.llm import LLM
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.prompt_file import Prompt
 from truedraft.engine.sampling.sampler import Drafts, Sampler
-
-Prompt = str | Conversation
 
 
 @dataclass(frozen=True)
@@ -107,31 +101,3 @@ class Writer:
         if isinstance(prompt, str):
             return list(self.llm.tokenizer.encode(prompt))
         return self.llm.chat_template.token_ids(prompt, {})
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Returns the prompts of a file: texts, one a line, or objects in JSON, one a line, with ``messages`` or
-    ``prompt``."""
-    prompts = list(_prompts(path))
-    if not prompts:
-        raise ModelLoadError(f"{path} has no prompts: it must have one a line")
-    return prompts
-
-
-def _prompts(path: Path) -> Iterator[Prompt]:
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        if path.suffix != ".jsonl":
-            yield line
-            continue
-        try:
-            found: Any = json.loads(line)
-        except ValueError as error:
-            raise ModelLoadError(f"line {number} of {path} is no JSON: {error}") from error
-        if isinstance(found, dict) and isinstance(found.get("messages"), list):
-            yield found["messages"]
-        elif isinstance(found, dict) and isinstance(found.get("prompt"), str):
-            yield found["prompt"]
-        else:
-            raise ModelLoadError(f"line {number} of {path} has neither 'messages' nor a 'prompt'")

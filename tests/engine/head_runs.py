@@ -2,17 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
+from tokenizers import Tokenizer
 
-from tests.models import stepped
+from tests.models import make_engine, stepped
+from tests.mtp import NaiveMtp
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.proposer import Observation
 from truedraft.engine.core.step import StepPlan
 from truedraft.engine.messages import Generate, RoundTrace, SamplingParams
 from truedraft.engine.proposers.heads.proposer import HeadProposer
 from truedraft.engine.sampling.sampler import Drafts, Sampler
+
+TRAINED = str(Path(__file__).parents[2] / "benchmarks" / "story_hybrid")
+STORIES = (
+    "Once upon a time there was a little dog who",
+    "Lily and Tom went to the park. They saw a",
+    "Lily and Tom went to the park. They found a",
+    "Lily and Tom went to the park. They",
+    "The",
+)
 
 
 def traces_of(
@@ -29,6 +43,39 @@ def traces_of(
                 rounds += [output.trace] if output.trace and output.trace.draft_ids else []
         found.append((text, rounds))
     return found
+
+
+def story_prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(f"{TRAINED}/tokenizer.json")
+    return [tokenizer.encode(story).ids for story in STORIES]
+
+
+def mtp_engine(target: str = TRAINED, draft: str = "mtp", **config: Any) -> EngineCore:
+    """Makes one with short chunks of prompts, so that a text's states come in pieces."""
+    settings = {"method": "auto", "max_num_batched_tokens": 12, "max_model_len": 64, **config}
+    return make_engine(target, draft, **settings)
+
+
+@torch.no_grad()
+def compare_with_definition(
+    head: NaiveMtp,
+    core: EngineCore,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    drafted: Sequence[int] = (),
+) -> int:
+    """Compares all drafts with the definition's; returns how many were accepted."""
+    num_compared = num_accepted = 0
+    for text, rounds in traces_of(core, prompts, params):
+        states = head.target[0].model(torch.tensor([text])).last_hidden_state[0]
+        for one in rounds:
+            expected = head.draft(
+                text[: one.position], states[: one.position - 1], len(one.draft_ids), drafted
+            )
+            assert one.draft_ids == expected, (one.position, one.draft_ids, expected)
+            num_compared, num_accepted = num_compared + 1, num_accepted + one.num_accepted
+    assert num_compared > 3
+    return num_accepted
 
 
 def own_states_after_acceptance(patch: pytest.MonkeyPatch) -> None:

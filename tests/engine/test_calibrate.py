@@ -29,7 +29,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
         assert blocks <= cleared, "the pass would be the first to write to this memory"
         return pass_seconds(unit, row_lengths, num_stored)
 
-    monkeypatch.setattr(calibrate, "_pass_seconds", fake)
+    monkeypatch.setattr(calibrate, "pass_seconds", fake)
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
         cache=SimpleNamespace(clear=cleared.update),
@@ -62,7 +62,7 @@ def test_a_large_model_reads_what_is_stored_from_memory(monkeypatch: pytest.Monk
 
 
 def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_pass_seconds", lambda *_: 0.001)
+    monkeypatch.setattr(calibrate, "pass_seconds", lambda *_: 0.001)
     cleared: set[int] = set()
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
@@ -79,7 +79,7 @@ def test_a_row_reads_its_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(model: Any, pool: Any, row_lengths: list[int], num_stored: int = 0) -> float:
         return 0.001 + 0.0001 * sum(row_lengths) + 0.0004 * len(row_lengths)
 
-    monkeypatch.setattr(calibrate, "_pass_seconds", seconds)
+    monkeypatch.setattr(calibrate, "pass_seconds", seconds)
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
         cache=SimpleNamespace(clear=lambda _: None),

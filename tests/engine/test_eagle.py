@@ -40,7 +40,7 @@ from truedraft.engine.commands.trace_file import (
 from truedraft.engine.commands.verify_trace import _check_heads
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.messages import HEADS, Generate, SamplingParams, Source
 from truedraft.engine.models.heads.eagle_config import EagleConfig, read_eagle_config
 
 HIDDEN, LAYERS = 64, 5
@@ -303,10 +303,11 @@ def test_who_drafts_is_known_from_the_folder(trained: Trained) -> None:
         make_engine(trained.target, None, method="eagle")
 
 
-def test_traces_of_drawn_drafts_are_refused() -> None:
+@pytest.mark.parametrize("source", HEADS)
+def test_traces_of_drawn_drafts_are_refused(source: Source) -> None:
     def answer(draft_prob: float) -> TracedAnswer:
         drafted = [DraftedToken(3, 0.4, draft_prob, True)]
-        choice = TracedChoice([1, 2], 5, [TracedRound(2, "eagle", "rejection", drafted, 4)])
+        choice = TracedChoice([1, 2], 5, [TracedRound(2, source, "rejection", drafted, 4)])
         return TracedAnswer(SamplingParams(max_tokens=4), [choice])
 
     _check_heads(answer(1.0))

@@ -237,7 +237,7 @@ def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     path, ones = tmp_path / "model.gguf", np.ones(256, dtype=np.float32)
-    further = {"nextn.enorm": ones, "attn_norm": ones}
+    further = {"nextn.enorm.weight": ones, "attn_norm.weight": ones}
     module = save_gguf(path, CONFIGS["glm4moe"], further=further, **{"glm4moe.nextn_predict_layers": 1})
     found = logits_in(load(path, compact=False), [len(IDS)])
     assert torch.allclose(found, expected_logits(module), atol=2e-4, rtol=1e-4)

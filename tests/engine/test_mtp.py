@@ -5,18 +5,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from msgspec import structs
-from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.engine.head_runs import (
+    TRAINED,
+    compare_with_definition,
     fed_one_token_short,
+    mtp_engine,
     own_states_after_acceptance,
-    traces_of,
+    story_prompts,
 )
+from tests.engine.test_gguf import CONFIGS
 from tests.families import FAMILIES, SHAPE, save_random
 from tests.gguf_hybrids import save_hybrid_gguf
+from tests.gguf_models import save_gguf
 from tests.hybrids import HYBRIDS
 from tests.models import make_engine, run_engine
 from tests.mtp import DEEPSEEK, QWEN, NaiveMtp, add_to_checkpoint, random_head, trained_head
@@ -34,21 +40,7 @@ from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 
-TRAINED = str(Path(__file__).parents[2] / "benchmarks" / "story_hybrid")
 GREEDY = SamplingParams(max_tokens=24, temperature=0, method="mtp")
-STORIES = (
-    "Once upon a time there was a little dog who",
-    "Lily and Tom went to the park. They saw a",
-    "Lily and Tom went to the park. They found a",
-    "Lily and Tom went to the park. They",
-    "The",
-)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(f"{TRAINED}/tokenizer.json")
-    return [tokenizer.encode(story).ids for story in STORIES]
 
 
 @dataclass(frozen=True)
@@ -58,42 +50,27 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return story_prompts()
+
+
+@pytest.fixture(scope="module")
 def trained(prompts: list[list[int]]) -> Trained:
     return Trained(trained_head(TRAINED), prompts)
 
 
-def engine(target: str = TRAINED, draft: str = "mtp", **config: Any) -> EngineCore:
-    """Makes one with short chunks of prompts, so that a text's states come in pieces."""
-    settings = {"method": "auto", "max_num_batched_tokens": 12, "max_model_len": 64, **config}
-    return make_engine(target, draft, **settings)
-
-
-@torch.no_grad()
-def compare(head: NaiveMtp, core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> int:
-    """Compares all drafts with the definition's; returns how many were accepted."""
-    num_compared = num_accepted = 0
-    for text, rounds in traces_of(core, prompts, params):
-        states = head.target[0].model(torch.tensor([text])).last_hidden_state[0]
-        for one in rounds:
-            expected = head.draft(text[: one.position], states[: one.position - 1], len(one.draft_ids))
-            assert one.draft_ids == expected, (one.position, one.draft_ids, expected)
-            num_compared, num_accepted = num_compared + 1, num_accepted + one.num_accepted
-    assert num_compared > 3
-    return num_accepted
-
-
 def drafts_are_the_definitions(trained: Trained, core: EngineCore) -> None:
-    assert compare(trained.head, core, trained.prompts, GREEDY) > 60
+    assert compare_with_definition(trained.head, core, trained.prompts, GREEDY) > 60
     assert core.scheduler.num_prefix_hits >= 16
 
 
 @pytest.mark.usefixtures("needs_compiler")
 def test_the_trained_head_drafts_what_it_is_defined_to(trained: Trained) -> None:
-    drafts_are_the_definitions(trained, engine())
+    drafts_are_the_definitions(trained, mtp_engine())
 
 
 def test_layers_in_torch_draft_it_too(trained: Trained) -> None:
-    compare(trained.head, engine(native_kernels=False), trained.prompts[1:2], GREEDY)
+    compare_with_definition(trained.head, mtp_engine(native_kernels=False), trained.prompts[1:2], GREEDY)
 
 
 @dataclass(frozen=True)
@@ -125,7 +102,7 @@ def save_other(folder: Path, other: Other) -> tuple[str, NaiveMtp]:
 def test_other_layouts_and_experts(tmp_path: Path, name: str) -> None:
     target, head = save_other(tmp_path / "target", OTHERS[name])
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [5]]
-    compare(head, engine(target), prompts, structs.replace(GREEDY, max_tokens=12))
+    compare_with_definition(head, mtp_engine(target), prompts, structs.replace(GREEDY, max_tokens=12))
 
 
 def test_own_embeddings_and_output_layer(tmp_path: Path) -> None:
@@ -148,7 +125,7 @@ def test_own_embeddings_and_output_layer(tmp_path: Path) -> None:
 
 def test_text_is_the_same_with_and_without(prompts: list[list[int]]) -> None:
     """Few blocks and short chunks, so that sequences are preempted and beginnings taken over."""
-    core, plain = engine(), make_engine(TRAINED, None, max_model_len=64)
+    core, plain = mtp_engine(), make_engine(TRAINED, None, max_model_len=64)
     for pool in (core.scheduler.target_pool, *core.scheduler.draft_pools):
         pool.__init__(16, 4, pool.states, pool.lookahead)  # type: ignore[misc]
     seeded = SamplingParams(max_tokens=24, temperature=1.1, seed=3, method="mtp", verification="coupled")
@@ -168,20 +145,49 @@ def test_heads_in_gguf_files(trained: Trained, tmp_path: Path) -> None:
     save_hybrid_gguf(Path(alone), TRAINED, "F16", head=tensors, alone=True)
     assert [drafting_method(path) for path in (whole, alone, "mtp")] == ["draft_model", "mtp", "mtp"]
     for target, draft in ((whole, "mtp"), (TRAINED, alone)):
-        compare(head, engine(target, draft), trained.prompts[:1], GREEDY)
+        compare_with_definition(head, mtp_engine(target, draft), trained.prompts[:1], GREEDY)
     without = tmp_path / "without.gguf"
     save_hybrid_gguf(without, TRAINED, "F16")
     with pytest.raises(ModelLoadError, match="has 0 layers that predict further tokens"):
-        engine(str(without))
+        mtp_engine(str(without))
     with pytest.raises(ModelLoadError, match="which is not the target's glm4_moe"):
-        engine(save_other(tmp_path / "target", OTHERS["GLM-4.5"])[0], alone)
+        mtp_engine(save_other(tmp_path / "target", OTHERS["GLM-4.5"])[0], alone)
 
 
 def test_experts_of_a_head_in_a_gguf_file(tmp_path: Path) -> None:
     folder = save_random(tmp_path / "target", *HYBRIDS["Qwen3.5 with experts"])
     head, path = random_head(folder), tmp_path / "model.gguf"
     save_hybrid_gguf(path, folder, head=head.named_tensors(DEEPSEEK, stacks=True))
-    compare(head, engine(str(path)), [[1, 2, 3, 4, 5]], structs.replace(GREEDY, max_tokens=12))
+    compare_with_definition(
+        head, mtp_engine(str(path)), [[1, 2, 3, 4, 5]], structs.replace(GREEDY, max_tokens=12)
+    )
+
+
+def test_glm_in_a_gguf_file(tmp_path: Path) -> None:
+    config = CONFIGS["glm4moe"]
+    head = random_head(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, config.num_hidden_layers + 1)
+    block = f"blk.{config.num_hidden_layers}."
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in head.named_tensors(DEEPSEEK, stacks=True).items():
+        base, _, end = name.rpartition(".")
+        if end == "gate_up_proj":
+            gate, up = tensor.chunk(2, 1)
+            stored |= {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+        elif end == "down_proj":
+            stored["ffn_down_exps.weight"] = tensor
+        elif end == "e_score_correction_bias":
+            stored["exp_probs_b.bias"] = tensor
+        else:
+            theirs = names.get_name(f"model.layers.{config.num_hidden_layers}.{base}")
+            stored[f"{theirs.removeprefix(block)}.{end}"] = tensor
+    further = {name: tensor.contiguous().numpy() for name, tensor in stored.items()}
+    path = tmp_path / "model.gguf"
+    module = save_gguf(path, config, "F32", further=further, **{"glm4moe.nextn_predict_layers": 1})
+    head.target = [module.eval()]
+    compare_with_definition(
+        head, mtp_engine(str(path)), [[1, 2, 3, 4, 5]], structs.replace(GREEDY, max_tokens=12)
+    )
 
 
 @torch.inference_mode()
@@ -264,7 +270,7 @@ def test_planted_bugs_are_caught(
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        drafts_are_the_definitions(trained, engine())
+        drafts_are_the_definitions(trained, mtp_engine())
 
 
 @pytest.mark.parametrize("plant", [state_before_the_norm, own_state_before_the_norm])
@@ -279,8 +285,8 @@ def test_what_does_not_fit_shows_in_acceptance(
 def test_what_is_no_head_for_the_target_is_refused(tmp_path: Path) -> None:
     plain = save_random(tmp_path / "plain", *HYBRIDS["Qwen3-Next"])
     with pytest.raises(ModelLoadError, match=r"has no MTP head: there is no mtp\.fc\.weight"):
-        engine(plain)
+        mtp_engine(plain)
     with pytest.raises(ModelLoadError, match="method is mtp, but the draft is no MTP head"):
         make_engine(TRAINED, None, method="mtp")
     with pytest.raises(ModelLoadError, match="gpt_neox models are not fused"):
-        engine(save_random(tmp_path / "neox", "gpt_neox", SHAPE))
+        mtp_engine(save_random(tmp_path / "neox", "gpt_neox", SHAPE))

@@ -21,12 +21,13 @@ from truedraft.engine.layers.linear import DenseEmbeddings, TorchLinear
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.heads.eagle_config import read_eagle_config
+from truedraft.engine.models.heads.vocabulary import most_frequent
+from truedraft.engine.models.prompt_file import read_prompts
 from truedraft.engine.training import eagle_module
 from truedraft.engine.training.eagle_module import EagleModule, HeadShape
 from truedraft.engine.training.export import save_head
-from truedraft.engine.training.texts import Text, read_prompts
+from truedraft.engine.training.texts import Text
 from truedraft.engine.training.trainer import Measured, Schedule, Trainer
-from truedraft.engine.training.vocabulary import most_frequent
 
 SHAPE = HeadShape(
     hidden_size=32,

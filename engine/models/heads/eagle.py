@@ -116,6 +116,7 @@ class _Reader:
             embedding_scale=1.0,
             softcap=None,
             joint=joint,
+            make_output=None if "lm_head.weight" in self.names else self.target.weights.make_output,
         )
         facts = replace(self.facts, num_parameters=num_parameters)
         return (

@@ -4,7 +4,7 @@ A small decoder gets a token's embedding and the state before it, and the state 
 next one. The first states are made of what layers of the target know of a token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -73,6 +73,13 @@ class Head:
             normed = [norm(x) for norm, x in zip(self.tap_norms, hidden.unbind(1), strict=True)]
             hidden = torch.stack(normed, 1)
         return hidden.squeeze(1) if self.combine is None else self.combine(hidden.flatten(1))
+
+    def drafting(self, token_ids: torch.Tensor | None, output: Linear) -> "Head":
+        """Returns the head with another output layer, which has a row for each of ``token_ids``."""
+        weights = replace(self.model.weights, head=output)
+        model = FusedDecoder(self.model.facts, weights, self.model.begin)
+        model.keep_cache_in(self.model.cache_dtype)
+        return replace(self, model=model, token_ids=token_ids)
 
 
 def check_target(path: str, target: Model) -> FusedDecoder:

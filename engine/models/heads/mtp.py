@@ -16,11 +16,11 @@ import torch
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
-from truedraft.engine.layers.decoder import Joint
+from truedraft.engine.layers.decoder import Joint, MakeOutput
 from truedraft.engine.layers.linear import Embeddings, Linear
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
-from truedraft.engine.layers.weight import ScaledRows, Weight
+from truedraft.engine.layers.weight import ScaledBytes, ScaledRows, Weight
 from truedraft.engine.messages import MTP
 from truedraft.engine.models.account import check_shape, has_all
 from truedraft.engine.models.architecture import plain_skeleton
@@ -143,10 +143,12 @@ def _read(
     if model is None:
         raise ModelLoadError(f"{path} has an MTP head that does not compute what transformers' layer does")
     reader = _PartReader(path, requantised(source, options), model, target, options)
+    head, make_output = reader.output(parts.output)
     weights = replace(
         model.weights,
         embeddings=reader.embeddings(parts.embeddings),
-        head=reader.output(parts.output),
+        head=head,
+        make_output=make_output,
         joint=Joint(
             reader.norm(parts.embedding_norm),
             reader.norm(parts.state_norm),
@@ -154,10 +156,10 @@ def _read(
         ),
     )
     config.vocab_size = target.vocab_size
-    head = FusedDecoder(model.facts, weights, model.begin)
-    head.keep_cache_in(model.cache_dtype)
+    decoder = FusedDecoder(model.facts, weights, model.begin)
+    decoder.keep_cache_in(model.cache_dtype)
     taps = (target.num_layers,)
-    return Head(MTP, head, taps, None, (), None, token_ids=None, norm_output=True)
+    return Head(MTP, decoder, taps, None, (), None, token_ids=None, norm_output=True)
 
 
 class _Layer(RenamedCheckpoint):
@@ -173,6 +175,9 @@ class _Layer(RenamedCheckpoint):
 
     def scaled_rows(self, name: str) -> ScaledRows | None:
         return None if name in self.given else super().scaled_rows(name)
+
+    def scaled_bytes(self, name: str) -> ScaledBytes | None:
+        return None if name in self.given else super().scaled_bytes(name)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: self.given[name] if name in self.given else self._stored(name) for name in names}
@@ -219,11 +224,12 @@ class _PartReader:
             return self.target.weights.embeddings
         return self.linears.embeddings(self._weight(name, (self.target.vocab_size, self.size)))
 
-    def output(self, name: str) -> Linear:
-        """Returns the target's output layer, unless the head has another one."""
+    def output(self, name: str) -> tuple[Linear, MakeOutput | None]:
+        """Returns the target's output layer, and what makes others of it, unless the head has its own."""
+        weights = self.target.weights
         if self._is_shared(name, HEAD):
-            return self.target.weights.head
-        return self.linears.make([self._weight(name, (self.target.vocab_size, self.size))], None)
+            return weights.head, weights.make_output
+        return self.linears.make([self._weight(name, (self.target.vocab_size, self.size))], None), None
 
     def _is_shared(self, name: str, of_target: str) -> bool:
         """Tells whether the head has the same tensor as the target, or none. Most checkpoints of these

@@ -68,7 +68,7 @@ def test_stopped_drafts_leave_later_positions_as_they_are() -> None:
     rng = random.Random(1)
     whole, stopped, naive = Acceptance(), Acceptance(), Acceptance()
     for _ in range(4000):
-        rate = easy_or_hard(rng, ACCEPTANCE)  # of the whole draft
+        rate = easy_or_hard(rng, ACCEPTANCE)  # the same for a whole draft
         num_accepted = next((place for place in range(4) if rng.random() >= rate), 4)
         length = 4 if rate > 0.5 else 1
         for table, end, usual in ((whole, 4, None), (stopped, length, ACCEPTANCE), (naive, length, None)):

@@ -1,0 +1,39 @@
+"""Reads files of prompts, which say what texts will be about."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from truedraft.engine.errors import ModelLoadError
+
+# A text, or the messages of a conversation.
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Returns the prompts of a file: texts, one a line, or objects in JSON, one a line, with ``messages`` or
+    ``prompt``."""
+    prompts = list(_prompts(path))
+    if not prompts:
+        raise ModelLoadError(f"{path} has no prompts: it must have one a line")
+    return prompts
+
+
+def _prompts(path: Path) -> Iterator[Prompt]:
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            found: Any = json.loads(line)
+        except ValueError as error:
+            raise ModelLoadError(f"line {number} of {path} is no JSON: {error}") from error
+        if isinstance(found, dict) and isinstance(found.get("messages"), list):
+            yield found["messages"]
+        elif isinstance(found, dict) and isinstance(found.get("prompt"), str):
+            yield found["prompt"]
+        else:
+            raise ModelLoadError(f"line {number} of {path} has neither 'messages' nor a 'prompt'")
