@@ -20,19 +20,19 @@ static void follow_with_model(Row *row, const Scratch *scratch, int64_t i, int64
 typedef struct {
     int64_t first, num_waiting, num_new;
     int64_t is_stored;            /* too many to wait: all but the last go into the cache */
-} News;
+} Told;
 
-static News find_news(const Drafter *drafter, const Rounds *rounds, const Scratch *scratch, int64_t i,
+static Told find_told(const Drafter *drafter, const Rounds *rounds, const Scratch *scratch, int64_t i,
                       int64_t num_accepted) {
     const Row *row = rounds->rows[i];
     const int has_fed = has_drafted(rounds, scratch, i);
-    News news = {
+    Told told = {
         .first = has_fed ? row->num_tokens - 1 : row->num_draft_computed,
         .num_waiting = has_fed ? 0 : row->num_waiting,
         .num_new = row->num_tokens - row->num_computed + num_accepted,
     };
-    news.is_stored = news.num_waiting + news.num_new > drafter->max_waiting;
-    return news;
+    told.is_stored = told.num_waiting + told.num_new > drafter->max_waiting;
+    return told;
 }
 
 /* Fuses the target's states of all tokens that stand, of the rows that the head follows. 0 if there is no memory. */
@@ -63,27 +63,27 @@ static void copy_following(const Rounds *rounds, const Scratch *scratch, int64_t
 }
 
 /* Brings the cache up to date of rows that have too much to wait. 0 if a table has no blocks for it, or as ``decode``. */
-static int store_news(const Drafter *drafter, const Rounds *rounds, Scratch *scratch, const int64_t *num_accepted) {
+static int store_told(const Drafter *drafter, const Rounds *rounds, Scratch *scratch, const int64_t *num_accepted) {
     const int64_t size = drafter->model->hidden_size;
     const float *fused = scratch->fused;
     int64_t num_spans = 0, num_tokens = 0;
     for (int64_t i = 0; i < rounds->num_rows; i++) {
         const Row *row = rounds->rows[i];
         if (!row->waiting) continue;
-        const News news = find_news(drafter, rounds, scratch, i, num_accepted[i]);
-        const int64_t count = news.num_waiting + news.num_new - 1;
-        if (news.is_stored) {
-            if (news.first + count > row->num_draft_blocks * drafter->model->block_size) return 0;
+        const Told told = find_told(drafter, rounds, scratch, i, num_accepted[i]);
+        const int64_t count = told.num_waiting + told.num_new - 1;
+        if (told.is_stored) {
+            if (told.first + count > row->num_draft_blocks * drafter->model->block_size) return 0;
             scratch->query_lens[num_spans] = count;
-            scratch->num_computed[num_spans] = news.first;
+            scratch->num_computed[num_spans] = told.first;
             scratch->span_first_block[num_spans++] = scratch->first_draft_block[i];
-            copy_following(rounds, scratch, i, news.first, count, scratch->token_ids + num_tokens);
+            copy_following(rounds, scratch, i, told.first, count, scratch->token_ids + num_tokens);
             float *states = scratch->states + num_tokens * size;
-            memcpy(states, row->waiting, news.num_waiting * size * sizeof(float));
-            memcpy(states + news.num_waiting * size, fused, (news.num_new - 1) * size * sizeof(float));
+            memcpy(states, row->waiting, told.num_waiting * size * sizeof(float));
+            memcpy(states + told.num_waiting * size, fused, (told.num_new - 1) * size * sizeof(float));
             num_tokens += count;
         }
-        fused += news.num_new * size;
+        fused += told.num_new * size;
     }
     const NewTokens new = {
         .num_spans = num_spans, .num_tokens = scratch->query_lens, .num_stored = scratch->num_computed,
@@ -93,18 +93,18 @@ static int store_news(const Drafter *drafter, const Rounds *rounds, Scratch *scr
     return !num_spans || decode(drafter->model, &new, NULL, scratch->draft_logits);
 }
 
-static void keep_news(const Drafter *drafter, const Rounds *rounds, const Scratch *scratch, const int64_t *num_accepted) {
+static void keep_told(const Drafter *drafter, const Rounds *rounds, const Scratch *scratch, const int64_t *num_accepted) {
     const int64_t size = drafter->model->hidden_size;
     const float *fused = scratch->fused;
     for (int64_t i = 0; i < rounds->num_rows; i++) {
         Row *row = rounds->rows[i];
         if (!row->waiting) continue;
-        const News news = find_news(drafter, rounds, scratch, i, num_accepted[i]);
-        const int64_t num_stored = news.is_stored ? news.num_waiting + news.num_new - 1 : 0;
-        const int64_t num_kept = news.is_stored ? 1 : news.num_new, end = news.is_stored ? 0 : news.num_waiting;
-        fused += news.num_new * size;
+        const Told told = find_told(drafter, rounds, scratch, i, num_accepted[i]);
+        const int64_t num_stored = told.is_stored ? told.num_waiting + told.num_new - 1 : 0;
+        const int64_t num_kept = told.is_stored ? 1 : told.num_new, end = told.is_stored ? 0 : told.num_waiting;
+        fused += told.num_new * size;
         memcpy(row->waiting + end * size, fused - num_kept * size, num_kept * size * sizeof(float));
-        row->num_draft_computed = news.first + num_stored;
+        row->num_draft_computed = told.first + num_stored;
         row->num_waiting = end + num_kept;
     }
 }
@@ -114,8 +114,8 @@ static void keep_news(const Drafter *drafter, const Rounds *rounds, const Scratc
 int follow_rows(const Drafter *drafter, const Rounds *rounds, Scratch *scratch, const int64_t *num_accepted) {
     if (is_head(drafter)) {
         if (!fuse_standing(drafter, rounds, scratch, num_accepted)) return 0;
-        if (!store_news(drafter, rounds, scratch, num_accepted)) return 0;
-        keep_news(drafter, rounds, scratch, num_accepted);
+        if (!store_told(drafter, rounds, scratch, num_accepted)) return 0;
+        keep_told(drafter, rounds, scratch, num_accepted);
         return 1;
     }
     for (int64_t i = 0; i < rounds->num_rows; i++)

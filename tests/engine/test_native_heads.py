@@ -296,8 +296,8 @@ BUGS = {
     "feeds another row's state": ("scratch->next_states + row * size", "scratch->next_states"),
     "stores drafts a place behind": ("- is_head(drafter) + position;", "+ position;"),
     "stores states with their own tokens": (
-        "i, news.first, count, scratch",
-        "i, news.first - 1, count, scratch",
+        "i, told.first, count, scratch",
+        "i, told.first - 1, count, scratch",
     ),
 }
 
