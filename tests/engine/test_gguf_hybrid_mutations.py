@@ -231,7 +231,14 @@ def _recurrence(architecture: str, drawn: Callable[..., Any]) -> dict[str, Any]:
 # Other values of keys than those that the file has; None removes it.
 VALUES: dict[str, list[Any]] = {
     "block_count": [1],
-    "feed_forward_length": [INNER // 2, [INNER, INNER], [0, INNER, 0], [INNER, 0, INNER], [0, 0, 0]],
+    "feed_forward_length": [
+        INNER // 2,
+        [INNER, INNER],
+        [INNER] * 3,
+        [0, INNER, 0],
+        [INNER, 0, INNER],
+        [0, 0, 0],
+    ],
     "attention.head_count_kv": [[KV_HEADS, 0], [0, 1], [0, 0], [0, 2, 2], [0], KV_HEADS, None],
     "attention.key_length": [8],
     "attention.layer_norm_rms_epsilon": [0.5],
@@ -301,15 +308,15 @@ MUTATIONS: dict[str, Callable[[Content], Iterator[Content]]] = {
 }
 # Files served as by llama.cpp, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
-    "lfm2": [(9, 44), (0, 10), (0, 16), (1, 13)],
-    "qwen35": [(11, 44), (0, 16), (0, 24), (2, 13)],
-    "granitehybrid": [(13, 42), (1, 14), (0, 25), (1, 12)],
-    "lfm2moe": [(5, 25), (0, 5), (0, 9), (0, 13)],
-    "qwen3next": [(9, 22), (0, 12), (0, 21), (2, 12)],
-    "falcon-h1": [(9, 45), (0, 19), (0, 31), (1, 11)],
-    "nemotron_h": [(11, 45), (1, 13), (0, 23), (1, 12)],
-    "nemotron_h_moe": [(5, 24), (0, 6), (0, 11), (1, 12)],
-    "granitehybrid with experts": [(4, 26), (0, 9), (0, 16), (1, 11)],
+    "lfm2": [(9, 45), (0, 10), (0, 16), (1, 13)],
+    "qwen35": [(11, 45), (0, 16), (0, 24), (2, 13)],
+    "granitehybrid": [(13, 43), (1, 14), (0, 25), (1, 12)],
+    "lfm2moe": [(5, 26), (0, 5), (0, 9), (0, 13)],
+    "qwen3next": [(9, 23), (0, 12), (0, 21), (2, 12)],
+    "falcon-h1": [(9, 46), (0, 19), (0, 31), (1, 11)],
+    "nemotron_h": [(11, 46), (1, 13), (0, 23), (1, 12)],
+    "nemotron_h_moe": [(5, 25), (0, 6), (0, 11), (1, 12)],
+    "granitehybrid with experts": [(4, 27), (0, 9), (0, 16), (1, 11)],
 }
 
 
