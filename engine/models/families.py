@@ -328,20 +328,12 @@ def _mixer(
     family: Family, layer: Any, index: int, facts: ModelFacts, make: Make, residual: float, is_tiled: bool
 ) -> Mixer:
     if family.mixes_in_parallel:
+        config, device = facts.config, facts.device
+        scales = scales_of_inputs(config, device) * config.ssm_in_multiplier
+        out = residual * config.ssm_out_multiplier
+        attention = _attention(family, layer, index, facts, make, residual)
         return Parallel(
-            (
-                _attention(family, layer, index, facts, make, residual),
-                recurrent_mixer(
-                    layer.mamba,
-                    index + 1,
-                    facts.device,
-                    make,
-                    residual * facts.config.ssm_out_multiplier,
-                    is_tiled,
-                    facts.config.ssm_in_multiplier,
-                    scales_of_inputs(facts.config, facts.device),
-                ),
-            )
+            (attention, recurrent_mixer(layer.mamba, index + 1, device, make, out, is_tiled, scales))
         )
     recurrence = None if family.recurrence is None else getattr(layer, family.recurrence, None)
     if recurrence is not None and is_recurrence(recurrence):

@@ -23,17 +23,16 @@ def recurrent_mixer(
     make: Make,
     residual: float,
     is_tiled: bool,
-    multiplier: float = 1.0,
     scales: torch.Tensor | None = None,
 ) -> Recurrent:
     """Describes ``module``, the mixer ``index``; what it adds to the hidden states is multiplied by
-    ``residual``. ``is_tiled``: the linear layers have their value heads tiled. ``multiplier`` is of what the
-    recurrence gets, and so are ``scales``, one of each number."""
+    ``residual``. ``is_tiled``: the linear layers have their value heads tiled. ``scales`` multiply what the
+    recurrence gets."""
     rule, inputs = _describe(module, index, is_tiled)
     channels, width = rule.convolution.weight.shape
     return Recurrent(
         recurrence=rule,
-        inputs=make(inputs, multiplier),
+        inputs=make(inputs, 1.0),
         output=make([module.out_proj], residual),
         cache=RecurrentCache(channels, width, rule.state, device),
         scales=scales,
