@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
     "nemotron_h": "nemotron_h",
+    "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
 }
 QWEN, TILED = ("qwen35", "qwen35moe", "qwen3next"), ("qwen35", "qwen35moe")
@@ -32,6 +33,7 @@ ROOT = {
     "model.norm": "output_norm",
     "model.embeddings": "token_embd",
     "model.norm_f": "output_norm",
+    "model.final_layernorm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
 }
 # Names below a layer; those of one part by default end as transformers' do.
@@ -40,6 +42,7 @@ LAYER = {
     "input_layernorm": "attn_norm",
     "ffn_norm": "ffn_norm",
     "post_attention_layernorm": "post_attention_norm",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
@@ -102,6 +105,8 @@ def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) ->
     module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = module.config
     architecture = ARCHITECTURES[config.model_type]
+    if architecture == "falcon-h1":
+        _multiply(module)
     if architecture == "nemotron_h" and "moe" in config.layer_types:
         architecture = "nemotron_h_moe"
     writer = GGUFWriter(path, architecture)
@@ -178,6 +183,16 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
         interval = config.layer_types.index("full_attention") + 1
         writer.add_uint32(f"{architecture}.full_attention_interval", interval)
         return
+    if architecture == "falcon-h1":
+        writer.add_head_count_kv(heads)
+        writer.add_key_length(config.hidden_size // config.num_attention_heads)
+        writer.add_value_length(config.hidden_size // config.num_attention_heads)
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_d_ssm)
+        return
     has_heads = [kind == "full_attention" for kind in config.layer_types]
     writer.add_array(f"{architecture}.attention.head_count_kv", [heads * each for each in has_heads])
     if architecture.startswith("lfm2"):
@@ -194,6 +209,33 @@ def _add_metadata(writer: GGUFWriter, architecture: str, module: Any, num_furthe
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_residual_scale(config.residual_multiplier)
     writer.add_logit_scale(config.logits_scaling)
+
+
+def _multiply(module: Any) -> None:
+    """Multiplies weights of Falcon-H1 by its settings, which become ones."""
+    config, model = module.config, module.model
+    factors = {
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "self_attn.q_proj": config.attention_in_multiplier,
+        "self_attn.k_proj": config.attention_in_multiplier * config.key_multiplier,
+        "self_attn.v_proj": config.attention_in_multiplier,
+        "self_attn.o_proj": config.attention_out_multiplier,
+        "mamba.in_proj": model.layers[0].mamba.mup_vector[0].T * config.ssm_in_multiplier,
+        "mamba.out_proj": config.ssm_out_multiplier,
+        "feed_forward.gate_proj": config.mlp_multipliers[0],
+        "feed_forward.down_proj": config.mlp_multipliers[1],
+    }
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            base = name.rpartition(".")[0]
+            parameter *= next((factor for end, factor in factors.items() if base.endswith(end)), 1.0)
+    model.embedding_multiplier = model.lm_head_multiplier = 1.0
+    for layer in model.layers:
+        layer.attention_in_multiplier = layer.attn_out_multiplier = layer.ssm_out_multiplier = 1.0
+        layer.self_attn.key_multiplier = layer.mamba.ssm_in_multiplier = 1.0
+        layer.feed_forward.gate_multiplier = layer.feed_forward.down_multiplier = 1.0
+        layer.mamba.mup_vector.fill_(1.0)
 
 
 def _add_nemotron(writer: GGUFWriter, architecture: str, config: Any) -> None:
@@ -243,6 +285,8 @@ def _converted(name: str, stored: Any, architecture: str, config: Any) -> list[t
     number, inner = name.removeprefix("model.layers.").split(".", 1)
     prefix, part = f"blk.{number}", inner.rpartition(".")[0]
     of_mamba = part in ("mamba", "mixer")
+    if part == "pre_ff_layernorm":
+        return [(f"{prefix}.ffn_norm", stored)]
     if end == "A_log":
         rates = -np.exp(stored)
         return [(f"{prefix}.ssm_a", rates[:, None] if of_mamba else rates)]

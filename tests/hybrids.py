@@ -63,6 +63,27 @@ def nemotron(*kinds: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def falcon(**more: Any) -> dict[str, Any]:
+    return {
+        **HYBRID,
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 6,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.6,
+        "key_multiplier": 0.4,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.7,
+        "ssm_in_multiplier": 0.8,
+        "ssm_out_multiplier": 1.6,
+        "ssm_multipliers": [0.9, 1.2, 0.5, 1.4, 0.7],
+        "mlp_multipliers": [0.6, 1.3],
+        **more,
+    }
+
+
 MAMBA, FULL = "linear_attention", "full_attention"
 # Family -> (transformers' model type, its config).
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,6 +112,21 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5, three value heads for each key head": ("qwen3_5_text", delta_net(2, 6, 7)),
     "Qwen3.5 with experts": ("qwen3_5_moe_text", {**delta_net(2, 4, 4), **EXPERTS}),
     "Qwen3-Next": ("qwen3_next", {**delta_net(2, 6, 4), **EXPERTS, "mlp_only_layers": [1]}),
+    "Falcon-H1": ("falcon_h1", falcon()),
+    "Falcon-H1 with norms in groups, biases and an output layer": (
+        "falcon_h1",
+        falcon(
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            mamba_n_groups=2,
+            mamba_d_conv=3,
+            mamba_conv_bias=False,
+            projectors_bias=True,
+            mlp_bias=True,
+            time_step_limit=[0.2, 1.0],
+            tie_word_embeddings=True,
+        ),
+    ),
     "Nemotron-H": ("nemotron_h", nemotron(MAMBA, "mlp", FULL, "mlp", "mlp", MAMBA, MAMBA)),
     "Nemotron-H, an MLP first, with biases": (
         "nemotron_h",

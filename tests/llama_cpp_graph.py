@@ -93,9 +93,9 @@ class Graph:
         other = self.says("attention.layer_norm_epsilon")
         return float(self.says("attention.layer_norm_rms_epsilon", other))
 
-    def norm(self, x: Array, name: str) -> Array:
+    def norm(self, x: Array, name: str, end: str = ".weight") -> Array:
         scale = np.sqrt((x**2).mean(-1, keepdims=True) + self.epsilon())
-        return x / scale * self.tensor(f"{name}.weight", x.shape[-1])
+        return x / scale * self.tensor(f"{name}{end}", x.shape[-1])
 
     def logits(self, ids: list[int]) -> Array:
         if "token_embd.weight" not in self.all:

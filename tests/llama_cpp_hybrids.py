@@ -68,6 +68,12 @@ class HybridGraph(Graph):
     def layer(self, x: Array, layer: int) -> Array:
         if self.architecture in NEMOTRON:
             return x + self.only_branch(self.norm(x, f"blk.{layer}.attn_norm"), layer)
+        if self.architecture == "falcon-h1":
+            inputs = self.norm(x, f"blk.{layer}.attn_norm")
+            x = x + self.attention(inputs, layer) + self.mamba(inputs, layer)
+            size = int(self.of_layer("feed_forward_length", layer))
+            normed = self.norm(x, f"blk.{layer}.ffn_norm", "")
+            return x + self.gated(normed, layer, "", size, ("gate", "up", "down"))
         name, is_granite = f"blk.{layer}", self.architecture == "granitehybrid"
         factor = self.scale_of("residual_scale") if is_granite else 1.0
         inputs = self.norm(x, f"{name}.attn_norm")
@@ -86,9 +92,7 @@ class HybridGraph(Graph):
     def squared(self, x: Array, layer: int, end: str, size: int, biases: tuple[str, ...] = ()) -> Array:
         """The squares of what is above zero; biases are optional."""
         for part, width in (("up", size), ("down", self.hidden_size)):
-            x = self.linear(x, layer, f"ffn_{part}{end}", width)
-            if part in biases and f"blk.{layer}.ffn_{part}.bias" in self.all:
-                x = x + self.tensor(f"blk.{layer}.ffn_{part}.bias", width)
+            x = self.linear(x, layer, f"ffn_{part}{end}", width) + self.bias(layer, part, width, biases)
             x = np.maximum(x, 0) ** 2 if part == "up" else x
         return x
 
@@ -99,9 +103,17 @@ class HybridGraph(Graph):
             return self.gated(x, layer, "", int(self.of_layer("feed_forward_length", layer)))
         return self.mixture(x, layer)
 
-    def gated(self, x: Array, layer: int, end: str, size: int) -> Array:
-        gate, up = (self.linear(x, layer, f"ffn_{part}{end}", size) for part in ("gate", "up"))
-        return self.linear(silu(gate) * up, layer, f"ffn_down{end}", self.hidden_size)
+    def gated(self, x: Array, layer: int, end: str, size: int, biases: tuple[str, ...] = ()) -> Array:
+        gate, up = (
+            self.linear(x, layer, f"ffn_{part}{end}", size) + self.bias(layer, part, size, biases)
+            for part in ("gate", "up")
+        )
+        down = self.linear(silu(gate) * up, layer, f"ffn_down{end}", self.hidden_size)
+        return down + self.bias(layer, "down", self.hidden_size, biases)
+
+    def bias(self, layer: int, part: str, size: int, optional: tuple[str, ...]) -> Array | float:
+        name = f"blk.{layer}.ffn_{part}.bias"
+        return self.tensor(name, size) if part in optional and name in self.all else 0.0
 
     def mixture(self, x: Array, layer: int) -> Array:
         """Experts, and one for all tokens."""
@@ -231,6 +243,8 @@ class HybridGraph(Graph):
             state = decay[token][:, None, None] * state + added
             out[token] = (state * c[token][:, None]).sum(-1) + skip * value[token]
         gated = (out.reshape(len(x), -1) * silu(z)).reshape(len(x), groups, -1)
+        if self.architecture == "falcon-h1" and f"{name}.ssm_norm.weight" not in self.all:
+            return self.linear(gated.reshape(len(x), -1), layer, "ssm_out", self.hidden_size)
         gated = gated / np.sqrt((gated**2).mean(-1, keepdims=True) + self.epsilon())
         normed = gated * self.tensor(f"{name}.ssm_norm.weight", groups, inner // groups)
         return self.linear(normed.reshape(len(x), -1), layer, "ssm_out", self.hidden_size)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from truedraft.engine.layers.linear import Embeddings, Linear
-from truedraft.engine.layers.mlp import Experts, GatedMlp
+from truedraft.engine.layers.mlp import Experts, GatedMlp, scaled
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
@@ -44,20 +44,22 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """Each token sees a running state of those before it. ``inputs`` computes what the recurrence gets,
-    ``cache`` is what is kept of each sequence."""
+    """Each token sees a running state of those before it. ``inputs`` computes what the recurrence gets, which
+    ``scales``, float32, multiply; ``cache`` is what is kept of each sequence."""
 
     recurrence: Recurrence
     inputs: Linear
     output: Linear
     cache: RecurrentCache
+    scales: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.inputs, self.output
 
     def __call__(self, x: torch.Tensor, run: LayerRun, residual: torch.Tensor | None) -> torch.Tensor:
-        return run.linear(self.output, run.recur(self.recurrence, run.linear(self.inputs, x)), residual)
+        inputs = scaled(run.linear(self.inputs, x), self.scales)
+        return run.linear(self.output, run.recur(self.recurrence, inputs), residual)
 
 
 @dataclass(frozen=True, slots=True)

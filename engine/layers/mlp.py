@@ -20,6 +20,11 @@ Scoring = Literal["softmax", "sigmoid"]
 SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
 
 
+def scaled(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Multiplies what a linear layer has computed, each number by its own."""
+    return x if scales is None else (x * scales).to(x.dtype)
+
+
 class MlpRun(Protocol):
     """Runs what MLPs need of one forward; every tensor is [tokens, ...]."""
 
@@ -41,18 +46,20 @@ class MlpRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """Some numbers of each token gate as many others, unless the activation is ``UNGATED``."""
+    """Some numbers of each token gate as many others, unless the activation is ``UNGATED``. ``scales``,
+    float32, multiply what ``gate_up`` computes."""
 
     activation: Activation
     gate_up: Linear
     down: Linear
+    scales: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down
 
     def __call__(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
-        gate_up = run.linear(self.gate_up, x)
+        gate_up = scaled(run.linear(self.gate_up, x), self.scales)
         return run.linear(self.down, run.gate(self.activation, gate_up), residual)
 
 

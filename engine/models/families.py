@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers.decoder import Attention, DecoderLayer, Mixer, Mlp
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, Mixer, Mlp, Parallel
 from truedraft.engine.layers.mlp import Activation, GatedMlp
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.rotary import NoAngles, Rotary, rotary_kinds
@@ -24,7 +24,7 @@ from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.experts import EXPERT_FAMILIES, make_experts
 from truedraft.engine.models.linear import Make, Rows, Source
-from truedraft.engine.models.recurrences import is_recurrence, recurrent_mixer
+from truedraft.engine.models.recurrences import is_recurrence, recurrent_mixer, scales_of_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,13 @@ class Family:
     activations: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
     # Each layer is a mixer or an MLP, with one norm, which is named as a mixer's.
     has_one_branch: bool = False
-    # The embeddings' own module multiplies them, or the decoder does, by a setting.
+    # Each layer has attention and a recurrence, side by side.
+    mixes_in_parallel: bool = False
+    # Settings multiply what goes into mixers and comes out of them, keys, gates and outputs of MLPs.
+    has_multipliers: bool = False
+    # The embeddings' own module multiplies them, or whoever looks one up, or the decoder, by a setting.
     scales_embeddings: bool = False
+    table_multiplier: str | None = None
     embedding_multiplier: str | None = None
     # What a branch adds to the hidden states is multiplied by one setting, logits are divided by another.
     residual_multiplier: str | None = None
@@ -82,8 +87,9 @@ class Family:
     has_sinks: bool = False
     score_softcap: str | None = None
     logit_softcap: str | None = None
-    # These settings are known with these values only.
+    # These settings are known with these values only, and together if the config fits.
     known: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    fits: Callable[[Any], bool] = lambda config: True
     gguf: str | None = None
 
 
@@ -198,6 +204,24 @@ FAMILIES: dict[str, Family] = {
         attention_gate="heads",
         window=WINDOW,
     ),
+    "falcon_h1": Family(
+        mlp="feed_forward",
+        last_norm="final_layernorm",
+        mlp_norm="pre_ff_layernorm",
+        recurrence="mamba",
+        activations=("silu",),
+        mixes_in_parallel=True,
+        has_multipliers=True,
+        table_multiplier="embedding_multiplier",
+        logit_multiplier="lm_head_multiplier",
+        # Norms come after gates, and biases are not multiplied where inputs are.
+        fits=lambda config: (
+            not (config.mamba_rms_norm and config.mamba_norm_before_gate)
+            and not (config.attention_bias and config.attention_in_multiplier != 1)
+            and not (config.mamba_proj_bias and config.ssm_in_multiplier != 1)
+        ),
+        gguf="falcon-h1",
+    ),
     "nemotron_h": Family(
         attention="mixer",
         mlp="mixer",
@@ -228,6 +252,7 @@ def has_family(module: Any) -> bool:
         and type(module).__module__.startswith("transformers.models.")
         and _activation(config) in FAMILIES[config.model_type].activations
         and not getattr(config, "use_bidirectional_attention", None)
+        and FAMILIES[config.model_type].fits(config)
         and (not has_experts(config) or EXPERT_FAMILIES[config.model_type].fits(config))
     )
 
@@ -264,13 +289,13 @@ def decoder_layer(
     if family.has_one_branch:
         own = norm(family.mixer_norm)
         if layer.block_type in ("mlp", "moe"):
-            mlp = _mlp(family, layer, facts.config, make, residual)
+            mlp = _mlp(family, layer, facts, make, residual)
             return DecoderLayer(None, mlp, mixer_norm=None, mlp_norm=own)
         mixer = _mixer(family, layer, index, facts, make, residual, is_tiled)
         return DecoderLayer(mixer, None, mixer_norm=own, mlp_norm=None)
     return DecoderLayer(
         mixer=_mixer(family, layer, index, facts, make, residual, is_tiled),
-        mlp=_mlp(family, layer, facts.config, make, residual),
+        mlp=_mlp(family, layer, facts, make, residual),
         mixer_norm=norm(family.mixer_norm),
         mlp_norm=norm(family.mlp_norm),
         mixer_post_norm=norm(family.mixer_post_norm),
@@ -279,30 +304,55 @@ def decoder_layer(
     )
 
 
-def _mlp(family: Family, layer: Any, config: Any, make: Make, residual: float) -> Mlp:
-    activation = _activation(config)
+def _mlp(family: Family, layer: Any, facts: ModelFacts, make: Make, residual: float) -> Mlp:
+    config, activation = facts.config, _activation(facts.config)
     if (experts := make_experts(layer, config, activation, make, residual)) is not None:
         return experts
-    mlp = getattr(layer, family.mlp)
+    mlp, scales = getattr(layer, family.mlp), None
+    if family.has_multipliers:
+        of_gates, of_output = config.mlp_multipliers
+        residual *= of_output
+        sizes = [getattr(mlp, name).out_features for name in family.gate_up]
+        scales = torch.tensor([of_gates, 1.0], device=facts.device).repeat_interleave(
+            torch.tensor(sizes, device=facts.device)
+        )
     return GatedMlp(
         activation=activation,
         gate_up=make([getattr(mlp, name) for name in family.gate_up], 1.0),
         down=make([getattr(mlp, family.mlp_output)], residual),
+        scales=scales,
     )
 
 
 def _mixer(
     family: Family, layer: Any, index: int, facts: ModelFacts, make: Make, residual: float, is_tiled: bool
 ) -> Mixer:
+    if family.mixes_in_parallel:
+        config, device = facts.config, facts.device
+        scales = scales_of_inputs(config, device) * config.ssm_in_multiplier
+        out = residual * config.ssm_out_multiplier
+        attention = _attention(family, layer, index, facts, make, residual)
+        return Parallel(
+            (attention, recurrent_mixer(layer.mamba, index + 1, device, make, out, is_tiled, scales))
+        )
     recurrence = None if family.recurrence is None else getattr(layer, family.recurrence, None)
     if recurrence is not None and is_recurrence(recurrence):
         return recurrent_mixer(recurrence, index, facts.device, make, residual, is_tiled)
-    attention = getattr(layer, family.attention)
+    return _attention(family, layer, index, facts, make, residual)
+
+
+def _attention(
+    family: Family, layer: Any, index: int, facts: ModelFacts, make: Make, residual: float
+) -> Attention:
+    attention, multiplier = getattr(layer, family.attention), 1.0
     shape = _attention_shape(family, attention, index)
+    if family.has_multipliers:
+        multiplier = facts.config.attention_in_multiplier
+        residual *= facts.config.attention_out_multiplier
     heads = shape.num_kv_heads, shape.head_size
     return Attention(
         shape=shape,
-        qkv=make(_queries_keys_values(family, attention, shape), 1.0),
+        qkv=make(_queries_keys_values(family, attention, shape), multiplier),
         output=make([getattr(attention, family.attention_output)], residual),
         cache=AttentionCache(heads, heads, facts.dtype, facts.device),
     )
@@ -375,9 +425,10 @@ def make_rotary(module: Any, config: Any, like: torch.Tensor) -> Rotary:
 
 
 def table_scale(module: Any, dtype: torch.dtype) -> float:
-    """Returns what transformers' module of the embeddings multiplies them by, rounded as it rounds it."""
-    if not FAMILIES[module.config.model_type].scales_embeddings:
-        return 1.0
+    """Returns what transformers multiplies embeddings by, unless they are given to it, rounded as there."""
+    family = FAMILIES[module.config.model_type]
+    if not family.scales_embeddings:
+        return _setting(module.config, family.table_multiplier, 1.0)
     return torch.tensor(embeddings_of(module)[1].scalar_embed_scale).to(dtype).item()
 
 
@@ -415,7 +466,7 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_size=attention.head_dim,
-        scaling=attention.scaling,
+        scaling=attention.scaling * (config.key_multiplier if family.has_multipliers else 1.0),
         sliding_window=family.window(attention),
         norm=_head_norm(config, attention) if _norms_each(family, attention) else None,
         whole_norms=_norms(config, attention) if family.head_norm == "whole" else None,

@@ -44,6 +44,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 OTHERS |= {
     "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "shared_mlp.output_linear.weight": ("ffn_down.weight",),
+    # llama.cpp has this name without an end.
+    "pre_ff_layernorm.weight": ("ffn_norm",),
     BY_KEY_HEAD: ("attn_qkv.weight", "attn_gate.weight"),
 }
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -181,12 +183,12 @@ def _partly_rotated(keys: GgufKeys, architecture: str, head_size: int) -> dict[s
 
 
 def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    inner, heads = keys.needed("ssm.inner_size", int), keys.needed("ssm.time_step_rank", int)
+    inner, heads = _inner_size(keys)
     hidden, layer_types = found["hidden_size"], _layer_types(keys, found, LINEAR)
-    if inner % hidden or inner % heads:
+    if inner % hidden:
         raise GgufError(
             f"{file.path} has granitehybrid.ssm.inner_size {inner}, which is no multiple of its "
-            f"embedding_length {hidden} and its {heads} heads"
+            f"embedding_length {hidden}"
         )
     if not keys.says("expert_count", 0):
         keys.expect("expert_shared_feed_forward_length", 0, found["intermediate_size"])
@@ -214,10 +216,30 @@ def _mamba(file: GgufFile, keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+def _falcon(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    """Leaves all multipliers at one: files have weights that are multiplied."""
+    inner, heads = _inner_size(keys)
+    return found | {
+        **_mamba(file, keys),
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_rms_norm": _has(file, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mlp_bias": _has(file, "ffn_up.bias"),
+    }
+
+
+def _inner_size(keys: GgufKeys) -> tuple[int, int]:
+    """Returns how many numbers a recurrence has, and in how many heads."""
     inner, heads = keys.needed("ssm.inner_size", int), keys.needed("ssm.time_step_rank", int)
     if inner % heads:
-        raise GgufError(f"{file.path} is damaged: {heads} heads cannot make up {keys.prefix}ssm.inner_size")
+        raise GgufError(f"{keys.path} is damaged: {heads} heads cannot make up {keys.prefix}ssm.inner_size")
+    return inner, heads
+
+
+def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    inner, heads = _inner_size(keys)
     numbers = without_further_layers(keys, found)
     epsilon = keys.needed("attention.layer_norm_epsilon", float)
     mixers, mlps = (_per_layer(keys, found, key) for key in PER_LAYER)
@@ -256,6 +278,7 @@ def _has(file: GgufFile, name: str) -> bool:
 
 
 SETTINGS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any]], dict[str, Any]]] = {
+    "falcon-h1": _falcon,
     "granitehybrid": _granite,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,

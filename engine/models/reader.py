@@ -42,6 +42,7 @@ from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.linear import Whole, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 from truedraft.engine.models.quantise import can_be_in_four_bits, quantised_to_four_bits
+from truedraft.engine.models.recurrences import restore_scales
 from truedraft.engine.models.stacks import Matrix, Quantised, stored_tensors
 
 # The output layer is converted this many rows at a time.
@@ -155,6 +156,7 @@ class Reader:
 
         def before(*_: Any) -> None:
             weights.update(self._fill(layer, f"model.layers.{index}"))
+            restore_scales(layer, self.facts)
 
         def after(*_: Any) -> None:
             make = partial(join, linears=self.linears, weights_of=weights_of)

@@ -11,15 +11,23 @@ from truedraft.engine.layers.decoder import Recurrent
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.memory.recurrent_state import RecurrentCache
+from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.head_order import to_tiled
 from truedraft.engine.models.linear import Make, Rows, Source
 
 
 def recurrent_mixer(
-    module: Any, index: int, device: torch.device, make: Make, residual: float, is_tiled: bool
+    module: Any,
+    index: int,
+    device: torch.device,
+    make: Make,
+    residual: float,
+    is_tiled: bool,
+    scales: torch.Tensor | None = None,
 ) -> Recurrent:
-    """Describes ``module`` of layer ``index``; what it adds to the hidden states is multiplied by
-    ``residual``. ``is_tiled``: the linear layers have their value heads tiled."""
+    """Describes ``module``, the mixer ``index``; what it adds to the hidden states is multiplied by
+    ``residual``. ``is_tiled``: the linear layers have their value heads tiled. ``scales`` multiply what the
+    recurrence gets."""
     rule, inputs = _describe(module, index, is_tiled)
     channels, width = rule.convolution.weight.shape
     return Recurrent(
@@ -27,6 +35,7 @@ def recurrent_mixer(
         inputs=make(inputs, 1.0),
         output=make([module.out_proj], residual),
         cache=RecurrentCache(channels, width, rule.state, device),
+        scales=scales,
     )
 
 
@@ -44,6 +53,20 @@ def keep_limits(module: Any) -> Any:
             if is_recurrence(layer.mixer):
                 layer.mixer.time_step_limit = tuple(module.config.time_step_limit)
     return module
+
+
+def scales_of_inputs(config: Any, device: torch.device) -> torch.Tensor:
+    """Returns what Falcon-H1 multiplies [z | x | B | C | dt] by, which is a setting for each of them."""
+    inner = config.mamba_n_heads * config.mamba_d_head
+    of_groups = config.mamba_n_groups * config.mamba_d_state
+    sizes = torch.tensor([inner, inner, of_groups, of_groups, config.mamba_n_heads], device=device)
+    return torch.tensor(config.ssm_multipliers, device=device).repeat_interleave(sizes)
+
+
+def restore_scales(layer: Any, facts: ModelFacts) -> None:
+    """Gives transformers' layer of Falcon-H1 what checkpoints do not have, and the meta device does not."""
+    if facts.config.model_type == "falcon_h1":
+        layer.mamba.mup_vector = scales_of_inputs(facts.config, facts.device).to(facts.dtype)
 
 
 def _describe(module: Any, index: int, is_tiled: bool) -> tuple[Recurrence, list[Source]]:
@@ -92,7 +115,9 @@ def _by_key_head(module: Any) -> list[Source]:
 
 
 def _mamba2(module: Any, index: int) -> tuple[Recurrence, list[Source]]:
-    norm = Norm(module.norm.weight.detach().float(), module.norm.variance_epsilon)
+    norm = None
+    if type(module.norm) is not nn.Identity:
+        norm = Norm(module.norm.weight.detach().float(), module.norm.variance_epsilon)
     rule = Mamba2(
         layer=index,
         convolution=_convolution(module.conv1d, silu=True),

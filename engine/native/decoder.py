@@ -207,11 +207,12 @@ class _Parts:
                 recurrence = kernels.recurrence(rule, cache)
                 self.kept.append(recurrence)
                 struct, given = recurrence.struct, recurrence.outputs
-                needed = kernels.library.recurrence_inputs(byref(struct))
+                needed, scales = kernels.library.recurrence_inputs(byref(struct)), mixer.scales
                 return in_c.Recurrent(
                     inputs=linear_at("inputs", mixer.inputs, inputs, needed),
                     output=linear_at("output", mixer.output, given, hidden_size),
                     recurrence=addressof(struct),
+                    scales=None if scales is None else address(scales, FLOAT, (needed,)),
                 )
             case Parallel(mixers=mixers):
                 both = [self._mixer(kernels, each, cache, hidden_size, inputs) for each in mixers]

@@ -135,6 +135,7 @@ typedef struct {
 typedef struct {
     const Linear *gate_up, *down; /* gates and what they gate, or as many numbers as come in below */
     int64_t activation;
+    const float *scales;          /* of each number that gate_up computes, or NULL */
 } GatedMlp;
 
 /* MLPs of which each token takes the num_chosen with the highest scores. */
@@ -153,6 +154,7 @@ typedef struct {
 typedef struct {
     const Linear *inputs, *output;
     const Recurrence *recurrence;
+    const float *scales;          /* of each number that inputs computes, or NULL */
 } Recurrent;
 
 /* What both compute is added. */
@@ -232,6 +234,7 @@ void rms_norm(float *out, const float *x, const float *weight, const float *resi
 void centre(float *out, const float *x, int64_t rows, int64_t size);
 void norm_row(float *out, const float *x, const float *weight, const float *residual, int64_t size, float eps);
 void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size);
+void scale_columns(float *x, const float *scales, int64_t rows, int64_t size);
 void cap(float *x, int64_t rows, int64_t size, float softcap);
 void cap_row(float *x, int64_t size, float softcap);
 

@@ -102,6 +102,23 @@ void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, in
     run_task(gate_task, &(Gate){ out, gate_up, activation, size }, rows, rows * size * 16);
 }
 
+typedef struct {
+    float *x;
+    const float *scales;
+    int64_t size;
+} Scale;
+
+static void scale_task(const void *arguments, int64_t row) {
+    const Scale *task = arguments;
+    float *x = task->x + row * task->size;
+    for (int64_t i = 0; i < task->size; i++) x[i] *= task->scales[i];
+}
+
+/* Multiplies each of x [rows, size] by the scale of its column; nothing if scales is NULL. */
+void scale_columns(float *x, const float *scales, int64_t rows, int64_t size) {
+    if (scales) run_task(scale_task, &(Scale){ x, scales, size }, rows, rows * size);
+}
+
 /* One row of ``cap``. */
 void cap_row(float *x, int64_t size, float softcap) {
     for (int64_t i = 0; i < size; i++)

@@ -21,6 +21,7 @@ int run_gated_mlp(const GatedMlp *part, float *out, const float *x, const float 
     float *gated = arena_alloc(arena, rows * size, sizeof(float));
     if (!gate_up || !gated) return 0;
     multiply(part->gate_up, gate_up, x, NULL, rows);
+    scale_columns(gate_up, part->scales, rows, part->gate_up->out_features);
     gate(gated, gate_up, part->activation, rows, size);
     multiply(part->down, out, gated, residual, rows);
     return 1;

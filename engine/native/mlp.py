@@ -29,13 +29,12 @@ def linear_at(name: str, linear: Linear, in_features: int, out_features: int) ->
 
 
 def gated_mlp(mlp: GatedMlp, hidden_size: int) -> in_c.GatedMlp:
-    size = native(mlp.down).in_features
+    size, each = native(mlp.down).in_features, 1 if mlp.activation in UNGATED else 2
     return in_c.GatedMlp(
-        gate_up=linear_at(
-            "gate_up", mlp.gate_up, hidden_size, size * (1 if mlp.activation in UNGATED else 2)
-        ),
+        gate_up=linear_at("gate_up", mlp.gate_up, hidden_size, each * size),
         down=linear_at("down", mlp.down, size, hidden_size),
         activation=ACTIVATIONS.index(mlp.activation),
+        scales=None if mlp.scales is None else address(mlp.scales, torch.float32, (each * size,)),
     )
 
 

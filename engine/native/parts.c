@@ -36,6 +36,7 @@ static int run_recurrent(const Recurrent *part, const Spans *spans, float *out, 
     float *scratch = arena_alloc(arena, recurrence_scratch(part->recurrence, rows), sizeof(float));
     if (!inputs || !given || !scratch) return 0;
     multiply(part->inputs, inputs, x, NULL, rows);
+    scale_columns(inputs, part->scales, rows, part->inputs->out_features);
     recur(spans, part->recurrence, inputs, given, scratch);
     multiply(part->output, out, given, residual, rows);
     return 1;

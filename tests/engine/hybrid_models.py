@@ -18,6 +18,7 @@ from truedraft.engine.layers.decoder import (
     DecoderWeights,
     GatedMlp,
     Joint,
+    Parallel,
     Recurrent,
 )
 from truedraft.engine.layers.linear import DenseEmbeddings, Linear, Linears, TorchLinears
@@ -40,7 +41,8 @@ from truedraft.engine.proposers.translated import pairing
 VOCAB_SIZE, HIDDEN, CONTEXT = 24, 48, 256
 HEADS, HEAD_SIZE = 2, 16
 CPU = torch.device("cpu")
-KINDS = ("delta rule", "attention", "Mamba 2", "short convolution")
+SIDE_BY_SIDE = "attention beside Mamba 2"
+KINDS = ("delta rule", "attention", SIDE_BY_SIDE, "MLP", "short convolution")
 
 
 def hybrid(
@@ -63,7 +65,9 @@ def hybrid(
         bos_token_id=None,
         eos_token_id=eos_token_id,
     )
-    layers = [_layer(make, kind, number) for number, kind in enumerate(kinds)]
+    layers: list[DecoderLayer] = []
+    for kind in kinds:
+        layers.append(_layer(make, kind, sum(len(layer.mixers) for layer in layers)))
     facts = ModelFacts(config, None, 1, torch.float32, CPU)
     weights = DecoderWeights(
         DenseEmbeddings(make(vocab_size, HIDDEN)),
@@ -99,13 +103,16 @@ class _Weights:
 
 
 def _layer(make: _Weights, kind: str, number: int, inputs: int = HIDDEN) -> DecoderLayer:
+    # Some families have layers without an MLP, or without anything else.
     if kind == "MLP":
-        mlp = GatedMlp("silu", make.linear(HIDDEN, 128), make.linear(64, HIDDEN))
+        mlp = GatedMlp("relu2", make.linear(HIDDEN, 64), make.linear(64, HIDDEN), 1 + 0.2 * make(64))
         return DecoderLayer(None, mlp, None, make.norm(HIDDEN))
+    if kind == SIDE_BY_SIDE:
+        mixers = _attention(make, number, inputs), _recurrent(make, "Mamba 2", number + 1)
+        return DecoderLayer(Parallel(mixers), None, make.norm(HIDDEN), None)
     mixer = _attention(make, number, inputs) if kind == "attention" else _recurrent(make, kind, number)
-    # Some families have layers without an MLP.
-    mlp = None if kind == "Mamba 2" else GatedMlp("silu", make.linear(HIDDEN, 128), make.linear(64, HIDDEN))
-    return DecoderLayer(mixer, mlp, make.norm(HIDDEN), None if mlp is None else make.norm(HIDDEN))
+    mlp = GatedMlp("silu", make.linear(HIDDEN, 128), make.linear(64, HIDDEN))
+    return DecoderLayer(mixer, mlp, make.norm(HIDDEN), make.norm(HIDDEN))
 
 
 def _attention(make: _Weights, number: int, inputs: int) -> Attention:
@@ -127,11 +134,13 @@ def _recurrent(make: _Weights, kind: str, number: int) -> Recurrent:
     out = {ShortConv: channels, DeltaRule: 0, Mamba2: 0}[type(rule)]
     if not isinstance(rule, ShortConv):
         out = rule.state.heads * rule.state.columns
+    inputs = recurrences.input_size(rule)
     return Recurrent(
         rule,
-        make.linear(HIDDEN, recurrences.input_size(rule)),
+        make.linear(HIDDEN, inputs),
         make.linear(out, HIDDEN),
         RecurrentCache(channels, width, rule.state, CPU),
+        1 + 0.2 * make(inputs) if isinstance(rule, Mamba2) else None,
     )
 
 

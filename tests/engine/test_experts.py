@@ -12,7 +12,7 @@ import torch
 from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_random
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
-from truedraft.engine.layers.mlp import Activation, Experts, GatedMlp, Router
+from truedraft.engine.layers.mlp import UNGATED, Activation, Experts, GatedMlp, Router
 from truedraft.engine.layers.torch_run import TorchRun
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.batch import Span
@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "shared with a gate": {"shared": True, "shared_gate": True},
     "biases and a clamped gate": {"activation": "clamped_swish", "bias": True, "renormalises": True},
+    "squares without a gate": {"activation": "relu2", "shared": True, "bias": True},
     "all of them": {"num_chosen": NUMBER},
 }
 
@@ -65,7 +66,8 @@ def experts(linears: Linears, variant: dict[str, Any]) -> Experts:
         return linears.make([Weight("drawn", (rows, columns), lambda: weight)], added if bias else None)
 
     def mlp(size: int) -> GatedMlp:
-        return GatedMlp(activation, linear(2 * size, HIDDEN), linear(HIDDEN, size))
+        each = 1 if activation in UNGATED else 2
+        return GatedMlp(activation, linear(each * size, HIDDEN), linear(HIDDEN, size))
 
     router = linear(NUMBER, HIDDEN)
     choice_bias = drawn(NUMBER) * 4
@@ -126,7 +128,10 @@ def definition(part: Experts, x: torch.Tensor) -> torch.Tensor:
 
 
 def _mlp(mlp: GatedMlp, row: torch.Tensor) -> torch.Tensor:
-    gate, up = mlp.gate_up(row[None])[0].double().chunk(2)
+    gate_up = mlp.gate_up(row[None])[0].double()
+    if mlp.activation == "relu2":
+        return mlp.down((gate_up.clamp(min=0) ** 2).float()[None])[0].double()
+    gate, up = gate_up.chunk(2)
     if mlp.activation == "clamped_swish":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
         gated = gate * torch.sigmoid(1.702 * gate) * up

@@ -40,12 +40,15 @@ DELTA_NET = {
     "full_attention_interval": 2,
     "rope.dimension_count": 4,
 }
-GRANITE = {
+MAMBA = {
     "ssm.conv_kernel": WIDTH,
     "ssm.state_size": SIZE,
     "ssm.group_count": 2,
     "ssm.time_step_rank": 4,
     "ssm.inner_size": 2 * HIDDEN,
+}
+GRANITE = {
+    **MAMBA,
     "rope.scaling.finetuned": False,
     "attention.scale": 0.3,
     "embedding_scale": 3.0,
@@ -60,11 +63,7 @@ NEMOTRON = {
     "attention.head_count_kv": [0, KV_HEADS, 0],
     "attention.layer_norm_epsilon": 1e-5,
     "rope.scaling.finetuned": False,
-    "ssm.conv_kernel": WIDTH,
-    "ssm.state_size": SIZE,
-    "ssm.group_count": 2,
-    "ssm.time_step_rank": 4,
-    "ssm.inner_size": 2 * HIDDEN,
+    **MAMBA,
 }
 OF_STATE: dict[str, dict[str, Any]] = {
     "lfm2": {"shortconv.l_cache": 3},
@@ -83,6 +82,7 @@ OF_STATE: dict[str, dict[str, Any]] = {
         "expert_feed_forward_length": EXPERT,
         "expert_shared_feed_forward_length": INNER,
     },
+    "falcon-h1": MAMBA,
     "nemotron_h": NEMOTRON,
     "nemotron_h_moe": {
         **NEMOTRON,
@@ -116,7 +116,7 @@ def base(architecture: str) -> Content:
         "attn_v.weight": drawn(keys, HIDDEN),
         "attn_output.weight": drawn(HIDDEN, queries),
     }
-    if architecture not in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+    if architecture not in ("granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1"):
         attention |= {f"attn_{part}_norm.weight": drawn(HEAD_SIZE, mean=1) for part in "qk"}
     norm = "post_attention_norm" if is_delta_net else "ffn_norm"
     last = "token_embd_norm" if architecture.startswith("lfm2") else "output_norm"
@@ -128,25 +128,30 @@ def base(architecture: str) -> Content:
             part["attn_norm.weight"] = drawn(HIDDEN, mean=1)
             tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in part.items()}
         return Content(architecture, _sizes(architecture) | settings, tensors)
-    for layer, parts in enumerate((_recurrence(architecture, drawn), attention)):
+    mixers = [_recurrence(architecture, drawn), attention]
+    if architecture == "falcon-h1":
+        mixers = [attention | _recurrence(architecture, drawn) for _ in range(LAYERS)]
+    for layer, parts in enumerate(mixers):
         of_layer = parts | {
             "attn_norm.weight": drawn(HIDDEN, mean=1),
             f"{norm}.weight": drawn(HIDDEN, mean=1),
             **(_experts(architecture, drawn) if "expert_count" in settings else _gated(drawn, "")),
         }
+        if architecture == "falcon-h1":
+            of_layer["ffn_norm"] = of_layer.pop("ffn_norm.weight")
         tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in of_layer.items()}
     return Content(architecture, _sizes(architecture) | settings, tensors)
 
 
 def _sizes(architecture: str) -> dict[str, Any]:
-    is_delta_net = architecture in ("qwen35", "qwen3next")
+    is_uniform = architecture in ("qwen35", "qwen3next", "falcon-h1")
     found: dict[str, Any] = {
         "block_count": LAYERS,
         "context_length": CONTEXT,
         "embedding_length": HIDDEN,
         "feed_forward_length": INNER,
         "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS if is_delta_net else [0, KV_HEADS],
+        "attention.head_count_kv": KV_HEADS if is_uniform else [0, KV_HEADS],
         "attention.key_length": HEAD_SIZE,
         "attention.value_length": HEAD_SIZE,
         "attention.layer_norm_rms_epsilon": 1e-5,
@@ -226,7 +231,14 @@ def _recurrence(architecture: str, drawn: Callable[..., Any]) -> dict[str, Any]:
 # Other values of keys than those that the file has; None removes it.
 VALUES: dict[str, list[Any]] = {
     "block_count": [1],
-    "feed_forward_length": [INNER // 2, [INNER, INNER], [0, INNER, 0], [INNER, 0, INNER], [0, 0, 0]],
+    "feed_forward_length": [
+        INNER // 2,
+        [INNER, INNER],
+        [INNER] * 3,
+        [0, INNER, 0],
+        [INNER, 0, INNER],
+        [0, 0, 0],
+    ],
     "attention.head_count_kv": [[KV_HEADS, 0], [0, 1], [0, 0], [0, 2, 2], [0], KV_HEADS, None],
     "attention.key_length": [8],
     "attention.layer_norm_rms_epsilon": [0.5],
@@ -296,14 +308,15 @@ MUTATIONS: dict[str, Callable[[Content], Iterator[Content]]] = {
 }
 # Files served as by llama.cpp, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
-    "lfm2": [(9, 44), (0, 10), (0, 16), (1, 13)],
-    "qwen35": [(11, 44), (0, 16), (0, 24), (2, 13)],
-    "granitehybrid": [(13, 42), (1, 14), (0, 25), (1, 12)],
-    "lfm2moe": [(5, 25), (0, 5), (0, 9), (0, 13)],
-    "qwen3next": [(9, 22), (0, 12), (0, 21), (2, 12)],
-    "nemotron_h": [(11, 45), (1, 13), (0, 23), (1, 12)],
-    "nemotron_h_moe": [(5, 24), (0, 6), (0, 11), (1, 12)],
-    "granitehybrid with experts": [(4, 26), (0, 9), (0, 16), (1, 11)],
+    "lfm2": [(9, 45), (0, 10), (0, 16), (1, 13)],
+    "qwen35": [(11, 45), (0, 16), (0, 24), (2, 13)],
+    "granitehybrid": [(13, 43), (1, 14), (0, 25), (1, 12)],
+    "lfm2moe": [(5, 26), (0, 5), (0, 9), (0, 13)],
+    "qwen3next": [(9, 23), (0, 12), (0, 21), (2, 12)],
+    "falcon-h1": [(9, 46), (0, 19), (0, 31), (1, 11)],
+    "nemotron_h": [(11, 46), (1, 13), (0, 23), (1, 12)],
+    "nemotron_h_moe": [(5, 25), (0, 6), (0, 11), (1, 12)],
+    "granitehybrid with experts": [(4, 27), (0, 9), (0, 16), (1, 11)],
 }
 
 

@@ -13,7 +13,18 @@ from transformers import AutoModelForCausalLM
 from tests.engine.test_hybrid_families import CUTS, expected_logits, logits_in
 from tests.families import save_random
 from tests.gguf_hybrids import save_hybrid_gguf
-from tests.hybrids import CONV_FIRST, EXPERTS, FULL, HYBRID, HYBRIDS, MAMBA, delta_net, granite, nemotron
+from tests.hybrids import (
+    CONV_FIRST,
+    EXPERTS,
+    FULL,
+    HYBRID,
+    HYBRIDS,
+    MAMBA,
+    delta_net,
+    falcon,
+    granite,
+    nemotron,
+)
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import GgufCheckpoint, open_gguf
@@ -38,6 +49,16 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite 4 H with experts": (
         "granitemoehybrid",
         granite(**WHOLE, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "Falcon-H1": ("falcon_h1", falcon(**WHOLE, mamba_d_ssm=64, mamba_n_heads=4)),
+    "Falcon-H1 with norms": (
+        "falcon_h1",
+        falcon(
+            **{**WHOLE, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 2},
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            mlp_bias=True,
+        ),
     ),
     "Nemotron-H": (
         "nemotron_h",

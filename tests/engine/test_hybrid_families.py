@@ -24,6 +24,7 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import check_config, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.library import load_library
 
 IDS = torch.randint(0, VOCAB_SIZE, (200,), generator=torch.Generator().manual_seed(1)).tolist()
 BLOCK_SIZE, NUM_BLOCKS = 4, len(IDS) // 4
@@ -69,6 +70,8 @@ def test_logits_are_those_of_transformers(folder: Callable[[str], str], family: 
     expected = expected_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
     model = load_model(path, LoadOptions())
     assert isinstance(model, FusedDecoder)
+    # Kernels in C that deviate would not be used.
+    assert model.is_native == (load_library() is not None)
     whole, *others = (logits_in(model, cut) for cut in CUTS)
     assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
     for logits in others:
