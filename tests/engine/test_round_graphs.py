@@ -430,12 +430,38 @@ def test_prompts_and_rows_share_a_pass(
     assert sum(watched.uncaptured) == 2
 
 
+# A pass over prompts and rows goes wrong by being given these.
+JOINT_BUGS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "drawn drafts are not looked up": lambda given: {"num_drawn": [0] * len(given["num_drawn"])},
+    "logits go where parts stand": lambda given: {"rows": list(range(len(given["rows"])))},
+    "rows have another's drafts": lambda given: {"rows": given["rows"][::-1]},
+    "logits lie as in another shape": lambda given: {"shape": Shape(given["shape"].rows, 1)},
+}
+
+
+def test_a_wrong_pass_over_prompts_and_rows_shows(
+    pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
+) -> None:
+    score, names = runner_module.score_together, ("shape", "others", "spans", "rows", "num_drawn")
+    params = [msgspec.structs.replace(each, max_tokens=12) for each in PARAMS["every rule"]]
+    expected = outputs(pair[1], params, LATE)
+    for bug, change in JOINT_BUGS.items():
+
+        def changed(graphs: Any, *given: Any, change: Any = change) -> Any:
+            named = dict(zip(names, given, strict=True))
+            return score(graphs, **named | change(named))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner_module, "score_together", changed)
+            assert outputs(pair[0], params, LATE) != expected, bug
+
+
 def test_pieces_of_prompts_and_their_logprobs_share_a_pass(
     models: Models, taped: None, monkeypatch: Patch
 ) -> None:
     core, eager = engines(models, models.close_draft, max_num_batched_tokens=13)
-    params = [GREEDY, *sampled()[1:3], msgspec.structs.replace(GREEDY, prompt_logprobs=1, max_tokens=4)]
-    params.append(GREEDY)
+    few = [msgspec.structs.replace(each, max_tokens=8) for each in (GREEDY, *sampled()[1:3])]
+    params = [*few, msgspec.structs.replace(GREEDY, prompt_logprobs=1, max_tokens=4), few[0]]
     arrivals = [0, 1, 1, 3, 3]
     expected = outputs(eager, params, arrivals)
     watched = Watched(monkeypatch)
@@ -642,21 +668,6 @@ def counts_lack_what_was_just_said(patch: Patch) -> None:
     patch.setattr(_Counts, "of", lambda self, text: of(self, text[:-1]))
 
 
-def score_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Patch], None]:
-    """Plants what ``change`` makes of what a pass over prompts and rows is given."""
-
-    def plant(patch: Patch) -> None:
-        score = runner_module.score_together
-
-        def changed(graphs: Any, shape: Any, others: Any, spans: Any, rows: Any, num_drawn: Any) -> Any:
-            given = {"shape": shape, "others": others, "spans": spans, "rows": rows, "num_drawn": num_drawn}
-            return score(graphs, **given | change(given))
-
-        patch.setattr(runner_module, "score_together", changed)
-
-    return plant
-
-
 def drafts_that_were_drawn_are_taken_for_certain(patch: Patch) -> None:
     judge = torch_sampling.judge
 
@@ -667,14 +678,6 @@ def drafts_that_were_drawn_are_taken_for_certain(patch: Patch) -> None:
     patch.setattr(torch_sampling, "judge", judged)
 
 
-# Steps with prompts and rows go wrong in these ways.
-JOINT_BUGS = {
-    "drawn drafts are not looked up": lambda given: {"num_drawn": [0] * len(given["num_drawn"])},
-    "logits go where parts stand": lambda given: {"rows": list(range(len(given["rows"])))},
-    "rows have another's drafts": lambda given: {"rows": given["rows"][::-1]},
-    "logits lie as in another shape": lambda given: {"shape": Shape(given["shape"].rows, 1)},
-}
-
 ROUND_BUGS = [
     every_draft_is_stored_anew,
     drafts_share_the_numbers_that_accept_them,
@@ -683,7 +686,6 @@ ROUND_BUGS = [
     adjusted_logits_are_anothers,
     counts_lack_what_was_just_said,
     drafts_that_were_drawn_are_taken_for_certain,
-    *(score_with(change) for change in JOINT_BUGS.values()),
 ]
 
 
