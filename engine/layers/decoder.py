@@ -225,6 +225,10 @@ class DecoderWeights:
         """Returns the shapes of its layers of attention."""
         return [mixer.shape for mixer in self.mixers if isinstance(mixer, Attention)]
 
+    @property
+    def recurrences(self) -> list[Recurrence]:
+        return [layer.mixer.recurrence for layer in self.layers if isinstance(layer.mixer, Recurrent)]
+
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the first hidden states [tokens, hidden size]."""
         rows = self.embeddings.look_up(token_ids).to(dtype)

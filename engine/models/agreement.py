@@ -76,8 +76,7 @@ def _models(
         yield "The native kernels", FusedDecoder(facts, weights, NativeKernels(library))
         return
     shapes = weights.attention
-    rotates_all = all(shape.head_size == weights.rotary.size for shape in shapes)
-    cuda = find_kernels(shapes, facts.dtype, facts.device) if rotates_all else None
+    cuda = find_kernels(shapes, facts.dtype, facts.device, weights.recurrences)
     if cuda is not None:
         yield "The CUDA kernels", FusedDecoder(facts, weights, partial(TritonRun, cuda))
     yield "The short forward", FusedDecoder(facts, weights)

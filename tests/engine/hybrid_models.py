@@ -129,7 +129,7 @@ def _recurrent(make: _Weights, kind: str, number: int) -> Recurrent:
         out = rule.state.heads * rule.state.columns
     return Recurrent(
         rule,
-        make.linear(HIDDEN, recurrences.input_size(rule)),
+        make.linear(HIDDEN, rule.input_size),
         make.linear(out, HIDDEN),
         RecurrentCache(channels, width, rule.state, CPU),
     )

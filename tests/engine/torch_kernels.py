@@ -4,6 +4,7 @@ place. A tape holds them, as no shape depends on a number."""
 import torch
 import torch.nn.functional as F
 
+from tests.engine.torch_recurrent_kernels import recur as recur
 from truedraft.engine.memory.batch import PagedRows
 
 
@@ -56,10 +57,10 @@ def rotate_and_store(
     values: torch.Tensor,
 ) -> None:
     heads = query_key.shape[1] - keys.shape[1]
-    swapped = query_key.float().unflatten(2, (2, -1)).flip(2).flatten(2)
-    rotated = (query_key.float() * cos[:, None] + swapped * sin[:, None]).to(query_key.dtype)
-    query_key.copy_(rotated)
-    keys.index_copy_(0, slots, rotated[:, heads:])
+    turned = query_key[..., : cos.shape[1]].float()
+    swapped = turned.unflatten(2, (2, cos.shape[1] // 2)).flip(2).flatten(2)
+    query_key[..., : cos.shape[1]].copy_(turned * cos[:, None] + swapped * sin[:, None])
+    keys.index_copy_(0, slots, query_key[:, heads:])
     values.index_copy_(0, slots, value)
 
 
