@@ -50,7 +50,12 @@ class Span:
     def num_folded_after(self) -> int:
         """Returns over how many tokens states will be folded after the pass, if it is yet to come."""
         assert self.end - self.certain <= ROLLBACK, "more may be taken back than the log has records for"
-        return max(self.table.num_folded_tokens, num_folded(self.certain))
+        return folded_after(self.table, self.certain)
+
+
+def folded_after(table: BlockTable, num_certain_tokens: int) -> int:
+    """Returns over how many tokens states are folded by a pass, when so many can never be taken back."""
+    return max(table.num_folded_tokens, num_folded(num_certain_tokens))
 
 
 @dataclass

@@ -56,8 +56,8 @@ class FusedDecoder(Model):
         self.way = f"fused layers in {backend}"
         # Attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``.
         self.reads_in_place = backend == "Triton"
-        # The host decides in each pass which angles or experts it needs, and where states are folded.
-        self.needs_host = self.rotary.needs_host or has_experts or weights.has_states
+        # The host decides in each pass which angles or experts it needs.
+        self.needs_host = self.rotary.needs_host or has_experts
 
     @property
     def num_layers(self) -> int:
