@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from truedraft.engine.cuda.recurrent_kernels import recur as recur
+from truedraft.engine.cuda.launch_recurrent import recur as recur
 from truedraft.engine.memory.batch import PagedRows
 
 # Rows of queries x shared heads, and keys, that a program multiplies at a time: tl.dot wants 16 of each, and

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from truedraft.engine.cuda import kernels, recurrent_kernels, sampling_kernels
+from truedraft.engine.cuda import kernels, launch_recurrent, recurrent_kernels, sampling_kernels
 from truedraft.engine.memory.recurrent_state import CHUNK, NUM_RECORDS
 
 # The least that a program may have on any of them, of which some driver's share is taken off.
@@ -111,11 +111,11 @@ def compile_sampling(capability: int, vocab_size: int) -> None:
 def compile_recurrence(capability: int, dtype: torch.dtype, size: int, columns: int) -> None:
     """Compiles what the delta rule needs; the others need less."""
     heads, keys, values = 4, 2 * size, 4 * columns
-    x = {"X_SIZE": 2 * keys + 2 * values + 2 * heads, "GATED": False, "TOKENS": recurrent_kernels.TOKENS}
-    x |= {"FIRST": 0, "NUM_CHANNELS": 2 * keys + values, "NUM_INPUTS": 51, "TILE": recurrent_kernels.CHANNELS}
+    x = {"X_SIZE": 2 * keys + 2 * values + 2 * heads, "GATED": False, "TOKENS": launch_recurrent.TOKENS}
+    x |= {"FIRST": 0, "NUM_CHANNELS": 2 * keys + values, "NUM_INPUTS": 51, "TILE": launch_recurrent.CHANNELS}
     state = {"HEADS": heads, "KEY_HEADS": 2, "SIZE": size, "PADDED_SIZE": max(16, size), "COLUMNS": columns}
     log = {"KEY_STRIDE": 2 * keys + values, "NUM_RECORDS": NUM_RECORDS}
-    tiles = {"TILE": min(recurrent_kernels.MAX_COLUMNS, columns), "CHUNK": CHUNK}
+    tiles = {"TILE": min(launch_recurrent.MAX_COLUMNS, columns), "CHUNK": CHUNK}
     prepared = {"X_SIZE": x["X_SIZE"], "MIXED_SIZE": 2 * keys + values, "HEADS": heads, "SIZE": size}
     z = {"X_SIZE": x["X_SIZE"], "Z_FIRST": 2 * keys + values, "VALUE_STRIDE": 2 * keys + values}
     z |= {"SKIP_SIZE": columns, "SIZE": columns, "PADDED_SIZE": columns}
@@ -168,6 +168,5 @@ if __name__ == "__main__":
     compile_small(80, torch.float16, 96)
     compile_small(89, torch.float32, 8)
     compile_recurrence(90, torch.bfloat16, size=128, columns=128)
-    compile_recurrence(80, torch.float16, size=256, columns=64)
     compile_sampling(90, 128_256)
     compile_sampling(80, 151_936)

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.recurrences import CPU, delta_rule, mamba2, short_conv, state_cache, table_in
 from tests.engine.triton_bugs import planted_in
-from truedraft.engine.cuda import recurrent_check, recurrent_kernels
+from truedraft.engine.cuda import launch_recurrent, recurrent_check, recurrent_kernels
 from truedraft.engine.cuda.recurrent_check import is_right
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.memory.batch import Span, state_rows
@@ -34,14 +34,14 @@ HEADS: dict[str, Callable[[], Recurrence]] = {
 def test_same_as_by_torch(name: str) -> None:
     torch.manual_seed(7)
     dtype, tolerance = (torch.bfloat16, 2e-2) if name == "short convolution" else (torch.float32, 1e-5)
-    assert is_right(recurrent_kernels.recur, WHOLE[name](), dtype, CPU, tolerance)
+    assert is_right(launch_recurrent.recur, WHOLE[name](), dtype, CPU, tolerance)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_which_heads_belong_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     monkeypatch.setattr(recurrent_check, "PASSES", (((2, 1), 0),))
-    assert is_right(recurrent_kernels.recur, HEADS[name](), torch.float32, CPU, 1e-5)
+    assert is_right(launch_recurrent.recur, HEADS[name](), torch.float32, CPU, 1e-5)
 
 
 TEXT, OTHER = 36, 21
@@ -53,7 +53,7 @@ def run(rule: Recurrence, cache: KVCache, parts: list[tuple[Span, torch.Tensor]]
     for _, x in parts:
         offsets.append(offsets[-1] + len(x))
     rows = state_rows(spans, offsets, CPU)
-    output = recurrent_kernels.recur(rule, torch.cat([x for _, x in parts]), rows, cache.states[0])
+    output = launch_recurrent.recur(rule, torch.cat([x for _, x in parts]), rows, cache.states[0])
     for span in spans:
         span.table.num_folded_tokens, span.table.num_computed_tokens = span.num_folded_after, span.end
     return output[: len(parts[0][1])]
@@ -104,8 +104,9 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_check_at_load_catches(bug: str, tmp_path: Path) -> None:
+def test_the_check_at_load_catches(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     name, *texts = BUGS[bug]
     wrong = planted_in(recurrent_kernels, *texts, tmp_path)
-    assert not is_right(wrong.recur, WHOLE[name](), torch.float32, CPU, 1e-4)
+    monkeypatch.setattr(launch_recurrent, "recurrent_kernels", wrong)
+    assert not is_right(launch_recurrent.recur, WHOLE[name](), torch.float32, CPU, 1e-4)
