@@ -11,13 +11,17 @@ Importing this module imports triton, which is no dependency: ``triton_run`` doe
 """
 
 import math
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from truedraft.engine.cuda.launch_experts import choose_experts as choose_experts
+from truedraft.engine.cuda.launch_experts import group_tokens as group_tokens
+from truedraft.engine.cuda.launch_experts import join_experts as join_experts
+from truedraft.engine.cuda.launch_experts import multiply_experts as multiply_experts
 from truedraft.engine.cuda.launch_recurrent import recur as recur
+from truedraft.engine.cuda.multiprocessors import NORMED_BY_A_WARP, num_multiprocessors
 from truedraft.engine.memory.batch import PagedRows
 
 # Rows of queries x shared heads, and keys, that a program multiplies at a time: tl.dot wants 16 of each, and
@@ -32,9 +36,6 @@ MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
 
 # Numbers of the MLP that one program gates.
 GATE_TILE = 1024
-
-# Numbers of a norm for each warp of a program, up to 8 warps.
-NORMED_BY_A_WARP = 256
 
 # What differs from pass to pass must not be compiled in: whatever is served is compiled at load.
 _VARIES = (
@@ -440,9 +441,3 @@ def splits(num_programs: int, num_keys: int, device: torch.device) -> int:
     """Shares of each row's ``num_keys``: as many as fill the device, if each brings ``num_programs``."""
     wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // num_programs
     return max(1, min(wanted, num_keys // MIN_KEYS_OF_SPLIT, MAX_SPLITS))
-
-
-@lru_cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Returns the device's number; a CPU, where only Triton's interpreter runs, counts as a large GPU."""
-    return 100 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

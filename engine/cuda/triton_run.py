@@ -17,9 +17,10 @@ from typing import Protocol
 import torch
 
 from truedraft.engine.cuda import recurrent_check
+from truedraft.engine.cuda.grouped_experts import ExpertKernels, GroupedExperts, run_grouped
 from truedraft.engine.cuda.recurrent_check import RecurRows
 from truedraft.engine.layers.attention import AttentionCall, PagedAttention, attend_group
-from truedraft.engine.layers.mlp import Activation
+from truedraft.engine.layers.mlp import Activation, Experts
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
@@ -62,7 +63,7 @@ class AttendRows(Protocol):
     ) -> None: ...
 
 
-class Kernels(Protocol):
+class Kernels(ExpertKernels, Protocol):
     """The module ``kernels``, or what stands in for it in tests."""
 
     attend_rows: AttendRows
@@ -139,6 +140,13 @@ class TritonRun(TorchPointwise):
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
         return self.kernels.recur(recurrence, x, self.batch.state_rows, self.cache.states[recurrence.layer])
+
+    def experts(
+        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not isinstance(experts, GroupedExperts):
+            return super().experts(experts, x, residual)
+        return run_grouped(self.kernels, experts, self, x, residual, self.batch.is_there)
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         return self.kernels.gated_silu(gate_up) if activation == "silu" else super().gate(activation, gate_up)

@@ -161,6 +161,7 @@ class ForwardBatch:
     positions: torch.Tensor  # [1, tokens]
     slots: torch.Tensor  # [tokens], where the new keys and values go
     logits_index: torch.Tensor  # [rows with logits] into the packed tokens
+    is_there: torch.Tensor | None = None  # bool [tokens]; None: all are, and nothing is padded
 
     @classmethod
     def build(

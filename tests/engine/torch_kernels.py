@@ -4,6 +4,10 @@ place. A tape holds them, as no shape depends on a number."""
 import torch
 import torch.nn.functional as F
 
+from tests.engine.torch_expert_kernels import choose_experts as choose_experts
+from tests.engine.torch_expert_kernels import group_tokens as group_tokens
+from tests.engine.torch_expert_kernels import join_experts as join_experts
+from tests.engine.torch_expert_kernels import multiply_experts as multiply_experts
 from tests.engine.torch_recurrent_kernels import recur as recur
 from truedraft.engine.memory.batch import PagedRows
 

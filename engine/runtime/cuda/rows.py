@@ -181,7 +181,13 @@ class DeviceRows:
         slots = blocks * self.block_size + positions % self.block_size
         slots = torch.where(is_stored, slots, self.scratch_slot)
         batch = ForwardBatch(
-            [], self.block_size, token_ids.reshape(1, -1), positions.view(1, -1), slots.view(-1), logits_index
+            [],
+            self.block_size,
+            token_ids.reshape(1, -1),
+            positions.view(1, -1),
+            slots.view(-1),
+            logits_index,
+            is_there=is_there.reshape(-1),
         )
         first_tokens = torch.arange(num_rows, device=token_ids.device) * num_tokens
         batch.short_rows = PagedRows(tables, first_tokens, counts, num_tokens)
