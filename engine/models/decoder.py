@@ -42,9 +42,9 @@ class FusedDecoder(Model):
         begin: Callable[[ForwardBatch, KVCache, Rotary], LayerRun] = TorchRun,
     ) -> None:
         super().__init__(facts, [mixer.cache for mixer in weights.mixers])
-        self._counted = TouchedExperts(facts.device)
         experts = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, Experts)]
-        if experts:
+        self._counted = TouchedExperts(facts.device) if experts else None
+        if self._counted is not None:
             self.touched = self._counted
             weights = replace(weights, layers=[_counting(layer, self._counted) for layer in weights.layers])
         self.weights = weights
@@ -114,7 +114,8 @@ class FusedDecoder(Model):
         logits = run.linear(weights.head, run.norm(weights.norm, hidden))
         if weights.softcap is not None:
             logits = run.cap(logits, weights.softcap)
-        self._counted.send()
+        if self._counted is not None:
+            self._counted.send()
         return ForwardOutput(logits.float(), torch.stack([tapped[tap] for tap in taps], 1) if taps else None)
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
