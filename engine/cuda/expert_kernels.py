@@ -19,6 +19,7 @@ def choose_for_token(
     numbers,  # [tokens, experts]
     bias,  # float32 [experts], if HAS_BIAS
     is_there,  # bool [tokens], if HAS_PADDING
+    added_to_sum,
     multiplier,
     EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr,
@@ -48,7 +49,7 @@ def choose_for_token(
         first = tl.min(tl.where((wanted == best) & (is_chosen == 0), number, PADDED_EXPERTS), 0)
         is_chosen = is_chosen | (number == first)
     if RENORMALISES:
-        scores = scores / tl.sum(tl.where(is_chosen, scores, 0.0), 0)
+        scores = scores / (tl.sum(tl.where(is_chosen, scores, 0.0), 0) + added_to_sum)
     place = token * CHOSEN + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(weights + place, scores * multiplier, mask=is_chosen)
     if HAS_PADDING:

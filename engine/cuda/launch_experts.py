@@ -29,6 +29,7 @@ def choose_experts(
             numbers,
             weights if router.choice_bias is None else router.choice_bias,
             chosen if is_there is None else is_there,
+            router.added_to_sum,
             router.multiplier,
             EXPERTS=router.num_experts,
             PADDED_EXPERTS=triton.next_power_of_2(router.num_experts),

@@ -86,7 +86,9 @@ def compile_experts(capability: int, name: str | None, dtype: torch.dtype, rows:
         (expert_kernels.join_experts_of_token, join),
     ):
         types = dict.fromkeys(("x", "output", "said", "shared", "residual", "numbers"), f"*{NAMES[dtype]}")
-        types |= {"addresses": "*i64", "touched": "*i64", "is_there": "*i1", "multiplier": "fp32"}
+        types |= {"addresses": "*i64", "touched": "*i64", "is_there": "*i1"} | dict.fromkeys(
+            ("multiplier", "added_to_sum"), "fp32"
+        )
         types |= dict.fromkeys(("pairs", "counts", "chosen"), "*i32")
         types |= dict.fromkeys(("weights", "bias"), "*fp32") | dict.fromkeys(constants, "constexpr")
         names = kernel.arg_names
