@@ -8,9 +8,12 @@ from truedraft.engine.cuda.grouped_experts import ExpertMatrices, GroupedLinear,
 from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, KINDS
 from truedraft.engine.cuda.quantised_kernels import JOINED, row_tile
 from truedraft.engine.layers.mlp import Router
+from truedraft.engine.layers.quantised_blocks import TYPES
 
 # Tokens with their experts that are looked through at a time, and blocks of dense weights.
 LOOKED_AT, BLOCKS_AT_A_TIME = 1024, 2
+# Dense weights have none of what kernels know of blocks.
+DENSE = dict.fromkeys(KINDS[TYPES["Q8_0"]].constants, 0)
 
 
 def choose_experts(
@@ -124,7 +127,4 @@ def _constants(part: ExpertMatrices) -> dict[str, int]:
     """Returns what is compiled in for a kind of weights."""
     sizes = {"COLUMNS": COLUMNS, "BLOCK": BLOCK, "BLOCKS_OF_SUPER": BLOCKS_OF_SUPER}
     sizes |= {"BLOCKS_AT_A_TIME": BLOCKS_AT_A_TIME, "num_warps": 4, "num_stages": 3}
-    if part.type is None:
-        return {"BITS": 0, "SCALING": 0, "OFFSET": 0, **sizes}
-    kind = KINDS[part.type]
-    return {"BITS": kind.bits, "SCALING": kind.scaling, "OFFSET": kind.offset, **sizes}
+    return (DENSE if part.type is None else KINDS[part.type].constants) | sizes

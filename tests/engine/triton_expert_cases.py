@@ -64,7 +64,7 @@ def quantised(names: list[str], down: str, size: int) -> GroupedExperts:
     return grouped(Experts(router, tuple(mlps)))
 
 
-@pytest.mark.parametrize(("names", "size"), [(["Q4_K", "Q6_K"], 256), (["Q5_1", "Q5_1"], 64)])
+@pytest.mark.parametrize(("names", "size"), [(["Q2_K", "Q6_K"], 256), (["Q5_1", "IQ4_NL"], 64)])
 def test_quantised_experts(names: list[str], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     monkeypatch.setattr(expert_tables, "CHECKED_TOKENS", (5,))
