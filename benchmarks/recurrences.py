@@ -91,7 +91,7 @@ class Layers:
         self.library = load_library()
         if self.library is None:
             raise SystemExit("benchmarks.recurrences needs the kernels in C")
-        self.num_inputs = input_size(rule)
+        self.num_inputs = rule.input_size
 
     def run(self, x: torch.Tensor, stored: int) -> None:
         """Passes tokens of which all but the first may be taken back."""
@@ -101,17 +101,6 @@ class Layers:
         states = NativeStates(self.library, [Span(table, [0] * len(x), 0, stored + 1)])
         for layer in self.layers:
             states.recur(layer, x.clone())  # it is overwritten
-
-
-def input_size(rule: Recurrence) -> int:
-    channels = len(rule.convolution.weight)
-    match rule:
-        case ShortConv():
-            return 3 * channels
-        case DeltaRule():
-            return channels + rule.heads * (rule.value_size + 2)
-        case Mamba2():
-            return channels + rule.heads * (rule.head_size + 1)
 
 
 @torch.inference_mode()

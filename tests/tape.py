@@ -101,6 +101,7 @@ class TapeCapture:
     def mark(self) -> ClockMark:
         return ClockMark()
 
+    @torch.inference_mode()
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         self._arrive()
         for _ in range(self.num_warm_ups):

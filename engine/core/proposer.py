@@ -18,7 +18,6 @@ from truedraft.engine.memory.block_table import BlockTable
 if TYPE_CHECKING:
     import torch
 
-    from truedraft.engine.models.model_runner import ModelRunner
     from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 
@@ -64,8 +63,8 @@ class Proposer:
         return self.name
 
     @property
-    def runners(self) -> "Sequences[ModelRunner]":
-        """Returns the models that it drafts with, for a report of what they take in memory."""
+    def runners(self) -> Sequences[Any]:
+        """Returns the ``ModelRunner`` of each model that it drafts with, for a report of their memory."""
         return ()
 
     def attach(self, target: Any) -> None:

@@ -11,6 +11,12 @@ class Field(IntEnum):
     NUM_DRAFTS = auto()  # to be scored; -1: there is no row
     NUM_DRAWN = auto()  # counts those that the draft model draws: all or none
     NUM_SKIPPED = auto()  # 1: the draft's cache has the token before the pending one
+    STATE_SLOT = auto()
+    NUM_FOLDED = auto()  # tokens over which states are folded, before the round and after it
+    NUM_FOLDED_AFTER = auto()
+    DRAFT_STATE_SLOT = auto()
+    DRAFT_NUM_FOLDED = auto()
+    DRAFT_NUM_FOLDED_AFTER = auto()
     SEED = auto()
     RULE = auto()
     TOP_K = auto()
@@ -20,6 +26,8 @@ class Field(IntEnum):
     IDS = auto()
 
 
+# Counts those of states, the target's and then the draft model's.
+NUM_STATE_FIELDS = 3
 # Where the drafts begin, after the token before the pending one and the pending one.
 DRAFTS = Field.IDS + 2
 

@@ -1,5 +1,5 @@
 """The kernels of a decoder's layer, in Triton: attention over the paged cache, rotary embedding with the
-write to it, RMSNorm, and the MLP's gate.
+write to it, RMSNorm, and the MLP's gate; recurrences are in ``recurrent_kernels``.
 
 Attention gathers nothing. One program takes a row, one key-value head and a share of the row's keys, and
 computes all query heads that share them, with a running softmax in float32 (FlashAttention-2, arXiv
@@ -11,12 +11,17 @@ Importing this module imports triton, which is no dependency: ``triton_run`` doe
 """
 
 import math
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from truedraft.engine.cuda.launch_experts import choose_experts as choose_experts
+from truedraft.engine.cuda.launch_experts import group_tokens as group_tokens
+from truedraft.engine.cuda.launch_experts import join_experts as join_experts
+from truedraft.engine.cuda.launch_experts import multiply_experts as multiply_experts
+from truedraft.engine.cuda.launch_recurrent import recur as recur
+from truedraft.engine.cuda.multiprocessors import NORMED_BY_A_WARP, num_multiprocessors
 from truedraft.engine.memory.batch import PagedRows
 
 # Rows of queries x shared heads, and keys, that a program multiplies at a time: tl.dot wants 16 of each, and
@@ -31,9 +36,6 @@ MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
 
 # Numbers of the MLP that one program gates.
 GATE_TILE = 1024
-
-# Numbers of a norm for each warp of a program, up to 8 warps.
-NORMED_BY_A_WARP = 256
 
 # What differs from pass to pass must not be compiled in: whatever is served is compiled at load.
 _VARIES = (
@@ -271,8 +273,8 @@ def attend_rows(
 def rotate_and_store_head(
     query_key,  # [tokens, heads + kv heads, size], QUERY_STRIDE numbers from one token to the next
     value,  # [tokens, kv heads, size], VALUE_STRIDE from one to the next
-    cos,  # [tokens, size]
-    sin,  # [tokens, size], negative in the first half
+    cos,  # [tokens, ROTATED]: so many of a head's numbers are turned, the first
+    sin,  # likewise, negative in the first half
     slots,  # int64 [tokens]
     keys,  # [slots, kv heads, size]
     values,
@@ -280,6 +282,7 @@ def rotate_and_store_head(
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
+    ROTATED: tl.constexpr,
     QUERY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
 ):
@@ -290,11 +293,12 @@ def rotate_and_store_head(
     if head < HEADS + KV_HEADS:
         start = query_key + token * QUERY_STRIDE + head * SIZE
         x = tl.load(start + number, mask=is_number, other=0.0).to(tl.float32)
-        half: tl.constexpr = SIZE // 2
+        is_turned = number < ROTATED
+        half: tl.constexpr = ROTATED // 2
         other_half = tl.where(number < half, number + half, number - half)
-        swapped = tl.load(start + other_half, mask=is_number, other=0.0).to(tl.float32)
-        c = tl.load(cos + token * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
-        s = tl.load(sin + token * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
+        swapped = tl.load(start + other_half, mask=is_turned, other=0.0).to(tl.float32)
+        c = tl.load(cos + token * ROTATED + number, mask=is_turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + token * ROTATED + number, mask=is_turned, other=0.0).to(tl.float32)
         rotated = (x * c + swapped * s).to(query_key.dtype.element_ty)
         if head < HEADS:
             # Other threads of the program may still have to read what is overwritten.
@@ -322,8 +326,8 @@ def rotate_and_store(
 ) -> None:
     """Rotate the queries of ``query_key`` [tokens, heads + kv heads, size] in place, and write its rotated
     keys and ``value`` [tokens, kv heads, size] to ``slots`` int64 [tokens] of ``keys`` and ``values`` [slots,
-    kv heads, size]. ``cos`` and ``sin`` [tokens, size] are as in ``Rotary``. Sums in float32; heads and
-    numbers of the first two are contiguous, the others wholly."""
+    kv heads, size]. ``cos`` and ``sin`` [tokens, n] are as in ``Rotary``, and each head's first n numbers are
+    turned. Sums in float32; heads and numbers of the first two are contiguous, the others wholly."""
     tokens, heads, size = query_key.shape
     kv_heads = keys.shape[1]
     with torch.cuda.device_of(query_key):  # type: ignore[no-untyped-call]
@@ -339,6 +343,7 @@ def rotate_and_store(
             KV_HEADS=kv_heads,
             SIZE=size,
             PADDED_SIZE=triton.next_power_of_2(size),
+            ROTATED=cos.shape[1],
             QUERY_STRIDE=query_key.stride(0),
             VALUE_STRIDE=value.stride(0),
             num_warps=1,
@@ -436,9 +441,3 @@ def splits(num_programs: int, num_keys: int, device: torch.device) -> int:
     """Shares of each row's ``num_keys``: as many as fill the device, if each brings ``num_programs``."""
     wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // num_programs
     return max(1, min(wanted, num_keys // MIN_KEYS_OF_SPLIT, MAX_SPLITS))
-
-
-@lru_cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Returns the device's number; a CPU, where only Triton's interpreter runs, counts as a large GPU."""
-    return 100 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from truedraft.engine.cuda.kernels import NORMED_BY_A_WARP, num_multiprocessors
+from truedraft.engine.cuda.multiprocessors import NORMED_BY_A_WARP, num_multiprocessors
 from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, PackedBlocks
 from truedraft.engine.layers.weight import FP8, LARGEST_FP8, LEAST_LARGEST
 

@@ -1,10 +1,10 @@
 """What a Llama-shaped layer does between its matrix products on a GPU, in Triton (``kernels``).
 
 A norm is one launch, rotary embedding and the write to the cache another, the gate of the MLP a third, and
-attention reads keys where they lie. The kernels are used if triton is there, which torch's CUDA builds
-bring, and if attention computes what gathering computes: it is asked at load, for every shape of program
-that will be needed, which compiles them too. What the others do shows in the model's logits, which are
-compared as well.
+attention reads keys where they lie; recurrences have some of their own. The kernels are used if triton is
+there, which torch's CUDA builds bring, and if attention computes what gathering computes, and recurrences
+what torch's operations do: they are asked at load, for every shape of program that will be needed, which
+compiles them too. What the others do shows in the model's logits, which are compared as well.
 """
 
 import logging
@@ -16,13 +16,15 @@ from typing import Protocol
 
 import torch
 
+from truedraft.engine.cuda import recurrent_check
+from truedraft.engine.cuda.grouped_experts import ExpertKernels, GroupedExperts, run_grouped
+from truedraft.engine.cuda.recurrent_check import RecurRows
 from truedraft.engine.layers.attention import AttentionCall, PagedAttention, attend_group
-from truedraft.engine.layers.mlp import Activation
+from truedraft.engine.layers.mlp import Activation, Experts
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape
-from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.layers.torch_run import TorchPointwise
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
 from truedraft.engine.memory.block_table import BlockTable
@@ -61,13 +63,14 @@ class AttendRows(Protocol):
     ) -> None: ...
 
 
-class Kernels(Protocol):
+class Kernels(ExpertKernels, Protocol):
     """The module ``kernels``, or what stands in for it in tests."""
 
     attend_rows: AttendRows
     rotate_and_store: Callable[..., None]
     gated_silu: Callable[[torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor | None], torch.Tensor]
+    recur: RecurRows
 
 
 class InPlaceAttention:
@@ -111,10 +114,11 @@ class TritonRun(TorchPointwise):
 
     def __init__(self, kernels: Kernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.kernels = kernels
+        self.batch = batch
         self.cache = cache
-        self.states = TorchStates(batch.spans, cache.states)
         self.slots = batch.slots
         self.angles = list(zip(*rotary.angles(batch.positions[0]), strict=True))
+        self.no_angles = tuple(angles[:, :0] for angles in self.angles[0])
         self.attention = InPlaceAttention(kernels.attend_rows, batch, cache)
 
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,25 +127,39 @@ class TritonRun(TorchPointwise):
         return self.kernels.rms_norm(x, norm.weight, norm.eps, residual)
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
+        gate = None
+        if shape.gated:
+            qkv, gate = qkv.tensor_split((-shape.num_heads * shape.head_size,), dim=1)
+            qkv = qkv.contiguous()
         query_key, value = self.split_heads(shape, qkv)
         keys, values = self.cache.keys[shape.layer], self.cache.values[shape.layer]
-        assert shape.rotary is not None  # ``serves`` has made sure of it
-        angles = self.angles[shape.rotary]
+        angles = self.no_angles if shape.rotary is None else self.angles[shape.rotary]
         self.kernels.rotate_and_store(query_key, value, *angles, self.slots, keys, values)
-        return self.attention.attend(shape.call, query_key[:, : shape.num_heads]).view(len(qkv), -1)
+        attended = self.attention.attend(shape.call, query_key[:, : shape.num_heads]).view(len(qkv), -1)
+        return attended if gate is None else attended * gate.sigmoid()
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
-        return self.states.recur(recurrence, x)
+        return self.kernels.recur(recurrence, x, self.batch.state_rows, self.cache.states[recurrence.layer])
+
+    def experts(
+        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not isinstance(experts, GroupedExperts):
+            return super().experts(experts, x, residual)
+        return run_grouped(self.kernels, experts, self, x, residual, self.batch.is_there)
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         return self.kernels.gated_silu(gate_up) if activation == "silu" else super().gate(activation, gate_up)
 
 
 def find_kernels(
-    shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
+    shapes: Iterable[AttentionShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    recurrences: Iterable[Recurrence] = (),
 ) -> Kernels | None:
-    """The kernels, if they serve all of ``shapes`` on ``device`` and attention is right; None, with a warning
-    if they were worth trying."""
+    """The kernels, if they serve all of ``shapes`` on ``device``, and attention and ``recurrences`` are
+    right; None, with a warning if they were worth trying."""
     shapes = list(shapes)
     if not serves(shapes, dtype, device):
         return None
@@ -163,6 +181,10 @@ def find_kernels(
                     if not is_right(kernel, shape, dtype, device, num_queries):
                         logger.warning("The attention kernel differs from torch's and is not used")
                         return None
+        for rule in recurrent_check.distinct(recurrences):
+            if not recurrent_check.is_right(kernels.recur, rule, dtype, device, TOLERANCES[dtype]):
+                logger.warning("The kernels for recurrences differ from torch's and are not used")
+                return None
     except Exception as error:  # compilers and drivers fail in many ways; gathering needs none of this
         logger.warning("The CUDA kernels cannot be used: %s", error, exc_info=True)
         return None
@@ -180,10 +202,9 @@ def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.d
 
 
 def _is_served(shape: AttentionShape) -> bool:
-    turns_halves = shape.rotary is not None and not shape.interleaved and not shape.norm_after_rotary
     return (
-        turns_halves
-        and not shape.gated
+        not shape.interleaved
+        and not shape.norm_after_rotary
         and shape.softcap is None
         and shape.whole_norms is None
         and shape.sinks is None

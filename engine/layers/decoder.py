@@ -214,10 +214,6 @@ class DecoderWeights:
             yield from () if layer.mlp is None else layer.mlp.linears
 
     @property
-    def has_states(self) -> bool:
-        return any(isinstance(mixer, Recurrent) for mixer in self.mixers)
-
-    @property
     def mixers(self) -> list[Attention | Recurrent]:
         """Returns those of all layers: a mixer's ``layer`` is its place here, and its cache's."""
         return [mixer for layer in self.layers for mixer in layer.mixers]
@@ -226,6 +222,10 @@ class DecoderWeights:
     def attention(self) -> list[AttentionShape]:
         """Returns the shapes of its layers of attention."""
         return [mixer.shape for mixer in self.mixers if isinstance(mixer, Attention)]
+
+    @property
+    def recurrences(self) -> list[Recurrence]:
+        return [mixer.recurrence for mixer in self.mixers if isinstance(mixer, Recurrent)]
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the first hidden states [tokens, hidden size]."""

@@ -84,7 +84,10 @@ class Router:
 
     def choose(self, x: torch.Tensor, run: MlpRun) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chosen experts of each token, in ascending order, and their weights, float32."""
-        numbers = run.linear(self.linear, x).float()
+        return self.choose_by(run.linear(self.linear, x).float())
+
+    def choose_by(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the same by the linear layer's output."""
         scores = numbers.softmax(-1) if self.scoring == "softmax" else numbers.sigmoid()
         wanted = scores if self.choice_bias is None else scores + self.choice_bias
         # A stable sort leaves the first of equal experts where they are chosen.
@@ -97,18 +100,25 @@ class Router:
 
 
 class TouchedExperts:
-    """Counts the experts that passes read, and in how many layers."""
+    """Counts the experts that passes read, and in how many layers, where they are read."""
 
-    def __init__(self) -> None:
-        self.counts = torch.zeros(2, dtype=torch.int64)
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        is_far = self.counts.device.type == "cuda"
+        self._read = torch.zeros(2, dtype=torch.int64, pin_memory=True) if is_far else self.counts
 
     def add(self, number: int) -> None:
         """Counts those of one layer in one pass."""
-        self.counts += torch.tensor((number, 1))
+        self.counts += torch.tensor((number, 1)).to(self.counts.device)
+
+    def send(self) -> None:
+        """Sends the numbers to the host after a pass. Whoever has waited for what follows it has them."""
+        if self._read is not self.counts:
+            self._read.copy_(self.counts, non_blocking=True)
 
     def __call__(self) -> tuple[int, int]:
         """Returns the sum of experts over layers and passes, and how many of these there were."""
-        experts, layers = self.counts.tolist()
+        experts, layers = self._read.tolist()
         return experts, layers
 
 
@@ -148,9 +158,13 @@ class Experts:
             tokens, place = (chosen == number).nonzero(as_tuple=True)
             output = self.experts[number](x[tokens], run, None)
             found[tokens] += (output * weights[tokens, place, None]).to(x.dtype)
-        if self.shared is not None:
-            shared = self.shared(x, run, None)
-            if self.shared_gate is not None:
-                shared = shared * run.linear(self.shared_gate, x).sigmoid()
+        if (shared := self.shared_output(x, run)) is not None:
             found += shared
         return found if residual is None else residual + found
+
+    def shared_output(self, x: torch.Tensor, run: MlpRun) -> torch.Tensor | None:
+        """Returns what the shared one adds; None without one."""
+        if self.shared is None:
+            return None
+        shared = self.shared(x, run, None)
+        return shared if self.shared_gate is None else shared * run.linear(self.shared_gate, x).sigmoid()

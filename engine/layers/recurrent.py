@@ -35,6 +35,11 @@ class ShortConv:
     def state(self) -> None:
         return None
 
+    @property
+    def input_size(self) -> int:
+        """Returns how many numbers of each token come in."""
+        return 3 * len(self.convolution.weight)
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
@@ -61,6 +66,10 @@ class DeltaRule:
     @property
     def state(self) -> StateShape:
         return StateShape(self.heads, self.key_size, self.value_size, self.key_heads)
+
+    @property
+    def input_size(self) -> int:
+        return len(self.convolution.weight) + self.heads * (self.value_size + 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,10 @@ class Mamba2:
     @property
     def state(self) -> StateShape:
         return StateShape(self.heads, self.state_size, self.head_size, self.groups)
+
+    @property
+    def input_size(self) -> int:
+        return len(self.convolution.weight) + self.heads * (self.head_size + 1)
 
 
 Recurrence: TypeAlias = ShortConv | DeltaRule | Mamba2

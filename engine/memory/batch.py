@@ -4,6 +4,7 @@ Each entry is (sequence's slots so far, new token ids): decoding rows bring one 
 chunk. Nothing is padded in the model's linear layers; only attention groups rows of similar size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -49,7 +50,12 @@ class Span:
     def num_folded_after(self) -> int:
         """Returns over how many tokens states will be folded after the pass, if it is yet to come."""
         assert self.end - self.certain <= ROLLBACK, "more may be taken back than the log has records for"
-        return max(self.table.num_folded_tokens, num_folded(self.certain))
+        return folded_after(self.table, self.certain)
+
+
+def folded_after(table: BlockTable, num_certain_tokens: int) -> int:
+    """Returns over how many tokens states are folded by a pass, when so many can never be taken back."""
+    return max(table.num_folded_tokens, num_folded(num_certain_tokens))
 
 
 @dataclass
@@ -127,6 +133,20 @@ class PagedRows:
     queries: int  # the largest count
 
 
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Tells recurrences which tokens come with each row, ``most`` at most, and where its states are. Tensors
+    are int64 [rows]."""
+
+    most: int
+    first_tokens: torch.Tensor  # into the packed tokens
+    counts: torch.Tensor  # new tokens; 0: there is no row
+    num_stored: torch.Tensor  # tokens before those
+    slots: torch.Tensor
+    num_folded: torch.Tensor  # tokens over which states are folded, before the pass and after it
+    num_folded_after: torch.Tensor
+
+
 @dataclass
 class ForwardBatch:
     """Packed inputs of one forward: ``tokens`` is the sum of all spans' new tokens.
@@ -141,6 +161,7 @@ class ForwardBatch:
     positions: torch.Tensor  # [1, tokens]
     slots: torch.Tensor  # [tokens], where the new keys and values go
     logits_index: torch.Tensor  # [rows with logits] into the packed tokens
+    is_there: torch.Tensor | None = None  # bool [tokens]; None: all are, and nothing is padded
 
     @classmethod
     def build(
@@ -220,6 +241,11 @@ class ForwardBatch:
         return PagedRows(sent_tables.view(tables.shape), first_tokens, sent_counts, max(counts))
 
     @cached_property
+    def state_rows(self) -> StateRows:
+        """Returns the rows of all spans, which have slots for states."""
+        return state_rows(self.spans, self.offsets, self.slots.device)
+
+    @cached_property
     def long_spans(self) -> list[int]:
         """Which spans have more than ``MAX_GROUPED_QUERIES`` new tokens."""
         return [i for i, length in enumerate(self._lengths()) if length > MAX_GROUPED_QUERIES]
@@ -252,6 +278,19 @@ class ForwardBatch:
     def offsets(self) -> list[int]:
         """Where each span's tokens begin in the packed ones, and where the last ones end."""
         return list(accumulate(self._lengths(), initial=0))
+
+
+def state_rows(spans: Sequence[Span], offsets: Sequence[int], device: torch.device) -> StateRows:
+    """Returns the rows of spans that have slots for states; ``offsets`` are where their tokens begin."""
+    tables = [span.table for span in spans]
+    assert all(table.state_slot is not None for table in tables)
+    counts = [len(span.token_ids) for span in spans]
+    numbers = [
+        *(*offsets[: len(spans)], *counts, *(table.num_computed_tokens for table in tables)),
+        *(table.state_slot or 0 for table in tables),
+        *(*(table.num_folded_tokens for table in tables), *(span.num_folded_after for span in spans)),
+    ]
+    return StateRows(max(counts), *on_device(numbers, device).view(6, len(spans)).unbind())
 
 
 def states_of(spans: list[Span]) -> torch.Tensor | None:

@@ -44,6 +44,14 @@ def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     raise PointerError(f"C reads {dtype} {list(shape)}, contiguous and on the CPU, not {_in_words(values)}")
 
 
+def device_address(values: torch.Tensor) -> int:
+    """Returns where numbers begin on their own device, for tables that kernels in Triton read. Whoever makes
+    the table says which type they have, and keeps them."""
+    if values.layout is torch.strided and values.is_contiguous() and not values.is_neg():
+        return values.data_ptr()
+    raise PointerError(f"kernels read row-major numbers, not {_in_words(values)}")
+
+
 def _is_plain(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Returns whether the host's memory has the numbers themselves, of this type and row-major."""
     is_dense = values.layout is torch.strided and values.is_contiguous()

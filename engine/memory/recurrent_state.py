@@ -57,6 +57,14 @@ class RecurrentCache:
         return CHUNK + ROLLBACK + self.width - 1
 
     @property
+    def working_bytes_per_token(self) -> int:
+        """Returns the bytes of what a pass computes of a token, all of it in float32 but for decays."""
+        if (shape := self.state) is None:
+            return 0
+        numbers = self.channels + 3 * shape.heads * shape.columns
+        return numbers * torch.float32.itemsize + shape.heads * torch.float64.itemsize
+
+    @property
     def bytes_per_sequence(self) -> int:
         size = self.num_inputs * self.channels * torch.float32.itemsize
         if (shape := self.state) is None:

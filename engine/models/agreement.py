@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+from truedraft.engine.cuda.expert_tables import grouped
+from truedraft.engine.cuda.triton_run import TOLERANCES as CUDA_TOLERANCES
 from truedraft.engine.cuda.triton_run import TritonRun, find_kernels
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.decoder import DecoderWeights
@@ -76,10 +78,10 @@ def _models(
         yield "The native kernels", FusedDecoder(facts, weights, NativeKernels(library))
         return
     shapes = weights.attention
-    rotates_all = all(shape.head_size == weights.rotary.size for shape in shapes)
-    cuda = find_kernels(shapes, facts.dtype, facts.device) if rotates_all else None
+    cuda = find_kernels(shapes, facts.dtype, facts.device, weights.recurrences)
     if cuda is not None:
-        yield "The CUDA kernels", FusedDecoder(facts, weights, partial(TritonRun, cuda))
+        own = grouped(weights, cuda, facts.dtype, facts.device, CUDA_TOLERANCES[facts.dtype])
+        yield "The CUDA kernels", FusedDecoder(facts, own, partial(TritonRun, cuda))
     yield "The short forward", FusedDecoder(facts, weights)
 
 

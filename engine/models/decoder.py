@@ -12,6 +12,7 @@ from itertools import compress
 
 import torch
 
+from truedraft.engine.cuda.grouped_experts import GroupedExperts
 from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.cuda.scaled import ScaledLinear
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
@@ -41,9 +42,11 @@ class FusedDecoder(Model):
         begin: Callable[[ForwardBatch, KVCache, Rotary], LayerRun] = TorchRun,
     ) -> None:
         super().__init__(facts, [mixer.cache for mixer in weights.mixers])
-        if has_experts := any(isinstance(layer.mlp, Experts) for layer in weights.layers):
-            self.touched = TouchedExperts()
-            weights = replace(weights, layers=[_counting(layer, self.touched) for layer in weights.layers])
+        experts = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, Experts)]
+        self._counted = TouchedExperts(facts.device) if experts else None
+        if self._counted is not None:
+            self.touched = self._counted
+            weights = replace(weights, layers=[_counting(layer, self._counted) for layer in weights.layers])
         self.weights = weights
         self.rotary = weights.rotary
         self.begin = begin
@@ -56,8 +59,10 @@ class FusedDecoder(Model):
         self.way = f"fused layers in {backend}"
         # Attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``.
         self.reads_in_place = backend == "Triton"
-        # The host decides in each pass which angles or experts it needs, and where states are folded.
-        self.needs_host = self.rotary.needs_host or has_experts or weights.has_states
+        # The host decides in each pass which angles or experts it needs.
+        self.needs_host = self.rotary.needs_host or not all(
+            isinstance(each, GroupedExperts) for each in experts
+        )
 
     @property
     def num_layers(self) -> int:
@@ -109,6 +114,8 @@ class FusedDecoder(Model):
         logits = run.linear(weights.head, run.norm(weights.norm, hidden))
         if weights.softcap is not None:
             logits = run.cap(logits, weights.softcap)
+        if self._counted is not None:
+            self._counted.send()
         return ForwardOutput(logits.float(), torch.stack([tapped[tap] for tap in taps], 1) if taps else None)
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 
+from truedraft.engine.cuda.grouped_experts import GroupedExperts
 from truedraft.engine.cuda.quantised import UNPACKED
+from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 
@@ -24,8 +26,18 @@ def _bytes(model: Model, num_tokens: int, num_logits: int) -> int:
     mlp = getattr(config, "intermediate_size", None) or 4 * hidden
     widest = max(mlp) if isinstance(mlp, list | tuple) else int(mlp)
     in_layers = num_tokens * (HIDDEN_STATES * hidden + MLP_STATES * widest) * model.dtype.itemsize
+    in_layers += num_tokens * bytes_of_parts(model)
     # Layers are over then. Logits are there as they were computed, and in float32.
     in_head = num_tokens * hidden * model.dtype.itemsize
     in_head += num_logits * model.vocab_size * (model.dtype.itemsize + 4)
     unpacked = UNPACKED if isinstance(model, FusedDecoder) and model.is_quantised else 0
     return max(in_layers, in_head) + unpacked * model.dtype.itemsize
+
+
+def bytes_of_parts(model: Model) -> int:
+    """Returns what a recurrence of the model, or its experts, need for each token of a pass."""
+    caches = [cache for cache in model.caches if isinstance(cache, RecurrentCache)]
+    layers = model.weights.layers if isinstance(model, FusedDecoder) else []
+    grouped = [layer.mlp for layer in layers if isinstance(layer.mlp, GroupedExperts)]
+    needed = [cache.working_bytes_per_token for cache in caches]
+    return max([*needed, *(experts.working_bytes_per_token(model.dtype) for experts in grouped)], default=0)

@@ -1,6 +1,7 @@
 """Tiny random decoders of every mixer there is, made without a checkpoint, and engines of them."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.engine import recurrences
 from tests.models import make_engine
 from truedraft.engine import build
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.cuda.triton_run import Kernels, TritonRun
 from truedraft.engine.layers.decoder import (
     Attention,
     DecoderLayer,
@@ -52,9 +54,10 @@ def hybrid(
     vocab_size: int = VOCAB_SIZE,
     eos_token_id: int | None = None,
     in_c: bool = False,
+    kernels: Kernels | None = None,
 ) -> FusedDecoder:
     """Makes a decoder with a layer of each of ``kinds``; with ``noise`` on its weights it is a draft that
-    agrees with the one without it often, not always."""
+    agrees with the one without it often, not always. ``kernels`` are those of a GPU, or stand in for them."""
     library = load_library() if in_c else None
     make = _Weights(seed, noise, TorchLinears() if library is None else NativeLinears(library, compact=False))
     config = LlamaConfig(
@@ -78,6 +81,8 @@ def hybrid(
         1.0,
         None,
     )
+    if kernels is not None:
+        return FusedDecoder(facts, weights, partial(TritonRun, kernels))
     return FusedDecoder(facts, weights, TorchRun if library is None else NativeKernels(library))
 
 
@@ -134,7 +139,7 @@ def _recurrent(make: _Weights, kind: str, number: int) -> Recurrent:
     out = {ShortConv: channels, DeltaRule: 0, Mamba2: 0}[type(rule)]
     if not isinstance(rule, ShortConv):
         out = rule.state.heads * rule.state.columns
-    inputs = recurrences.input_size(rule)
+    inputs = rule.input_size
     return Recurrent(
         rule,
         make.linear(HIDDEN, inputs),

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from benchmarks.recurrences import input_size as input_size
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.memory.block_table import BlockTable
@@ -19,9 +18,11 @@ def short_conv(width: int, layer: int = 0) -> ShortConv:
     return ShortConv(layer, Convolution(torch.randn(12, width)))
 
 
-def delta_rule(shared: int, width: int, *, tiled: bool = False, layer: int = 0) -> DeltaRule:
+def delta_rule(
+    shared: int, width: int, *, tiled: bool = False, layer: int = 0, key_heads: int = 4
+) -> DeltaRule:
     """Makes one with ``shared`` heads for each key head."""
-    key_heads, key_size, value_size = 4, 8, 16
+    key_size, value_size = 8, 16
     heads = shared * key_heads
     channels = 2 * key_heads * key_size + heads * value_size
     return DeltaRule(
@@ -38,8 +39,8 @@ def delta_rule(shared: int, width: int, *, tiled: bool = False, layer: int = 0) 
     )
 
 
-def mamba2(groups: int, norm_groups: int | None, width: int = 4, layer: int = 0) -> Mamba2:
-    heads, head_size, state_size = 8, 8, 16
+def mamba2(groups: int, norm_groups: int | None, width: int = 4, layer: int = 0, heads: int = 8) -> Mamba2:
+    head_size, state_size = 8, 16
     inner = heads * head_size
     channels = inner + 2 * groups * state_size
     return Mamba2(

@@ -75,6 +75,7 @@ def model_of(loaded: Loaded | None) -> Any:
     made: Any = FusedDecoder.__new__(FusedDecoder)
     made.dtype, made.device, made.vocab_size = torch.bfloat16, DEVICE, shapes.vocab_size
     made.reads_in_place, made.needs_host = True, False
+    made.weights = SimpleNamespace(layers=[])
     made.is_quantised = bits != BF16
     made.config = SimpleNamespace(hidden_size=shapes.hidden, intermediate_size=shapes.mlp)
     made.config.get_text_config = lambda config=made.config: config

@@ -28,7 +28,6 @@ from truedraft.engine.memory.recurrent_state import CHUNK, ROLLBACK
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.runtime.cuda import plan
 
 TRAINED = Path(__file__).parents[2] / "benchmarks" / "story_hybrid"
 NUM_TOKENS = 24
@@ -164,14 +163,6 @@ def test_a_hit_is_cut_to_what_has_a_state() -> None:
 def test_all_drafts_that_may_be_asked_for_can_be_taken_back() -> None:
     longest = max(RANGES["num_speculative_tokens"].high, PROPOSER_LIMIT, *AUTO_LIMITS.values())
     assert longest <= ROLLBACK
-
-
-def test_passes_over_states_are_not_captured() -> None:
-    """A captured pass has no spans, so that no state would be read or written."""
-    for kinds, expected in ((KINDS, False), (ATTENTION, True)):
-        model = hybrid(kinds=kinds)
-        model.reads_in_place = True
-        assert plan._can_be_captured(model) == expected
 
 
 def check_hits(answers: list[list[int]]) -> None:

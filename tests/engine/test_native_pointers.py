@@ -18,7 +18,7 @@ import torch
 
 from tests.engine.native_pair import save_pair
 from tests.engine.native_rounds import RowPlan, Side, make_sequence
-from tests.engine.recurrences import delta_rule, input_size, mamba2, short_conv, state_cache, table_in
+from tests.engine.recurrences import delta_rule, mamba2, short_conv, state_cache, table_in
 from tests.engine.test_llama import CONFIGS, save
 from tests.gguf_blocks import random_blocks
 from tests.models import make_engine
@@ -283,7 +283,7 @@ def recurrent_operations() -> dict[str, Operation]:
             return [NativeStates(library, spans).recur(NativeRecurrence(layer, state), _copy(given["x"]))]
 
         tensors = {
-            "x": torch.randn(4, input_size(rule)),
+            "x": torch.randn(4, rule.input_size),
             "weight": rule.convolution.weight,
             **of_rule,
             **stored,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.recurrences import MAKERS, by_definition, delta_rule, input_size, state_cache, table_in
+from tests.engine.recurrences import MAKERS, by_definition, delta_rule, state_cache, table_in
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.memory.batch import Span
@@ -118,7 +118,7 @@ class Layer:
 
 
 def inputs_of(rule: Recurrence, seed: int, tokens: int = NUM_TOKENS + 1) -> torch.Tensor:
-    return torch.randn(tokens, input_size(rule), generator=torch.Generator().manual_seed(seed))
+    return torch.randn(tokens, rule.input_size, generator=torch.Generator().manual_seed(seed))
 
 
 def one_by_one(layer: Layer, table: BlockTable, x: torch.Tensor) -> torch.Tensor:

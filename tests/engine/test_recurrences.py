@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.engine.recurrences import MAKERS, by_definition, input_size, state_cache, table_in
+from tests.engine.recurrences import MAKERS, by_definition, state_cache, table_in
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.torch_recurrent import TorchStates
 from truedraft.engine.memory.batch import Span
@@ -48,7 +48,7 @@ def one_by_one(rule: Recurrence, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_recurrence_is_what_it_is_by_definition(name: str) -> None:
     rule = MAKERS[name]()
-    x = torch.randn(50, input_size(rule))
+    x = torch.randn(50, rule.input_size)
     torch.testing.assert_close(one_by_one(rule, x).double(), by_definition(rule, x), rtol=1e-4, atol=1e-4)
 
 
@@ -56,7 +56,7 @@ def test_a_recurrence_is_what_it_is_by_definition(name: str) -> None:
 def test_passes_and_rejected_drafts_change_no_bit(name: str) -> None:
     """Two texts are computed side by side in random rounds, prompts first, with tokens that are rejected."""
     rule = MAKERS[name]()
-    texts = [torch.randn(NUM_TOKENS, input_size(rule)) for _ in range(2)]
+    texts = [torch.randn(NUM_TOKENS, rule.input_size) for _ in range(2)]
     expected = [one_by_one(rule, x) for x in texts]
     cache, tables, draws = state_cache(rule, 5), [table_in(3), table_in(1)], random.Random(1)
     first = run(rule, cache, [(table, x[:37], 0) for table, x in zip(tables, texts, strict=True)])
@@ -84,7 +84,7 @@ def test_passes_and_rejected_drafts_change_no_bit(name: str) -> None:
 def test_a_draft_model_runs_ahead_of_what_is_certain(name: str) -> None:
     """Tokens that a draft model has drawn are stored one by one, before any of them is certain."""
     rule = MAKERS[name]()
-    x = torch.randn(NUM_TOKENS, input_size(rule))
+    x = torch.randn(NUM_TOKENS, rule.input_size)
     expected = one_by_one(rule, x)
     cache, table, draws = state_cache(rule, 2), table_in(1), random.Random(2)
     while (certain := table.num_computed_tokens + 1) < NUM_TOKENS - ROLLBACK:
@@ -102,7 +102,7 @@ def test_a_draft_model_runs_ahead_of_what_is_certain(name: str) -> None:
 def test_a_copied_state_serves_every_beginning_that_is_not_folded(name: str) -> None:
     """A copy made at 70 tokens is good for the first 64, or however many since the last fold."""
     rule = MAKERS[name]()
-    x = torch.randn(NUM_TOKENS, input_size(rule))
+    x = torch.randn(NUM_TOKENS, rule.input_size)
     expected = one_by_one(rule, x)
     cache, table = state_cache(rule, 3), table_in(0)
     run(rule, cache, [(table, x[:70], 0)])

@@ -92,13 +92,14 @@ STATIC = {
         "qwen2 with windows above",
         "qwen3",
         "gemma3, tied embeddings",
+        "phi3 that turns a part of each head",
     )
 }
 STATIC["llama, more positions than the table of angles"] = LlamaConfig(
     **(SHAPE | {"max_position_embeddings": 1 << 16}), rope_parameters=ROPE | {"rope_type": "default"}
 )
-# There are no kernels for these on a GPU; ``test_triton_attention`` has the reasons one by one.
-EAGER = ["phi3 that turns a part of each head", "gemma2"]
+# There are no kernels for this on a GPU; ``test_triton_attention`` has the reasons one by one.
+EAGER = ["gemma2"]
 
 
 @pytest.mark.parametrize("config", STATIC.values(), ids=STATIC.keys())

@@ -59,7 +59,7 @@ def test_long_chunks_without_a_mask(
 @needs_triton
 def test_in_the_interpreter() -> None:
     """Runs them in a process of their own, as triton must know before it is imported."""
-    cases = "tests/engine/triton_cases.py", "tests/engine/triton_sampling_cases.py"
+    cases = (f"tests/engine/triton_{name}cases.py" for name in ("", "sampling_", "recurrent_", "expert_"))
     run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases, TRITON_INTERPRET="1")
 
 
@@ -140,7 +140,7 @@ def test_what_it_is_not_made_for_is_not_tried(
     "more",
     [
         {"softcap": 3.0},
-        {"rotary": None},
+        {"sinks": torch.ones(4)},
         {"interleaved": True},
         {"norm_after_rotary": True},
         {"whole_norms": (Norm(torch.ones(64), 1e-6),) * 2},

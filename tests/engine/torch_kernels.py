@@ -4,6 +4,11 @@ place. A tape holds them, as no shape depends on a number."""
 import torch
 import torch.nn.functional as F
 
+from tests.engine.torch_expert_kernels import choose_experts as choose_experts
+from tests.engine.torch_expert_kernels import group_tokens as group_tokens
+from tests.engine.torch_expert_kernels import join_experts as join_experts
+from tests.engine.torch_expert_kernels import multiply_experts as multiply_experts
+from tests.engine.torch_recurrent_kernels import recur as recur
 from truedraft.engine.memory.batch import PagedRows
 
 
@@ -56,10 +61,10 @@ def rotate_and_store(
     values: torch.Tensor,
 ) -> None:
     heads = query_key.shape[1] - keys.shape[1]
-    swapped = query_key.float().unflatten(2, (2, -1)).flip(2).flatten(2)
-    rotated = (query_key.float() * cos[:, None] + swapped * sin[:, None]).to(query_key.dtype)
-    query_key.copy_(rotated)
-    keys.index_copy_(0, slots, rotated[:, heads:])
+    turned = query_key[..., : cos.shape[1]].float()
+    swapped = turned.unflatten(2, (2, cos.shape[1] // 2)).flip(2).flatten(2)
+    query_key[..., : cos.shape[1]].copy_(turned * cos[:, None] + swapped * sin[:, None])
+    keys.index_copy_(0, slots, query_key[:, heads:])
     values.index_copy_(0, slots, value)
 
 

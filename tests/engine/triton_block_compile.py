@@ -1,4 +1,5 @@
-"""Compiles the products with quantised weights for GPUs that are not here, and looks at what they would need.
+"""Compiles products with quantised weights, and experts, for GPUs that are not here, and looks at what they
+would need.
 
 Run by ``test_blocks_on_a_device``, in a process of its own: ``python -m tests.engine.triton_block_compile``.
 """
@@ -11,7 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.engine.triton_compile import NAMES, check
+from truedraft.engine.cuda import expert_kernels, launch_experts
 from truedraft.engine.cuda import quantised_kernels as kernels
+from truedraft.engine.cuda.grouped_experts import ExpertMatrices
 from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, KINDS, SCALE, SCALE_MIN, Kind
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.layers.weight import LARGEST_FP8, LEAST_LARGEST
@@ -68,6 +71,36 @@ def compile_rounding(capability: int) -> None:
     check(made, "rounding", capability)
 
 
+def compile_experts(capability: int, name: str | None, dtype: torch.dtype, rows: int) -> None:
+    """Compiles products with weights at addresses in a table, and what comes before and after them."""
+    part = ExpertMatrices(0, 0, None if name is None else TYPES[name], torch.empty(0))
+    product = launch_experts._constants(part) | {"EXPERTS": 128, "PAIRS_OF_ROW": 8, "ROWS": rows}
+    product["NUM_INPUTS"] = 2048
+    options = {each: product.pop(each) for each in ("num_warps", "num_stages")}
+    router = {"EXPERTS": 512, "PADDED_EXPERTS": 512, "CHOSEN": 10, "IS_SOFTMAX": True, "RENORMALISES": True}
+    join = {"CHOSEN": 8, "SIZE": 2048, "TILE": kernels.JOINED, "HAS_SHARED": True, "HAS_RESIDUAL": True}
+    for kernel, constants in (
+        (expert_kernels.multiply_tile, product),
+        (expert_kernels.choose_for_token, router | {"HAS_BIAS": True, "HAS_PADDING": True}),
+        (expert_kernels.find_tokens_of_expert, {"TILE": launch_experts.LOOKED_AT}),
+        (expert_kernels.join_experts_of_token, join),
+    ):
+        types = dict.fromkeys(("x", "output", "said", "shared", "residual", "numbers"), f"*{NAMES[dtype]}")
+        types |= {"addresses": "*i64", "touched": "*i64", "is_there": "*i1"} | dict.fromkeys(
+            ("multiplier", "added_to_sum"), "fp32"
+        )
+        types |= dict.fromkeys(("pairs", "counts", "chosen"), "*i32")
+        types |= dict.fromkeys(("weights", "bias"), "*fp32") | dict.fromkeys(constants, "constexpr")
+        names = kernel.arg_names
+        source = ASTSource(
+            kernel,
+            {each: types.get(each, "i32") for each in names},
+            {(names.index(each),): value for each, value in constants.items()},
+            {(names.index(each),): [["tt.divisibility", 16]] for each in ("x", "output") if each in names},
+        )
+        check(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), name, rows)
+
+
 if __name__ == "__main__":
     compile_one("Q4_K", 90, torch.bfloat16, 64)
     compile_one("Q6_K", 89, torch.bfloat16, 16)
@@ -79,3 +112,5 @@ if __name__ == "__main__":
     compile_rows("Q6_K", 90, torch.bfloat16, has_ids=True)
     compile_rows("Q5_1", 80, torch.float32, has_ids=False)
     compile_rounding(89)
+    compile_experts(90, None, torch.bfloat16, 64)
+    compile_experts(80, "Q4_K", torch.float16, 16)

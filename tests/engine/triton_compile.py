@@ -10,7 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from truedraft.engine.cuda import kernels, sampling_kernels
+from truedraft.engine.cuda import kernels, launch_recurrent, recurrent_kernels, sampling_kernels
+from truedraft.engine.memory.recurrent_state import CHUNK, NUM_RECORDS
 
 # The least that a program may have on any of them, of which some driver's share is taken off.
 SHARED_MEMORY = 96 << 10
@@ -107,6 +108,48 @@ def compile_sampling(capability: int, vocab_size: int) -> None:
         assert not {"fma.rn.f32", "div.full.f32"} & {*made.asm["ptx"].split()}
 
 
+def compile_recurrence(capability: int, dtype: torch.dtype, size: int, columns: int) -> None:
+    """Compiles what the delta rule needs; the others need less."""
+    heads, keys, values = 4, 2 * size, 4 * columns
+    x = {"X_SIZE": 2 * keys + 2 * values + 2 * heads, "GATED": False, "TOKENS": launch_recurrent.TOKENS}
+    x |= {"FIRST": 0, "NUM_CHANNELS": 2 * keys + values, "NUM_INPUTS": 51, "TILE": launch_recurrent.CHANNELS}
+    state = {"HEADS": heads, "KEY_HEADS": 2, "SIZE": size, "PADDED_SIZE": max(16, size), "COLUMNS": columns}
+    log = {"KEY_STRIDE": 2 * keys + values, "NUM_RECORDS": NUM_RECORDS}
+    tiles = {"TILE": min(launch_recurrent.MAX_COLUMNS, columns), "CHUNK": CHUNK}
+    prepared = {"X_SIZE": x["X_SIZE"], "MIXED_SIZE": 2 * keys + values, "HEADS": heads, "SIZE": size}
+    z = {"X_SIZE": x["X_SIZE"], "Z_FIRST": 2 * keys + values, "VALUE_STRIDE": 2 * keys + values}
+    z |= {"SKIP_SIZE": columns, "SIZE": columns, "PADDED_SIZE": columns}
+    own = f"*{NAMES[dtype]}"
+    for name, constants, output in (
+        ("convolve_tokens", x | {"WIDTH": 4, "HAS_BIAS": True, "SILU": True}, "*fp32"),
+        ("keep_inputs", x, "*fp32"),
+        ("prepare_delta", prepared | {"PADDED_HEADS": 4, "KEY_HEADS": 2, "PADDED_SIZE": size}, "*fp32"),
+        ("prepare_mamba", prepared | {"PADDED_SIZE": size}, "*fp32"),
+        ("recur_head", state | log | tiles | {"VALUE_STRIDE": 9, "TILED": False, "IS_DELTA": True}, "*fp32"),
+        ("recur_head", state | log | tiles | {"VALUE_STRIDE": 9, "TILED": True, "IS_DELTA": False}, "*fp32"),
+        (
+            "keep_records",
+            log | {"NUM_KEYS": keys, "NUM_VALUES": values, "HEADS": heads, "TILE": 1024},
+            "*fp32",
+        ),
+        ("finish_heads", z | {"HAS_SKIP": False, "HAS_NORM": True}, own),
+        ("finish_heads", z | {"HAS_SKIP": True, "HAS_NORM": True}, own),
+    ):
+        kernel = getattr(recurrent_kernels, name)
+        types = dict.fromkeys(kernel.arg_names, "*fp32") | {"x": own, "output": output, "eps": "fp32"}
+        types |= {"decays": "*fp64", "factors": "*fp64"}
+        types |= dict.fromkeys(("query_scale", "smallest", "largest"), "fp32")
+        types |= dict.fromkeys(recurrent_kernels._ROWS, "*i64") | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(
+            kernel,
+            {each: types[each] for each in kernel.arg_names if each in types},
+            {(kernel.arg_names.index(each),): value for each, value in constants.items()},
+            {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if types[n] == "*fp32"},
+        )
+        target = GPUTarget("cuda", capability, 32)
+        check(triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 1}), name, size)
+
+
 def check(made: Any, *what: Any) -> None:
     assert made.asm["cubin"]
     assert made.metadata.shared <= SHARED_MEMORY, (*what, made.metadata.shared)
@@ -124,5 +167,6 @@ if __name__ == "__main__":
     compile_small(90, torch.bfloat16, 128)
     compile_small(80, torch.float16, 96)
     compile_small(89, torch.float32, 8)
+    compile_recurrence(90, torch.bfloat16, size=128, columns=128)
     compile_sampling(90, 128_256)
     compile_sampling(80, 151_936)

@@ -143,6 +143,8 @@ class RoundGraphs:
         first = rows.field(num_rows, Field.NUM_STORED) - 1 + number
         index = torch.arange(num_rows, device=ids.device) * DRAFT_TOKENS + 1
         batch = rows.batch(DRAFT, token_ids, first, num_skipped, counts, index)
+        if self.draft.cache.states:
+            batch.state_rows = rows.states(DRAFT, first, num_skipped, counts, DRAFT_TOKENS, number)
         self.draft_logits[:num_rows].copy_(model.compute(batch, self.draft.cache).logits)
 
     def _draw(self, stage: Stage) -> None:
@@ -163,7 +165,10 @@ class RoundGraphs:
         counts = rows.field(num_rows, Field.NUM_DRAFTS) + 1
         every = torch.arange(shape.num_tokens, device=ids.device)
         token_ids = ids[:, 1 : 1 + shape.queries]
-        batch = rows.batch(TARGET, token_ids, num_stored, torch.zeros_like(counts), counts, every)
+        num_skipped = torch.zeros_like(counts)
+        batch = rows.batch(TARGET, token_ids, num_stored, num_skipped, counts, every)
+        if self.target.cache.states:
+            batch.state_rows = rows.states(TARGET, num_stored, num_skipped, counts, shape.queries)
         self.logits[: shape.num_tokens].copy_(model.compute(batch, self.target.cache).logits)
 
     def set_spans(self, shape: Shape, spans: Sequence[Span], rows: Iterable[int]) -> list[int]:
@@ -175,6 +180,7 @@ class RoundGraphs:
             length = len(span.token_ids)
             self.rows.set_row(row, span.table.num_computed_tokens, [0, *span.token_ids], length - 1)
             self.rows.set_table(TARGET, row, span.table)
+            self.rows.set_states(TARGET, row, span.table, span.certain)
             end = row * shape.queries + length
             index += range(end - span.num_logits, end)
         return index
@@ -246,6 +252,7 @@ class DraftPass:
             last = span.table.num_computed_tokens + len(span.token_ids) - 1
             rows.set_row(row, last, [0] * num_skipped + span.token_ids, 1, 1, num_skipped)
             rows.set_table(DRAFT, row, span.table)
+            rows.set_states(DRAFT, row, span.table, span.certain)
         rows.send(shape.rows)
         if ids_on_device is not None:
             last_ids = rows.ids(len(spans))[:, 1]
@@ -332,26 +339,36 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
     model = graphs.draft if shape.queries is None else graphs.target
     assert model is not None
     queries = shape.queries or DRAFT_TOKENS
-    block_size = model.cache.block_size
+    block_size, layers = model.cache.block_size, model.cache.states.values()
     context = min(CHECK_CONTEXT, (model.model.max_position or CHECK_CONTEXT + queries) - queries)
     blocks_each = -(-(context + queries) // block_size)
     num_rows = min(max(1, shape.rows - number % 2), num_blocks // blocks_each)
+    num_rows = min([num_rows, *(len(layer.inputs) for layer in layers)])
     if context < 1 or num_rows == 0:
         return True  # no text fits
-    spans = []
-    for row in range(num_rows):
-        table = BlockTable()
-        # Not in order, so that a slot must come from the table.
-        first = num_blocks - 1 - row * blocks_each
-        table.block_ids = [first - i for i in range(blocks_each)]
-        length = context - row % context
-        ids = [
-            (7 * i * i + 3 * i + 11 * row + 13 * number + 1) % model.vocab_size
-            for i in range(length + queries)
-        ]
-        model.forward([Span(table, ids[:length], 1)])
-        new = ids[length : length + queries - row % queries]
-        spans.append(Span(table, new, 1 if shape.queries is None else len(new)))
+
+    def stored() -> list[Span]:
+        """Stores the beginnings of texts, and returns what comes after them."""
+        spans = []
+        for row in range(num_rows):
+            table = BlockTable()
+            # Not in order, so that a slot must come from the table.
+            first = num_blocks - 1 - row * blocks_each
+            table.block_ids = [first - i for i in range(blocks_each)]
+            table.state_slot = num_rows - 1 - row if layers else None
+            length = context - row % context
+            ids = [
+                (7 * i * i + 3 * i + 11 * row + 13 * number + 1) % model.vocab_size
+                for i in range(length + queries)
+            ]
+            model.forward([Span(table, ids[:length], 1)])
+            new = ids[length : length + queries - row % queries]
+            spans.append(Span(table, new, 1 if shape.queries is None else len(new)))
+        return spans
+
+    spans = stored()
     # First, as the usual pass stores what this one should have stored.
     replayed = (DraftPass if shape.queries is None else ScorePass)(graphs).run(shape, spans)
-    return same_logits(replayed, model.forward(spans).logits, TOLERANCES[model.model.dtype])
+    # States have been folded by that.
+    usual = model.forward(stored() if layers else spans).logits
+    return same_logits(replayed, usual, TOLERANCES[model.model.dtype])

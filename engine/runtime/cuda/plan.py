@@ -15,6 +15,7 @@ from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.working_memory import bytes_of_parts
 from truedraft.engine.runtime.cuda.capture import Capture, make_capture
 from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
 from truedraft.engine.runtime.cuda.rows import DeviceRows
@@ -131,7 +132,7 @@ def _own_bytes(model: Model, item: Captured, judged_bytes: int) -> int:
     if isinstance(model, FusedDecoder) and model.is_quantised:
         logits += 4 * item.num_tokens * model.vocab_size  # products before they are joined
     activations = 4 * item.num_tokens * model.config.intermediate_size * model.dtype.itemsize
-    return int(logits + activations)
+    return int(logits + activations + item.num_tokens * bytes_of_parts(model))
 
 
 def _memory(model: Model, planned: list[Captured], max_drawn: int, judged_bytes: int) -> int:

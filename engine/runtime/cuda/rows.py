@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
-from truedraft.engine.memory.batch import ForwardBatch, PagedRows
+from truedraft.engine.cuda.fields import DRAFTS, NUM_STATE_FIELDS, Field, RuleCode
+from truedraft.engine.memory.batch import ForwardBatch, PagedRows, StateRows, folded_after
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
@@ -84,7 +84,8 @@ class DeviceRows:
         """A message in which there are no rows."""
         self.sent.wait()
         self.changes.wait()
-        self._host[:, Field.NUM_STORED : Field.SEED] = (0, -1, 0, 0)
+        self._host[:, : Field.SEED] = 0
+        self._host[:, Field.NUM_DRAFTS] = -1
         self._places.clear()
         self._entries.clear()
 
@@ -99,13 +100,21 @@ class DeviceRows:
     ) -> None:
         """``token_ids``: the one before the pending one, the pending one, and drafts that are known."""
         host = self._host[row]
-        host[: Field.SEED] = num_stored, num_drafts, num_drawn, num_skipped
+        host[: Field.STATE_SLOT] = num_stored, num_drafts, num_drawn, num_skipped
         host[Field.IDS : Field.IDS + len(token_ids)] = token_ids
 
     def set_sampling(self, row: int, params: SamplingParams, seed: int, rule: RuleCode) -> None:
         self._host[row, Field.SEED : Field.TEMPERATURE] = seed, rule, params.top_k
         temperature = max(params.temperature or 1.0, SMALLEST)
         self._host_floats[row, Field.TEMPERATURE : Field.IDS] = temperature, params.top_p, params.min_p
+
+    def set_states(self, cache: int, row: int, table: BlockTable, num_certain_tokens: int) -> None:
+        """Says where the row's states are, if there are some, and how far they are folded: before the pass,
+        and after it, when so many tokens are certain."""
+        if table.state_slot is not None:
+            first = Field.STATE_SLOT + NUM_STATE_FIELDS * cache
+            folded = table.num_folded_tokens, folded_after(table, num_certain_tokens)
+            self._host[row, first : first + NUM_STATE_FIELDS] = table.state_slot, *folded
 
     def set_table(self, cache: int, row: int, table: BlockTable) -> None:
         """Sends what the row's table on the device lacks. Of a table that has only grown nothing else is
@@ -172,8 +181,37 @@ class DeviceRows:
         slots = blocks * self.block_size + positions % self.block_size
         slots = torch.where(is_stored, slots, self.scratch_slot)
         batch = ForwardBatch(
-            [], self.block_size, token_ids.reshape(1, -1), positions.view(1, -1), slots.view(-1), logits_index
+            [],
+            self.block_size,
+            token_ids.reshape(1, -1),
+            positions.view(1, -1),
+            slots.view(-1),
+            logits_index,
+            is_there=is_there.reshape(-1),
         )
         first_tokens = torch.arange(num_rows, device=token_ids.device) * num_tokens
         batch.short_rows = PagedRows(tables, first_tokens, counts, num_tokens)
         return batch
+
+    def states(
+        self,
+        cache: int,
+        first_positions: torch.Tensor,
+        num_skipped: torch.Tensor,
+        counts: torch.Tensor,
+        num_tokens: int,
+        number: torch.Tensor | None = None,
+    ) -> StateRows:
+        """Returns what recurrences are told of a batch of ``num_tokens`` for each row. States are folded in
+        the first pass of a round, whose ``number`` is 0."""
+        first = Field.STATE_SLOT + NUM_STATE_FIELDS * cache
+        slots, before, after = self.numbers[: len(counts), first : first + NUM_STATE_FIELDS].unbind(1)
+        return StateRows(
+            num_tokens,
+            torch.arange(len(counts), device=counts.device) * num_tokens + num_skipped,
+            (counts - num_skipped).clamp(min=0),
+            first_positions + num_skipped,
+            slots.contiguous(),
+            (before if number is None else torch.where(number > 0, after, before)).contiguous(),
+            after.contiguous(),
+        )

@@ -20,7 +20,7 @@ from truedraft.engine.core.needs import Need
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.cuda.fields import RuleCode
-from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.batch import Span, folded_after
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
@@ -53,13 +53,13 @@ class _Held:
     draft: Stage | None
     guests: list[Span]
 
-    def stored(self, parts: list[ScheduledSequence]) -> list[tuple[BlockTable, int]]:
-        """Returns how many tokens the pass stores for each."""
+    def stored(self, parts: list[ScheduledSequence]) -> list[tuple[BlockTable, int, int]]:
+        """Returns how many tokens the pass stores for each, and how many are certain after it."""
         rows = [
-            (part.sequence.target_blocks, 1 + length)
+            (part.sequence.target_blocks, 1 + length, len(part.sequence))
             for part, length in zip(parts, self.lengths, strict=True)
         ]
-        return rows + [(span.table, len(span.token_ids)) for span in self.guests]
+        return rows + [(span.table, len(span.token_ids), span.certain) for span in self.guests]
 
 
 class CudaRunner:
@@ -153,8 +153,9 @@ class CudaRunner:
             self.when_launched()
         if others is None or held.guests:
             graphs.replay(score)
-            for table, length in held.stored(parts):
+            for table, length, num_certain in held.stored(parts):
                 table.num_computed_tokens += length
+                table.num_folded_tokens = folded_after(table, num_certain)
             if others is not None:
                 of_others = graphs.logits.index_select(0, on_device(index, graphs.logits.device))
         else:
@@ -221,9 +222,12 @@ class CudaRunner:
         has_before = table.num_computed_tokens >= last
         rows.set_row(row, last, known, length, num_drawn, int(has_before))
         rows.set_table(TARGET, row, sequence.target_blocks)
+        rows.set_states(TARGET, row, sequence.target_blocks, len(sequence))
         if num_drawn:
             rows.set_table(DRAFT, row, table)
+            rows.set_states(DRAFT, row, table, len(sequence))
             table.num_computed_tokens = last + num_drawn
+            table.num_folded_tokens = folded_after(table, len(sequence))
 
     def _draft_table(self, sequence: Sequence) -> BlockTable:
         return NO_TABLE if self.drafting is None else self.drafting.cache.table(sequence)

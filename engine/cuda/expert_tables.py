@@ -1,0 +1,148 @@
+"""Makes tables of experts' weights at load, where experts are alike: no weight is copied.
+
+What the kernels compute with them is compared with what the experts are by definition. Experts without tables
+are run one by one by the host.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from truedraft.engine.cuda.grouped_experts import (
+    ExpertKernels,
+    ExpertMatrices,
+    GroupedExperts,
+    GroupedLinear,
+    run_grouped,
+)
+from truedraft.engine.cuda.quantised import PackedBlocks, PackedLinear
+from truedraft.engine.layers.decoder import DecoderWeights
+from truedraft.engine.layers.linear import Linear, TorchLinear
+from truedraft.engine.layers.mlp import Experts, TouchedExperts
+from truedraft.engine.layers.torch_run import TorchPointwise
+from truedraft.engine.memory.pointers import device_address
+
+# Tokens of the comparison at load: few, and more than a tile.
+CHECKED_TOKENS = (1, 37)
+# Addresses are multiples of this, so that many numbers are loaded at once.
+ALIGNMENT = 16
+
+logger = logging.getLogger(__name__)
+
+
+def grouped(
+    weights: DecoderWeights,
+    kernels: ExpertKernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    tolerance: float,
+) -> DecoderWeights:
+    """Returns the decoder with grouped experts, if all of them can be, and the kernels are right."""
+    plain = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, Experts)]
+    groups = [group for experts in plain if (group := _group(experts, dtype)) is not None]
+    if not plain or len(groups) < len(plain):
+        return weights
+    try:
+        for group in {_shape(group): group for group in groups}.values():
+            if not _is_right(kernels, group, dtype, device, tolerance):
+                logger.warning("The kernels for experts differ from torch's and are not used")
+                return weights
+    except (
+        Exception
+    ) as error:  # compilers and drivers fail in many ways; torch's operations need none of this
+        logger.warning("The kernels for experts cannot be used: %s", error, exc_info=True)
+        return weights
+    rest = iter(groups)
+    layers = [
+        replace(layer, mlp=next(rest)) if isinstance(layer.mlp, Experts) else layer
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=layers)
+
+
+def _group(experts: Experts, dtype: torch.dtype) -> GroupedExperts | None:
+    """Returns None for experts that the kernels do not serve: with biases, say."""
+    gate_up = _grouped_linear([mlp.gate_up for mlp in experts.experts], dtype)
+    down = _grouped_linear([mlp.down for mlp in experts.experts], dtype)
+    if gate_up is None or down is None or len({mlp.activation for mlp in experts.experts}) > 1:
+        return None
+    own = {each.name: getattr(experts, each.name) for each in fields(Experts)}
+    return GroupedExperts(**own, gate_up=gate_up, down=down)
+
+
+def _grouped_linear(linears: Sequence[Linear], dtype: torch.dtype) -> GroupedLinear | None:
+    columns: list[list[_Matrix]] = []
+    for linear in linears:
+        if isinstance(linear, TorchLinear) and linear.bias is None and linear.weight.dtype == dtype:
+            rows, in_features = linear.weight.shape
+            columns.append([_Matrix(rows, in_features, None, (linear.weight,))])
+        elif isinstance(linear, PackedLinear) and linear.bias is None:
+            columns.append([_Matrix.of(part) for part in linear.parts])
+        else:
+            return None
+    multipliers = {linear.multiplier for linear in linears if isinstance(linear, TorchLinear | PackedLinear)}
+    parts = [_part(matrices) for matrices in zip(*columns, strict=False)]
+    wanted = [part for part in parts if part is not None]
+    if len({len(column) for column in columns}) > 1 or len(multipliers) > 1 or len(wanted) < len(parts):
+        return None
+    out_features = sum(part.rows for part in wanted)
+    return GroupedLinear(tuple(wanted), tuple(linears), out_features, multipliers.pop())
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    rows: int
+    in_features: int
+    type: int | None
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, packed: PackedBlocks) -> "_Matrix":
+        tensors = packed.low, packed.high, packed.scales, packed.supers
+        return cls(packed.rows, packed.in_features, packed.type, tensors)
+
+
+def _part(matrices: Sequence[_Matrix]) -> ExpertMatrices | None:
+    """Returns None for matrices that are not alike, or lie where the kernels cannot read them."""
+    first = matrices[0]
+    kinds = {(matrix.rows, matrix.in_features, matrix.type) for matrix in matrices}
+    if len(kinds) > 1 or not all(each.is_contiguous() for matrix in matrices for each in matrix.tensors):
+        return None
+    addresses = [[*map(device_address, each)] for each in zip(*(m.tensors for m in matrices), strict=True)]
+    if any(address % ALIGNMENT for each in addresses for address in each):
+        return None
+    table = torch.tensor(addresses, dtype=torch.int64).to(first.tensors[0].device)
+    return ExpertMatrices(first.rows, first.in_features, first.type, table)
+
+
+def _shape(experts: GroupedExperts) -> tuple[Any, ...]:
+    """Returns what programs are compiled for."""
+    router, linears = experts.router, (experts.gate_up, experts.down)
+    parts = [(part.rows, part.in_features, part.type) for linear in linears for part in linear.parts]
+    kind = router.scoring, router.renormalises, router.choice_bias is None
+    return experts.activation, router.num_experts, router.num_chosen, *kind, *parts
+
+
+@torch.inference_mode()
+def _is_right(
+    kernels: ExpertKernels,
+    experts: GroupedExperts,
+    dtype: torch.dtype,
+    device: torch.device,
+    tolerance: float,
+) -> bool:
+    """Tells whether the kernels compute these experts as they are by definition."""
+    run, size = TorchPointwise(), experts.gate_up.parts[0].in_features
+    counted = replace(experts, touched=TouchedExperts(device))
+    generator = torch.Generator().manual_seed(size)
+    for num_tokens in CHECKED_TOKENS:
+        x, residual = (torch.randn(num_tokens, size, generator=generator).to(device, dtype) for _ in range(2))
+        is_there = torch.ones(num_tokens, dtype=torch.bool, device=device)
+        ours = run_grouped(kernels, counted, run, x, residual.clone(), is_there)
+        theirs = experts.by_definition(x, run, residual)
+        if not ((ours - theirs).abs().max() <= tolerance * theirs.abs().max()).item():
+            return False
+    return True

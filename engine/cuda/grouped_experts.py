@@ -1,0 +1,104 @@
+"""Experts whose tokens are multiplied together, by addresses of their weights in a table on the device.
+
+``expert_tables`` makes it. Which tokens an expert has is known on the device alone.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.mlp import Activation, Experts, Router
+from truedraft.engine.layers.torch_run import TorchPointwise
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """Is a matrix [rows, in features] of each expert, in blocks of this ``type``, or dense (None).
+    ``addresses`` int64 [tensors, experts] are those of its tensors."""
+
+    rows: int
+    in_features: int
+    type: int | None
+    addresses: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear:
+    """Is a linear layer of each expert, whose ``parts`` give outputs one after the other. ``linears`` keep
+    the weights."""
+
+    parts: tuple[ExpertMatrices, ...]
+    linears: tuple[Linear, ...]
+    out_features: int
+    multiplier: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts(Experts):
+    """Are experts that the kernels serve."""
+
+    gate_up: GroupedLinear = field(kw_only=True)
+    down: GroupedLinear = field(kw_only=True)
+
+    @property
+    def activation(self) -> Activation:
+        return self.experts[0].activation
+
+    def working_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of what a pass computes of a token: gates and what they gate, what was gated,
+        what experts say, and the places where each of them may have it."""
+        numbers = self.gate_up.out_features * 3 // 2 + self.down.out_features
+        places = self.router.num_experts + 2 * self.router.num_chosen
+        return self.router.num_chosen * numbers * dtype.itemsize + places * torch.int32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGroups:
+    """Says which tokens each expert has: the first ``counts`` int32 [experts] of ``pairs`` int32 [experts,
+    tokens], which are places in ``chosen`` [tokens, experts that a token has]."""
+
+    pairs: torch.Tensor
+    counts: torch.Tensor
+    chosen: torch.Tensor
+
+
+class ExpertKernels(Protocol):
+    """The module ``launch_experts``, or what stands in for it in tests."""
+
+    def choose_experts(
+        self, router: Router, numbers: torch.Tensor, is_there: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def group_tokens(self, chosen: torch.Tensor, num_experts: int, touched: torch.Tensor) -> TokenGroups: ...
+
+    def multiply_experts(
+        self, x: torch.Tensor, linear: GroupedLinear, groups: TokenGroups, pairs_of_row: int
+    ) -> torch.Tensor: ...
+
+    def join_experts(
+        self,
+        said: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+def run_grouped(
+    kernels: ExpertKernels,
+    experts: GroupedExperts,
+    run: TorchPointwise,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    is_there: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes ``experts``. Tokens that are not there have none, and get what is nobody's."""
+    router = experts.router
+    chosen, weights = kernels.choose_experts(router, run.linear(router.linear, x), is_there)
+    groups = kernels.group_tokens(chosen, router.num_experts, experts.touched.counts)
+    gate_up = kernels.multiply_experts(x, experts.gate_up, groups, router.num_chosen)
+    said = kernels.multiply_experts(run.gate(experts.activation, gate_up), experts.down, groups, 1)
+    return kernels.join_experts(said, chosen, weights, experts.shared_output(x, run), residual)
