@@ -471,7 +471,7 @@ def test_pieces_of_prompts_and_their_logprobs_share_a_pass(
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     assert set(watched.passes) == {1}
-    assert sum(watched.uncaptured) > 2
+    assert sum(watched.uncaptured) >= 2
 
 
 def test_the_host_reads_once_a_round(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
