@@ -338,7 +338,7 @@ class SpeculationPlanner:
             self._terms.clear()
             self._terms_of = self.policy.num_replans
         plan, num_rows = option.choice.plan, len(option.drafts)
-        key = row.group, num_rows, source, length, plan.source, plan.length
+        key = row.group, num_rows, source, length, plan.source, plan.length, plan.below
         if key not in self._terms:
             if length or not plan.length:
                 num_drafting = sum([source in row.proposers for row in option.rows]) if length else 0
