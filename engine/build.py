@@ -146,6 +146,11 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
         source, draft_options = draft_source(config)
         head = _load_head(config, target, draft_options)
         if head is None and config.draft != AUTO:
+            if isinstance(config.draft_vocab_size, int) or config.draft_vocab_file is not None:
+                raise ModelLoadError(
+                    f"draft_vocab_size and draft_vocab_file are of heads, and {config.draft} is none: leave "
+                    "them out"
+                )
             draft = load_model(source, draft_options)
             _check_kinds(target, draft)
             pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)

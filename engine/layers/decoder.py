@@ -183,7 +183,7 @@ class MakeOutput(Protocol):
 
     def __call__(self, rows: npt.NDArray[np.int64] | None, in_four_bits: bool) -> Linear | None:
         """Returns one of some ``rows``, in any order, or of all (None). Returns None where there are no
-        kernels for weights in four bits, or where they have no more bits anyway."""
+        kernels for weights in four bits (on a GPU), or where they have no more bits anyway."""
         ...
 
 

@@ -210,7 +210,8 @@ class Reader:
 
         def make(rows: npt.NDArray[np.int64] | None, in_four_bits: bool) -> Linear | None:
             weight = read_weight(checkpoint, name, shape, linears, facts)
-            if in_four_bits and (not linears.takes_blocks or not can_be_in_four_bits(weight)):
+            has_kernels = linears.takes_blocks and facts.device.type == "cpu"
+            if in_four_bits and not (has_kernels and can_be_in_four_bits(weight)):
                 return None
             taken = weight if rows is None else weight.take(rows)
             return linears.make([quantised_to_four_bits(taken) if in_four_bits else taken], None, multiplier)

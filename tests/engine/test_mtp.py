@@ -147,15 +147,20 @@ def test_heads_in_gguf_files(trained: Trained, tmp_path: Path) -> None:
     for target, draft in ((whole, "mtp"), (TRAINED, alone)):
         compare_with_definition(head, mtp_engine(target, draft), trained.prompts[:1], GREEDY)
     without = tmp_path / "without.gguf"
-    save_hybrid_gguf(without, TRAINED, "F16")
+    save_hybrid_gguf(without, save_random(tmp_path / "small", *HYBRIDS["Qwen3.5 with experts"]))
     with pytest.raises(ModelLoadError, match="has 0 layers that predict further tokens"):
         mtp_engine(str(without))
     with pytest.raises(ModelLoadError, match="which is not the target's glm4_moe"):
         mtp_engine(save_other(tmp_path / "target", OTHERS["GLM-4.5"])[0], alone)
 
 
-def test_experts_of_a_head_in_a_gguf_file(tmp_path: Path) -> None:
-    folder = save_random(tmp_path / "target", *HYBRIDS["Qwen3.5 with experts"])
+# GGUF files of Qwen3-Next have experts in all of their layers.
+NEXT = {name: value for name, value in HYBRIDS["Qwen3-Next"][1].items() if name != "mlp_only_layers"}
+
+
+@pytest.mark.parametrize("family", [HYBRIDS["Qwen3.5 with experts"], ("qwen3_next", NEXT)])
+def test_experts_of_a_head_in_a_gguf_file(tmp_path: Path, family: tuple[str, dict[str, Any]]) -> None:
+    folder = save_random(tmp_path / "target", *family)
     head, path = random_head(folder), tmp_path / "model.gguf"
     save_hybrid_gguf(path, folder, head=head.named_tensors(DEEPSEEK, stacks=True))
     compare_with_definition(

@@ -79,7 +79,8 @@ class Head:
         weights = replace(self.model.weights, head=output)
         model = FusedDecoder(self.model.facts, weights, self.model.begin)
         model.keep_cache_in(self.model.cache_dtype)
-        return replace(self, model=model, token_ids=token_ids)
+        on_device = None if token_ids is None else token_ids.to(model.device)
+        return replace(self, model=model, token_ids=on_device)
 
 
 def check_target(path: str, target: Model) -> FusedDecoder:
