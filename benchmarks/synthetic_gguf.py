@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import gguf
 import numpy as np
@@ -157,6 +158,28 @@ def mlp(file: File, name: str) -> None:
     file.matrix(f"{name}.ffn_down{end}.weight", shape.hidden, shape.mlp, SMALL, number)
 
 
+def mtp_head(file: File, layer: int, acceptance: float) -> None:
+    """Adds a layer that predicts a further token, as one more of the file's layers with attention.
+
+    It makes its state of the embedding and of as much noise as leaves the right token the most likely of all
+    for a share ``acceptance`` of the tokens.
+    """
+    hidden, name = file.shape.hidden, f"blk.{layer}"
+    quantile = NormalDist().inv_cdf
+    noise = hidden**0.5 / (quantile(1 - 1 / file.shape.vocab_size) + quantile(acceptance))
+    of_embeddings = np.eye(hidden) + noise * file.draws.normal(0.0, hidden**-0.5, (hidden, hidden))
+    projection = np.concatenate([of_embeddings, np.zeros((hidden, hidden))], axis=1).astype(np.float32)
+    stored = GGMLQuantizationType.Q8_0
+    data = gguf.quantize(projection, stored)
+    file.writer.add_tensor(f"{name}.nextn.eh_proj.weight", data, raw_dtype=stored)
+    for norm in ("enorm", "hnorm", "shared_head_norm"):
+        file.numbers(f"{name}.nextn.{norm}.weight", hidden, deviation=0.0)
+    file.numbers(f"{name}.attn_norm.weight", hidden)
+    file.numbers(f"{name}.post_attention_norm.weight", hidden)
+    attention(file, name, gated=True)
+    mlp(file, name)
+
+
 def mixer_of(shape: Shape, layer: int) -> Callable[[File, str], None]:
     if shape.attention:
         return attention if layer in shape.attention else short_conv
@@ -166,9 +189,11 @@ def mixer_of(shape: Shape, layer: int) -> Callable[[File, str], None]:
     return attention
 
 
-def add_metadata(file: File) -> None:
+def add_metadata(file: File, num_further: int) -> None:
     shape, writer = file.shape, file.writer
-    writer.add_block_count(shape.layers)
+    writer.add_block_count(shape.layers + num_further)
+    if num_further:
+        writer.add_uint32(f"{shape.architecture}.nextn_predict_layers", num_further)
     writer.add_context_length(CONTEXT)
     if shape.architecture == "gemma3":
         writer.add_sliding_window(512)
@@ -222,10 +247,18 @@ def add_tokenizer(file: File) -> None:
     file.writer.add_add_bos_token(False)
 
 
-def write(path: Path, shape: Shape, kind: str, following: torch.Tensor, seed: int = 0) -> Path:
-    """Writes a model that says ``following[token]`` after each token."""
+def write(
+    path: Path,
+    shape: Shape,
+    kind: str,
+    following: torch.Tensor,
+    seed: int = 0,
+    mtp_acceptance: float | None = None,
+) -> Path:
+    """Writes a model that says ``following[token]`` after each token, with an MTP head if that has an
+    acceptance."""
     file = File(path, shape, kind, seed)
-    add_metadata(file)
+    add_metadata(file, 0 if mtp_acceptance is None else 1)
     add_tokenizer(file)
     file.embeddings(following)
     # Qwen3.5 has the norm before its MLP under the name of one after attention.
@@ -239,6 +272,8 @@ def write(path: Path, shape: Shape, kind: str, following: torch.Tensor, seed: in
         file.numbers(f"{name}.{second}.weight", shape.hidden)
         mixer_of(shape, layer)(file, name)
         mlp(file, name)
+    if mtp_acceptance is not None:
+        mtp_head(file, shape.layers, mtp_acceptance)
     file.close()
     return path
 
@@ -266,8 +301,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--type", choices=SCALES, default="Q4_0", help="of all matrices")
     parser.add_argument("--acceptance", type=float, default=0.88, help="of each drafted token")
+    parser.add_argument("--mtp", action="store_true", help="an MTP head in the file instead of a draft model")
     parser.add_argument("--out", type=Path, required=True, help="folder")
     arguments = parser.parse_args()
+    if arguments.mtp:
+        shape, path = SHAPES[arguments.shape], arguments.out / f"{arguments.shape}-mtp.{arguments.type}.gguf"
+        following = successors(cycle(shape.vocab_size, 0))
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        print(write(path, shape, arguments.type, following, mtp_acceptance=arguments.acceptance))
+        return
     for path in write_pair(arguments.out, arguments.shape, arguments.type, arguments.acceptance):
         print(path)
 
