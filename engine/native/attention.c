@@ -107,8 +107,10 @@ static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t to
         float *x = qkv + head * size;
         const float *weight = layer->norm_weight ? layer->norm_weight + head * size : NULL;
         if (weight && !layer->norm_after_rotary) norm_row(x, x, weight, NULL, size, layer->norm_eps);
-        if (layer->rotary >= 0 && layer->interleaved) rotate_neighbours(x, cos, sin, pairs);
-        else if (layer->rotary >= 0) rotate(x, cos, sin, pairs, distance);
+        if (layer->rotary >= 0) {
+            if (layer->interleaved) rotate_neighbours(x, cos, sin, pairs);
+            else rotate(x, cos, sin, pairs, distance);
+        }
         if (weight && layer->norm_after_rotary) norm_row(x, x, weight, NULL, size, layer->norm_eps);
     }
     const int64_t width = num_stored * size;
