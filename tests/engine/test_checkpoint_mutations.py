@@ -4,6 +4,7 @@ Each tensor is removed, reshaped or joined by another; each field of config.json
 """
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -284,8 +285,8 @@ def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Chang
 
 
 def is_changed(name: str) -> bool:
-    """Tells whether a tensor is: of layers that are alike those of one."""
-    return "layers.1" not in name and "layers.3" not in name
+    """Tells whether a tensor is: of several layers those of one, and what is another's own."""
+    return not re.search(r"layers\.[1-9]", name) or "layers.2.self_attn" in name
 
 
 def removed_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
@@ -353,10 +354,10 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],
     "gemma2": [(22, 17), (2, 14), (0, 14), (4, 8)],
     "gemma3_text": [(20, 17), (2, 16), (0, 16), (4, 7)],
-    "gemma4_text": [(7, 14), (2, 37), (0, 37), (4, 6)],
+    "gemma4_text": [(7, 14), (2, 26), (0, 26), (4, 6)],
     "glm": [(13, 14), (2, 14), (0, 14), (4, 8)],
     "glm4": [(13, 14), (2, 16), (0, 16), (4, 8)],
-    "glm4_moe": [(8, 11), (2, 14), (0, 14), (4, 7)],
+    "glm4_moe": [(8, 11), (2, 14), (0, 14), (5, 6)],
     "gpt_oss": [(8, 6), (2, 20), (0, 20), (4, 6)],
     "granite": [(18, 16), (2, 12), (0, 12), (4, 8)],
     "granitemoehybrid": [(14, 18), (1, 16), (0, 15), (4, 8)],
