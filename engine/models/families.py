@@ -263,7 +263,7 @@ def has_family(module: Any) -> bool:
 
 
 def has_experts(config: Any) -> bool:
-    # Of Gemma 4 some models have them.
+    # Some models of Gemma 4 have them, others do not.
     return config.model_type in EXPERT_FAMILIES and bool(getattr(config, "enable_moe_block", True))
 
 
