@@ -104,6 +104,36 @@ GPT_OSS: dict[str, Any] = {
     "layer_types": INTERLEAVED,
 }
 
+# Layers of both types have heads of their own size; the last ones may read what others store.
+GEMMA4: dict[str, Any] = {
+    **UNTIED,
+    **SLIDING,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": INTERLEAVED,
+}
+GEMMA4_E: dict[str, Any] = {
+    **GEMMA4,
+    "num_hidden_layers": 4,
+    "layer_types": INTERLEAVED * 2,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 5.0,
+}
+GEMMA4_MOE: dict[str, Any] = {
+    **GEMMA4,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    "use_bidirectional_attention": "vision",
+}
+
 # Family -> (transformers' model type, what its config says beyond the common shape). Kernels in C take
 # heads of 16 numbers and more.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,6 +150,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2 in C": ("gemma2", {**GEMMA2, "head_dim": 16}),
     "Gemma 3": ("gemma3_text", GEMMA3),
     "Gemma 3 in C": ("gemma3_text", {**GEMMA3, "head_dim": 16}),
+    "Gemma 4 E in C": ("gemma4_text", GEMMA4_E),
+    "Gemma 4 with experts in C": ("gemma4_text", GEMMA4_MOE),
     "Phi-3": ("phi3", SLIDING),
     "Phi-3 in C, part of each head rotated": (
         "phi3",
@@ -251,7 +283,7 @@ def save_random(folder: Path, model_type: str, values: dict[str, Any], seed: int
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * STD)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * STD)
     model.save_pretrained(folder)
     return str(folder)

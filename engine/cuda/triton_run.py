@@ -142,10 +142,14 @@ class TritonRun(TorchPointwise):
         return self.kernels.recur(recurrence, x, self.batch.state_rows, self.cache.states[recurrence.layer])
 
     def experts(
-        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor | None = None
+        self,
+        experts: Experts,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        routed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if not isinstance(experts, GroupedExperts):
-            return super().experts(experts, x, residual)
+        if routed is not None or not isinstance(experts, GroupedExperts):
+            return super().experts(experts, x, residual, routed)
         return run_grouped(self.kernels, experts, self, x, residual, self.batch.is_there)
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:

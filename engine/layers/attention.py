@@ -74,11 +74,16 @@ class PagedAttention:
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        slots, groups = self._on.get(query.device) or self._copied_to(query.device)
+        slots, _ = self._for(query.device)
         self.cache.write(call.layer, slots, key, value)
+        return self.attend_to_stored(call, query)
+
+    def attend_to_stored(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
+        """Attends to what the cache has of the new tokens, too."""
+        _, groups = self._for(query.device)
         if len(groups) == 1:
             return attend_group(groups[0], self.cache, call, query)
-        output = query.new_empty(*query.shape[:2], value.shape[-1])
+        output = query.new_empty(*query.shape[:2], self.cache.values[call.layer].shape[-1])
         for group in groups:
             rows = group.query_index
             assert rows is not None  # only a lone group can be the whole batch
@@ -87,9 +92,9 @@ class PagedAttention:
             output[rows] = attend_group(group, self.cache, call, query)
         return output
 
-    def _copied_to(self, device: torch.device) -> tuple[torch.Tensor, list[AttentionGroup]]:
-        groups = [group.to(device) for group in self.batch.groups]
-        self._on[device] = self.batch.slots.to(device), groups
+    def _for(self, device: torch.device) -> tuple[torch.Tensor, list[AttentionGroup]]:
+        if device not in self._on:
+            self._on[device] = self.batch.slots.to(device), [group.to(device) for group in self.batch.groups]
         return self._on[device]
 
 

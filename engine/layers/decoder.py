@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from truedraft.engine.layers.linear import Embeddings, Linear
-from truedraft.engine.layers.mlp import Experts, GatedMlp, scaled
+from truedraft.engine.layers.mlp import Activation, DenseAndExperts, Experts, GatedMlp, scaled
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
@@ -77,7 +77,7 @@ class Parallel:
 
 
 Mixer: TypeAlias = Attention | Recurrent | Parallel
-Mlp: TypeAlias = GatedMlp | Experts
+Mlp: TypeAlias = GatedMlp | Experts | DenseAndExperts
 
 
 class Part(Protocol):
@@ -90,11 +90,30 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenBranch:
+    """Is a layer's last branch, whose input has a number to be multiplied by for each that ``gate`` computes
+    of a token (``LayerInputs``); ``norm`` is of what it adds to the hidden states."""
+
+    activation: Activation
+    gate: Linear
+    output: Linear
+    norm: Norm
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate, self.output
+
+    def __call__(self, hidden: torch.Tensor, run: LayerRun, given: torch.Tensor) -> torch.Tensor:
+        gates = torch.cat((run.linear(self.gate, hidden), given), dim=1)
+        return run.norm(self.norm, run.linear(self.output, run.gate(self.activation, gates)), hidden)
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Norms may stand before each branch, and after it, of what is added to the hidden states.
 
     ``is_parallel``: both branches get what the mixer's norm makes of the layer's input. ``mixer`` or ``mlp``
-    is None where the other one is all there is.
+    is None where the other one is all there is. In the end hidden states are multiplied by ``scale``.
     """
 
     mixer: Mixer | None
@@ -104,6 +123,13 @@ class DecoderLayer:
     mixer_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
     is_parallel: bool = False
+    token_branch: TokenBranch | None = None
+    scale: float = 1.0
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        for part in (self.mixer, self.mlp, self.token_branch):
+            yield from () if part is None else part.linears
 
     def __post_init__(self) -> None:
         others = self.mlp_norm, self.mixer_post_norm, self.mlp_post_norm
@@ -124,10 +150,21 @@ class DecoderLayer:
         return () if self.mixer is None else (self.mixer,)
 
     def __call__(
-        self, hidden: torch.Tensor, run: LayerRun, joined: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        run: LayerRun,
+        joined: torch.Tensor | None = None,
+        given: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes ``hidden`` [tokens, hidden size], which may be overwritten. The mixer gets ``joined``
-        [tokens, 2 * hidden size] in its place, if that is given."""
+        [tokens, 2 * hidden size] in its place, if that is given; ``given`` is of the token branch."""
+        hidden = self._branches(hidden, run, joined)
+        if self.token_branch is not None:
+            assert given is not None
+            hidden = self.token_branch(hidden, run, given)
+        return hidden if self.scale == 1 else hidden * self.scale
+
+    def _branches(self, hidden: torch.Tensor, run: LayerRun, joined: torch.Tensor | None) -> torch.Tensor:
         if self.is_parallel:
             assert self.mixer_norm is not None
             assert self.mixer is not None
@@ -188,6 +225,24 @@ class MakeOutput(Protocol):
 
 
 @dataclass(frozen=True)
+class LayerInputs:
+    """Gives each token some numbers for each layer (``TokenBranch``): a row of a table of its own, times
+    ``scale``, plus what ``norm`` makes of ``projection``'s outputs for its embedding, layer by layer."""
+
+    embeddings: Embeddings
+    projection: Linear
+    norm: Norm
+    scale: float
+
+    def __call__(self, token_ids: torch.Tensor, hidden: torch.Tensor, run: LayerRun) -> torch.Tensor:
+        """Returns them, [tokens, layers, size]; ``hidden`` are the tokens' embeddings."""
+        size = self.norm.size
+        rows = self.embeddings.look_up(token_ids).to(hidden.dtype) * self.scale
+        projected = run.linear(self.projection, hidden).reshape(-1, size)
+        return run.norm(self.norm, projected, rows.reshape(-1, size)).view(len(hidden), -1, size)
+
+
+@dataclass(frozen=True)
 class DecoderWeights:
     """Describes a whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``. A decoder with a
     ``joint`` takes hidden states, too. ``make_output`` makes other output layers of what ``head`` is made of,
@@ -202,6 +257,7 @@ class DecoderWeights:
     softcap: float | None
     joint: Joint | None = None
     make_output: MakeOutput | None = None
+    layer_inputs: LayerInputs | None = None
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -210,8 +266,9 @@ class DecoderWeights:
         if self.joint is not None and self.joint.projection is not None:
             yield self.joint.projection
         for layer in self.layers:
-            yield from () if layer.mixer is None else layer.mixer.linears
-            yield from () if layer.mlp is None else layer.mlp.linears
+            yield from layer.linears
+        if self.layer_inputs is not None:
+            yield self.layer_inputs.projection
 
     @property
     def mixers(self) -> list[Attention | Recurrent]:

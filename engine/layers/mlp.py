@@ -7,6 +7,7 @@ from typing import Literal, Protocol, get_args
 import torch
 
 from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.norm import Norm
 
 # Activations have transformers' names and stand in the order of kernels.h. gpt-oss clamps what it gates and
 # what gates (``clamped_swish``). Those that are ``UNGATED`` gate nothing: a number becomes another.
@@ -37,10 +38,19 @@ class MlpRun(Protocol):
         if it is ``UNGATED``; ``gate_up`` may be overwritten."""
         ...
 
+    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalises ``x``, and adds ``residual`` if there is one."""
+        ...
+
     def experts(
-        self, experts: "Experts", x: torch.Tensor, residual: torch.Tensor | None = None
+        self,
+        experts: "Experts",
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        routed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the experts' output for ``x``, plus ``residual``, which may be overwritten."""
+        """Returns the experts' output for ``x``, plus ``residual``, which may be overwritten. The router gets
+        ``routed``, if that is given, or else ``x``."""
         ...
 
 
@@ -70,7 +80,7 @@ class Router:
     ``linear`` makes a number for each expert, and ``scoring`` a score of it. ``choice_bias`` [experts] is
     added to the scores where experts are chosen, and not to their weights. Weights that are ``renormalised``
     are divided by their sum and ``added_to_sum`` before they are multiplied; of a softmax that is the same as
-    one over the chosen experts.
+    one over the chosen experts. Last, ``expert_scales`` [experts] multiply the weights of theirs.
     """
 
     linear: Linear
@@ -81,6 +91,7 @@ class Router:
     renormalises: bool = False
     added_to_sum: float = 0.0
     multiplier: float = 1.0
+    expert_scales: torch.Tensor | None = None
 
     def choose(self, x: torch.Tensor, run: MlpRun) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chosen experts of each token, in ascending order, and their weights, float32."""
@@ -96,6 +107,8 @@ class Router:
         weights = scores.gather(1, chosen)
         if self.renormalises:
             weights = weights / (weights.sum(-1, keepdim=True) + self.added_to_sum)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[chosen]
         return chosen, weights * self.multiplier
 
 
@@ -148,9 +161,15 @@ class Experts:
     def __call__(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
         return run.experts(self, x, residual)
 
-    def by_definition(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
+    def by_definition(
+        self,
+        x: torch.Tensor,
+        run: MlpRun,
+        residual: torch.Tensor | None,
+        routed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Computes them expert by expert, each for the tokens that have it."""
-        chosen, weights = self.router.choose(x, run)
+        chosen, weights = self.router.choose(x if routed is None else routed, run)
         found = torch.zeros_like(x)
         numbers = sorted(set(chosen.flatten().tolist()))
         self.touched.add(len(numbers))
@@ -168,3 +187,34 @@ class Experts:
             return None
         shared = self.shared(x, run, None)
         return shared if self.shared_gate is None else shared * run.linear(self.shared_gate, x).sigmoid()
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAndExperts:
+    """Adds up an MLP of all tokens and ``experts``. Both, and the router, have norms of their own of the same
+    input, and the outputs of both are normed."""
+
+    dense: GatedMlp
+    experts: Experts
+    dense_norm: Norm
+    experts_norm: Norm
+    router_norm: Norm
+    dense_post_norm: Norm
+    experts_post_norm: Norm
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.dense.linears, *self.experts.linears
+
+    @property
+    def norms(self) -> dict[str, Norm]:
+        """Returns the norms by their names."""
+        names = ("dense_norm", "experts_norm", "router_norm", "dense_post_norm", "experts_post_norm")
+        return {name: getattr(self, name) for name in names}
+
+    def __call__(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
+        dense = self.dense(run.norm(self.dense_norm, x), run, None)
+        routed = run.norm(self.router_norm, x)
+        chosen = run.experts(self.experts, run.norm(self.experts_norm, x), None, routed)
+        found = run.norm(self.experts_post_norm, chosen, run.norm(self.dense_post_norm, dense))
+        return found if residual is None else residual + found

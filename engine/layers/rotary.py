@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 # A table of angles has at most this many positions, or else this many numbers.
 MAX_TABLE_POSITIONS, MAX_TABLE_NUMBERS = 1 << 17, 1 << 24
@@ -13,6 +14,16 @@ def rotary_kinds(config: Any) -> list[str | None]:
     types = sorted(set(getattr(config, "layer_types", None) or ()))
     known = getattr(config, "rope_parameters", None) or {}
     return [kind for kind in types if kind in known] or [None]
+
+
+def turned_pairs(config: Any, kind: str | None, size: int) -> tuple[int, int]:
+    """Returns how many pairs of ``size`` numbers angles of a kind turn, and how far apart the numbers of one
+    are: proportional angles leave out the last pairs of a head, which others do not know of."""
+    known = getattr(config, "rope_parameters", None) or {}
+    settings = known.get(kind) if kind is not None else None
+    if not settings or settings.get("rope_type") != "proportional":
+        return size // 2, size // 2
+    return int(settings.get("partial_rotary_factor", 1.0) * size // 2), size // 2
 
 
 class NoAngles(torch.nn.Module):
@@ -39,9 +50,10 @@ class Rotary:
         self.module = module
         self.repeats = repeats
         self.halves = halves
+        self.config = config
         self.kinds = rotary_kinds(config)
         self.like = like
-        # Numbers of a head that are rotated, the first ones.
+        # Numbers of a head that are rotated, the first ones; where kinds differ, the most.
         self.size = self.compute(torch.zeros(1, dtype=torch.int64, device=like.device))[0].shape[-1]
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
         num_positions = int(config.max_position_embeddings)
@@ -62,10 +74,21 @@ class Rotary:
         """Returns the same without the table."""
         more = [() if kind is None else (kind,) for kind in self.kinds]
         found = [self.module(self.like, positions[None], *kind) for kind in more]
-        cos, sin = (torch.cat(parts) for parts in zip(*found, strict=True))
+        found = [self._turning(kind, *angles) for kind, angles in zip(self.kinds, found, strict=True)]
+        size = max(cos.shape[-1] for cos, _ in found)
+        padded = [[F.pad(each, (0, size - each.shape[-1])) for each in angles] for angles in found]
+        cos, sin = (torch.cat(parts) for parts in zip(*padded, strict=True))
+        return cos, sin
+
+    def _turning(
+        self, kind: str | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the angles of what is turned, twice over, and negative sin first."""
         if self.halves:
             cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos, sin))
         half = sin.shape[-1] // 2
         if self.repeats:
             cos, sin = (torch.cat((angles[..., ::2], angles[..., ::2]), dim=-1) for angles in (cos, sin))
-        return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        pairs, _ = turned_pairs(self.config, kind, 2 * half)
+        kept = [*range(pairs), *range(half, half + pairs)] if pairs < half else slice(None)
+        return cos[..., kept], torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[..., kept]

@@ -20,9 +20,11 @@ class AttentionShape:
     """Says how one layer attends. ``norm`` is of queries and keys together, head by head: weight [heads + kv
     heads, size], before they are turned or after that; ``whole_norms`` are of all numbers of a token's
     queries, and of its keys. ``rotary`` is the number of its kind of angles; None turns nothing. They turn
-    pairs of numbers: neighbours if ``interleaved``, or else halves of a head. ``gated``: after the values
+    pairs of numbers: neighbours if ``interleaved``, or else halves of a head; ``turned`` says how many pairs,
+    and how far apart, where that is not all of a kind's angles and their number. ``gated``: after the values
     come as many numbers as there are queries, whose sigmoid multiplies what is attended. ``sinks`` [heads],
-    float32, are as in ``AttentionCall``."""
+    float32, are as in ``AttentionCall``. ``value_norm`` is of each head of values. ``source``: a layer
+    before, at whose keys and values this one looks; it has queries only, and ``norm`` is of these."""
 
     layer: int
     num_heads: int
@@ -38,22 +40,31 @@ class AttentionShape:
     interleaved: bool = False
     gated: bool = False
     sinks: torch.Tensor | None = None
+    turned: tuple[int, int] | None = None
+    value_norm: Norm | None = None
+    source: int | None = None
+
+    @property
+    def cached(self) -> int:
+        """Returns the layer in whose cache its keys and values are."""
+        return self.layer if self.source is None else self.source
+
+    @property
+    def num_stored_heads(self) -> int:
+        """Returns the heads of keys, and of values, that it computes."""
+        return self.num_kv_heads if self.source is None else 0
 
     @property
     def call(self) -> AttentionCall:
-        return AttentionCall(self.layer, self.scaling, self.sliding_window, self.softcap, self.sinks)
+        return AttentionCall(self.cached, self.scaling, self.sliding_window, self.softcap, self.sinks)
 
 
 class LayerRun(MlpRun, Protocol):
     """Runs one forward's operations; every tensor is [tokens, ...]."""
 
-    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises ``x``, and adds ``residual`` if there is one."""
-        ...
-
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
-        """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], and the gate if
-        there is one, which may be overwritten, to [tokens, heads * size]."""
+        """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], or queries only,
+        and the gate if there is one, which may be overwritten, to [tokens, heads * size]."""
         ...
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:

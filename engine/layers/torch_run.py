@@ -27,7 +27,7 @@ class TorchPointwise:
     def split_heads(self, shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Splits ``qkv`` [tokens, (heads + 2 kv heads) * size] into queries and keys, normed where the model
         norms them, [tokens, heads + kv heads, size], and values [tokens, kv heads, size]."""
-        sizes = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
+        sizes = shape.num_heads + shape.num_stored_heads, shape.num_stored_heads
         query_key, value = qkv.view(len(qkv), -1, shape.head_size).split_with_sizes(sizes, 1)
         if shape.norm is not None and not shape.norm_after_rotary:
             query_key = self.norm(shape.norm, query_key)
@@ -35,6 +35,8 @@ class TorchPointwise:
             parts = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
             pairs = zip(shape.whole_norms, parts, strict=True)
             query_key = torch.cat([self.norm(norm, x.flatten(1)).view_as(x) for norm, x in pairs], 1)
+        if shape.value_norm is not None:
+            value = self.norm(shape.value_norm, value)
         return query_key, value
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
@@ -47,9 +49,13 @@ class TorchPointwise:
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
     def experts(
-        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor | None = None
+        self,
+        experts: Experts,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        routed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return experts.by_definition(x, self, residual)
+        return experts.by_definition(x, self, residual, routed)
 
     def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
         return torch.tanh(logits / softcap) * softcap
@@ -73,13 +79,19 @@ class TorchRun(TorchPointwise):
             qkv, gate = qkv.tensor_split((-shape.num_heads * shape.head_size,), dim=1)
             qkv = qkv.contiguous()
         query_key, value = self.split_heads(shape, qkv)
-        if shape.rotary is not None:
+        if shape.rotary is not None and shape.turned is not None:
+            query_key = _rotate_apart(query_key, *self.angles[shape.rotary], *shape.turned)
+        elif shape.rotary is not None:
             turn = _rotate_neighbours if shape.interleaved else _rotate
             query_key = turn(query_key, *self.angles[shape.rotary])
         if shape.norm is not None and shape.norm_after_rotary:
             query_key = self.norm(shape.norm, query_key)
-        query, key = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
-        attended = self.context.attend(shape.call, query, key, value).reshape(len(qkv), -1)
+        query, key = query_key.split_with_sizes((shape.num_heads, shape.num_stored_heads), 1)
+        if shape.source is None:
+            attended = self.context.attend(shape.call, query, key, value)
+        else:
+            attended = self.context.attend_to_stored(shape.call, query)
+        attended = attended.reshape(len(qkv), -1)
         return attended if gate is None else attended * gate.sigmoid()
 
 
@@ -91,6 +103,16 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
         return torch.cat((_rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]), dim=-1)
     swapped = x.view(tokens, heads, 2, size // 2).flip(2).view(tokens, heads, size)
     return torch.addcmul(x * cos, swapped, sin).to(x.dtype)  # angles may be float32 whatever the model is in
+
+
+def _rotate_apart(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: int, distance: int
+) -> torch.Tensor:
+    """Rotates the first ``pairs`` of numbers that stand ``distance`` apart."""
+    first, rest = x.tensor_split((pairs,), dim=-1)
+    middle, second, last = rest.tensor_split((distance - pairs, distance), dim=-1)
+    turned = _rotate(torch.cat((first, second), dim=-1), cos[..., : 2 * pairs], sin[..., : 2 * pairs])
+    return torch.cat((turned[..., :pairs], middle, turned[..., pairs:], last), dim=-1)
 
 
 def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,8 @@ def _models(
         yield "The native kernels", FusedDecoder(facts, weights, NativeKernels(library))
         return
     shapes = weights.attention
-    cuda = find_kernels(shapes, facts.dtype, facts.device, weights.recurrences)
+    is_plain = all(shape.source is None and shape.value_norm is None for shape in shapes)
+    cuda = find_kernels(shapes, facts.dtype, facts.device, weights.recurrences) if is_plain else None
     if cuda is not None:
         own = grouped(weights, cuda, facts.dtype, facts.device, CUDA_TOLERANCES[facts.dtype])
         yield "The CUDA kernels", FusedDecoder(facts, own, partial(TritonRun, cuda))

@@ -16,7 +16,7 @@ from truedraft.engine.cuda.grouped_experts import GroupedExperts
 from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.cuda.scaled import ScaledLinear
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
-from truedraft.engine.layers.mlp import Experts, TouchedExperts
+from truedraft.engine.layers.mlp import DenseAndExperts, Experts, TouchedExperts
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import LayerRun
 from truedraft.engine.layers.torch_run import TorchRun
@@ -42,7 +42,7 @@ class FusedDecoder(Model):
         begin: Callable[[ForwardBatch, KVCache, Rotary], LayerRun] = TorchRun,
     ) -> None:
         super().__init__(facts, [mixer.cache for mixer in weights.mixers])
-        experts = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, Experts)]
+        experts = [each for layer in weights.layers if (each := _experts(layer)) is not None]
         self._counted = TouchedExperts(facts.device) if experts else None
         if self._counted is not None:
             self.touched = self._counted
@@ -102,8 +102,12 @@ class FusedDecoder(Model):
             states = torch.zeros_like(hidden) if states is None else states
             hidden, joined = weights.joint(hidden, states, run)
         tapped = {}
+        given = None
+        if weights.layer_inputs is not None:
+            given = weights.layer_inputs(batch.token_ids[0], hidden, run)
         for index, layer in enumerate(weights.layers):
-            hidden = layer(hidden, run, None if index else joined)
+            of_layer = None if given is None else given[:, index]
+            hidden = layer(hidden, run, None if index else joined, of_layer)
             if index in taps:
                 tapped[index] = hidden.clone()  # layers may add to it in place
         if len(weights.layers) in taps:
@@ -128,8 +132,16 @@ class FusedDecoder(Model):
         return NativeDecoder(self.begin, self.weights, cache)
 
 
+def _experts(layer: DecoderLayer) -> Experts | None:
+    mlp = layer.mlp.experts if isinstance(layer.mlp, DenseAndExperts) else layer.mlp
+    return mlp if isinstance(mlp, Experts) else None
+
+
 def _counting(layer: DecoderLayer, touched: TouchedExperts) -> DecoderLayer:
     """Returns the layer, whose experts, if it has some, are counted together with those of others."""
-    if not isinstance(layer.mlp, Experts):
-        return layer
-    return replace(layer, mlp=replace(layer.mlp, touched=touched))
+    match layer.mlp:
+        case Experts():
+            return replace(layer, mlp=replace(layer.mlp, touched=touched))
+        case DenseAndExperts(experts=experts):
+            return replace(layer, mlp=replace(layer.mlp, experts=replace(experts, touched=touched)))
+    return layer

@@ -24,11 +24,12 @@ from truedraft.engine.models.stacks import Matrix, StackedCheckpoint, StoredExpe
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
-    """Names of modules, of a layer's or below ``block``, and of settings; the defaults are Qwen's. ``fits``:
-    says of a config whether its experts are like this. ``reads_pairs``: as ``Matrix`` has it."""
+    """Names of modules, of a layer's or below its ``block``, and of settings; the defaults are Qwen's.
+    ``fits``: says of a config whether its experts are like this. ``reads_pairs``: as ``Matrix`` has it."""
 
     block: str = "mlp"
     router: str = "gate"
+    chosen: str = "num_experts_per_tok"
     scoring: Scoring = "softmax"
     renormalises: Callable[[Any], bool] = attrgetter("norm_topk_prob")
     added_to_sum: float = 0.0
@@ -124,6 +125,14 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     ),
     "qwen3_5_moe_text": replace(QWEN_SHARED, renormalises=_always),
     "qwen3_next": QWEN_SHARED,
+    # The router's norm, and the factors of its weights, are made with the layer (``gemma4``).
+    "gemma4_text": ExpertFamily(
+        block="",
+        router="router.proj",
+        chosen="top_k_experts",
+        renormalises=_always,
+        stored=StoredExperts(gate_up=(), down=()),
+    ),
     "gpt_oss": ExpertFamily(
         router="router",
         renormalises=_always,
@@ -143,10 +152,10 @@ def make_experts(
     family = EXPERT_FAMILIES.get(config.model_type)
     if family is None:
         return None
-    block = getattr(layer, family.block)
+    block = getattr(layer, family.block) if family.block else layer
     if not hasattr(block, "experts"):
         return None
-    own, router = block.experts, getattr(block, family.router)
+    own, router = block.experts, attrgetter(family.router)(block)
     bias = family.choice_bias(block)
 
     def linear(name: str, number: int, is_paired: bool, multiplier: float) -> Linear:
@@ -158,7 +167,7 @@ def make_experts(
         router=Router(
             linear=make([Matrix(router)], 1.0),
             num_experts=number,
-            num_chosen=int(config.num_experts_per_tok),
+            num_chosen=int(getattr(config, family.chosen)),
             scoring=family.scoring,
             choice_bias=None if bias is None else bias.detach().float(),
             renormalises=bool(family.renormalises(config)),

@@ -18,9 +18,10 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.decoder import Attention, DecoderLayer, Mixer, Mlp, Parallel
 from truedraft.engine.layers.mlp import Activation, GatedMlp
 from truedraft.engine.layers.norm import Norm
-from truedraft.engine.layers.rotary import NoAngles, Rotary, rotary_kinds
+from truedraft.engine.layers.rotary import NoAngles, Rotary, rotary_kinds, turned_pairs
 from truedraft.engine.layers.run import AttentionShape
-from truedraft.engine.memory.kv_cache import AttentionCache
+from truedraft.engine.memory.kv_cache import NOTHING, AttentionCache
+from truedraft.engine.models import gemma4
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.experts import EXPERT_FAMILIES, make_experts
 from truedraft.engine.models.linear import Make, Rows, Source
@@ -85,6 +86,8 @@ class Family:
     # Each angle is given once. A number per head takes its share of the attention, and gives nothing.
     halves_angles: bool = False
     has_sinks: bool = False
+    # Layers have heads of their own sizes, norms of values, and may read what others store (``gemma4``).
+    own_shapes: bool = False
     score_softcap: str | None = None
     logit_softcap: str | None = None
     # These settings are known with these values only, and together if the config fits.
@@ -147,6 +150,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": GEMMA,
     "gemma2": replace(GEMMA_2, score_softcap="attn_logit_softcapping", gguf="gemma2"),
     "gemma3_text": replace(GEMMA_2, head_norm="each", gguf="gemma3"),
+    "gemma4_text": replace(GEMMA_2, norms_add_one=False, head_norm="each", own_shapes=True, fits=gemma4.fits),
     "mistral": Family(window=CONFIG_WINDOW),
     "seed_oss": Family(),
     "smollm3": Family(window=WINDOW, rotates=attrgetter("use_rope")),
@@ -251,14 +255,16 @@ def has_family(module: Any) -> bool:
         config.model_type in FAMILIES
         and type(module).__module__.startswith("transformers.models.")
         and _activation(config) in FAMILIES[config.model_type].activations
-        and not getattr(config, "use_bidirectional_attention", None)
+        # Images may look at later tokens, where there are images.
+        and getattr(config, "use_bidirectional_attention", None) in (None, False, "vision")
         and FAMILIES[config.model_type].fits(config)
         and (not has_experts(config) or EXPERT_FAMILIES[config.model_type].fits(config))
     )
 
 
 def has_experts(config: Any) -> bool:
-    return config.model_type in EXPERT_FAMILIES
+    # Some models of Gemma 4 have them, others do not.
+    return config.model_type in EXPERT_FAMILIES and bool(getattr(config, "enable_moe_block", True))
 
 
 def check_settings(config: Any) -> None:
@@ -293,7 +299,7 @@ def decoder_layer(
             return DecoderLayer(None, mlp, mixer_norm=None, mlp_norm=own)
         mixer = _mixer(family, layer, index, facts, make, residual, is_tiled)
         return DecoderLayer(mixer, None, mixer_norm=own, mlp_norm=None)
-    return DecoderLayer(
+    described = DecoderLayer(
         mixer=_mixer(family, layer, index, facts, make, residual, is_tiled),
         mlp=_mlp(family, layer, facts, make, residual),
         mixer_norm=norm(family.mixer_norm),
@@ -302,6 +308,9 @@ def decoder_layer(
         mlp_post_norm=norm(family.mlp_post_norm),
         is_parallel=family.is_parallel,
     )
+    if not family.own_shapes:
+        return described
+    return gemma4.complete(described, layer, _activation(facts.config), make)
 
 
 def _mlp(family: Family, layer: Any, facts: ModelFacts, make: Make, residual: float) -> Mlp:
@@ -349,7 +358,7 @@ def _attention(
     if family.has_multipliers:
         multiplier = facts.config.attention_in_multiplier
         residual *= facts.config.attention_out_multiplier
-    heads = shape.num_kv_heads, shape.head_size
+    heads = NOTHING if shape.source is not None else (shape.num_kv_heads, shape.head_size)
     return Attention(
         shape=shape,
         qkv=make(_queries_keys_values(family, attention, shape), multiplier),
@@ -360,7 +369,10 @@ def _attention(
 
 def _queries_keys_values(family: Family, attention: Any, shape: AttentionShape) -> list[Source]:
     """Returns the linear layers of a token's queries, keys and values, and of the gates, if there are any."""
-    found: list[Source] = [getattr(attention, name) for name in family.qkv]
+    names = family.qkv if shape.source is None else family.qkv[:1]
+    found: list[Source] = [getattr(attention, name) for name in names]
+    if None in found:
+        found[-1] = found[-2]  # keys are values, too
     if shape.gated and family.attention_gate == "queries":
         rows = np.arange(2 * shape.num_heads * shape.head_size).reshape(shape.num_heads, 2, -1)
         found[:1], gate = (
@@ -404,7 +416,8 @@ def rotary_module(module: Any) -> nn.Module:
 
 def make_norm(config: Any, module: Any) -> Norm:
     """Makes ours of a norm of transformers'."""
-    eps = module.eps if FAMILIES[config.model_type].norms_add_one else module.variance_epsilon
+    family = FAMILIES[config.model_type]
+    eps = module.eps if family.norms_add_one or family.own_shapes else module.variance_epsilon
     return norm_of(config, module.weight.detach(), eps)
 
 
@@ -464,7 +477,7 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
     return AttentionShape(
         layer=index,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=_num_kv_heads(attention),
         head_size=attention.head_dim,
         scaling=attention.scaling * (config.key_multiplier if family.has_multipliers else 1.0),
         sliding_window=family.window(attention),
@@ -476,7 +489,21 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
         gated=family.attention_gate == "queries" or getattr(attention, "g_proj", None) is not None,
         softcap=None if family.score_softcap is None else getattr(config, family.score_softcap),
         sinks=attention.sinks.detach().float() if family.has_sinks else None,
+        **(_own_shape(attention) if family.own_shapes else {}),
     )
+
+
+def _own_shape(attention: Any) -> dict[str, Any]:
+    turned = turned_pairs(attention.config, attention.layer_type, attention.head_dim)
+    return {
+        "turned": turned,
+        "value_norm": gemma4.value_norm(attention),
+        "source": gemma4.source_of(attention),
+    }
+
+
+def _num_kv_heads(attention: Any) -> int:
+    return int(attention.config.num_attention_heads // attention.num_key_value_groups)
 
 
 def _rotary(family: Family, attention: Any) -> int | None:
@@ -497,7 +524,10 @@ def _norms(config: Any, attention: Any) -> tuple[Norm, Norm]:
 
 
 def _head_norm(config: Any, attention: Any) -> Norm:
+    if FAMILIES[config.model_type].own_shapes and attention.is_kv_shared_layer:
+        query = make_norm(config, attention.q_norm)
+        return Norm(query.weight.expand(config.num_attention_heads, -1).contiguous(), query.eps)
     query, key = _norms(config, attention)
-    counts = config.num_attention_heads, config.num_key_value_heads
+    counts = config.num_attention_heads, _num_kv_heads(attention)
     weights = [each.weight.expand(count, -1) for each, count in zip((query, key), counts, strict=True)]
     return Norm(torch.cat(weights), query.eps)

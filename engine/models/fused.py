@@ -28,6 +28,7 @@ from truedraft.engine.models.families import (
     make_rotary,
     rotary_module,
 )
+from truedraft.engine.models.gemma4 import has_layer_inputs, layer_inputs
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.linear import join
 from truedraft.engine.models.options import LoadOptions
@@ -88,6 +89,10 @@ def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
     """Describes a loaded module, with its own weights."""
     make = partial(join, linears=TorchLinears())
     embeddings = embeddings_of(module)[1].weight.detach()
+    inputs = None
+    if has_layer_inputs(module):
+        table = DenseEmbeddings(module.model.embed_tokens_per_layer.weight.detach())
+        inputs = layer_inputs(module, table, make, facts.dtype)
     layers: list[DecoderLayer] = []
     for layer in module.model.layers:
         layers.append(decoder_layer(layer, sum(len(each.mixers) for each in layers), facts, make))
@@ -99,6 +104,7 @@ def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
         make_rotary(rotary_module(module), module.config, embeddings.to(facts.dtype)),
         embedding_scale(module, facts.dtype),
         logit_softcap(module.config),
+        layer_inputs=inputs,
     )
 
 

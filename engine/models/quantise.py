@@ -16,14 +16,19 @@ from truedraft.engine.models.stacks import DOWN, GATE_UP
 # The setting ``quantize`` decides the type of the layers. Embeddings and output layers have 8 bits.
 LAYER_TYPES = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q4_0}
 OUTER_TYPE = GGMLQuantizationType.Q8_0
-OUTER = ("model.embed_tokens.weight", "model.embeddings.weight", "lm_head.weight")
+OUTER = (
+    "model.embed_tokens.weight",
+    "model.embed_tokens_per_layer.weight",
+    "model.embeddings.weight",
+    "lm_head.weight",
+)
 GROUP = 32
 # A large matrix is converted so many rows at a time.
 ROWS = 1 << 13
 # Tensors of one layer, which are asked for twice.
 KEPT, KEPT_STACKS = 8, 2
 # Matrices of few weights that decide which experts a token takes stay as they are.
-ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
+ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight")
 # So few weights decide what a state forgets and takes that they have the bits of outer layers.
 DECAYS = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 

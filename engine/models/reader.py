@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, MakeOutput
+from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, LayerInputs, MakeOutput
 from truedraft.engine.layers.linear import Embeddings, Linear, Linears
 from truedraft.engine.layers.rotary import NoAngles
 from truedraft.engine.layers.weight import Weight
@@ -37,6 +37,14 @@ from truedraft.engine.models.families import (
     rotary_module,
     rotary_name,
     table_scale,
+)
+from truedraft.engine.models.gemma4 import (
+    PROJECTION,
+    PROJECTION_NORM,
+    TABLE,
+    has_layer_inputs,
+    layer_inputs,
+    layer_table_scale,
 )
 from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.linear import Whole, join
@@ -74,7 +82,8 @@ class Reader:
         norm_name, norm = last_norm(module)
         self._fill(norm, norm_name)
         texts = [text for group in probe_texts(facts) for text in group]
-        states = self._compute_while_reading(texts, embeddings, rotary)
+        inputs = self._layer_inputs() if has_layer_inputs(module) else None
+        states = self._compute_while_reading(texts, embeddings, rotary, inputs)
         head = stored if module.config.tie_word_embeddings else self._weight(HEAD)
         logits = self._logits(torch.cat(states), head)
         weights = DecoderWeights(
@@ -86,12 +95,13 @@ class Reader:
             embedding_scale(module, facts.dtype),
             logit_softcap(module.config),
             make_output=self._make_output(head.name, head.shape),
+            layer_inputs=inputs,
         )
         trim_heap()
         return weights, [*torch.split(logits.float(), [*map(len, states)])]
 
     def _compute_while_reading(
-        self, texts: list[ProbeText], embeddings: Embeddings, rotary: nn.Module
+        self, texts: list[ProbeText], embeddings: Embeddings, rotary: nn.Module, inputs: LayerInputs | None
     ) -> list[torch.Tensor]:
         """Runs transformers' layers, whose hooks read the checkpoint's. Returns the last hidden states of
         each text that are compared."""
@@ -105,7 +115,13 @@ class Reader:
         if not isinstance(rotary, NoAngles):
             setattr(decoder, rotary_name(self.skeleton.config), _EachAlone(rotary))
         hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
+        given = {}
+        if inputs is not None:
+            rows = inputs.embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
+            rows = rows * layer_table_scale(self.skeleton, facts.dtype)
+            given["per_layer_inputs"] = rows.view(*ids.shape, len(decoder.layers), -1)
         states = decoder(
+            **given,
             inputs_embeds=embedded.view(*ids.shape, -1),
             position_ids=torch.stack(positions),
             use_cache=False,
@@ -113,6 +129,15 @@ class Reader:
         for hook in hooks:
             hook.remove()
         return [text.compared(rows) for text, rows in zip(texts, states, strict=True)]
+
+    def _layer_inputs(self) -> LayerInputs:
+        """Reads what tokens have for each layer."""
+        weights: dict[tuple[Any, str], Any] = {}
+        for name in (PROJECTION, PROJECTION_NORM):
+            weights |= self._fill(getattr(self.skeleton.model, name), f"model.{name}")
+        make = partial(join, linears=self.linears, weights_of=lambda source: [weights[source, "weight"]])
+        table = self.linears.embeddings(self._weight(TABLE))
+        return layer_inputs(self.skeleton, table, make, self.facts.dtype)
 
     def _rotary_module(self) -> nn.Module:
         """Makes transformers' module anew: on the meta device the skeleton's has no angles."""

@@ -32,12 +32,12 @@ ORDINARY = {
 # Wrappers whose logits of a text have been compared with those of the plain text model inside
 # (``tools/family_table.py``).
 PLAIN_INSIDE = (
-    *("cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fast_vlm", "fun_asr_nano", "gemma3", "glmasr"),
-    *("got_ocr2", "idefics2", "idefics3", "internvl", "janus", "lighton_ocr", "llava", "llava_next"),
-    *("llava_next_video", "llava_onevision", "mistral3", "moss_transcribe_diarize", "ovis2", "perception_lm"),
-    *("pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl"),
-    *("lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "smolvlm", "vibevoice_asr"),
-    *("video_llama_3", "video_llava", "vipllava", "voxtral"),
+    *("cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fast_vlm", "fun_asr_nano", "gemma3", "gemma4"),
+    *("glmasr", "got_ocr2", "idefics2", "idefics3", "internvl", "janus", "lighton_ocr", "llava"),
+    *("llava_next", "llava_next_video", "llava_onevision", "mistral3", "moss_transcribe_diarize", "ovis2"),
+    *("perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl"),
+    *("qwen2_audio", "qwen2_vl", "lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl"),
+    *("smolvlm", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral"),
 )
 # What the rotary parameters of such decoders say of images.
 OF_IMAGES = ("mrope_section", "mrope_interleaved")

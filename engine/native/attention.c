@@ -20,8 +20,8 @@
 /* Keys are fetched this many tokens before they are scored: where a thread reads some of the heads, the processor's
  * own prefetching ends with each token. */
 #define AHEAD 8
-/* A head of 256; head sizes are multiples of 16. */
-#define MAX_WIDTH (256 / LANES)
+/* A head of 512; head sizes are multiples of 16. */
+#define MAX_WIDTH (512 / LANES)
 /* Queries of a span that are attended together; of a prompt, those that an item of work has. */
 #define QUERIES 32
 /* From this many queries of a kv head on, its keys are turned over, so that a vector holds one number of many keys. */
@@ -40,19 +40,17 @@ static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, 
     }
 }
 
-/* (a, b) to (a cos - b sin, b cos + a sin) in place, halves of a head or of its first numbers. */
-static void rotate(float *x, const float *cos, const float *sin, int64_t size) {
-    const int64_t half = size / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const float a = x[i], b = x[half + i];
+/* (a, b) to (a cos - b sin, b cos + a sin) in place, of numbers that are so far apart. */
+static void rotate(float *x, const float *cos, const float *sin, int64_t pairs, int64_t distance) {
+    for (int64_t i = 0; i < pairs; i++) {
+        const float a = x[i], b = x[distance + i];
         x[i] = a * cos[i] + b * sin[i];
-        x[half + i] = b * cos[half + i] + a * sin[half + i];
+        x[distance + i] = b * cos[pairs + i] + a * sin[pairs + i];
     }
 }
 
 /* The same of neighbours. */
-static void rotate_neighbours(float *x, const float *cos, const float *sin, int64_t size) {
-    const int64_t half = size / 2;
+static void rotate_neighbours(float *x, const float *cos, const float *sin, int64_t half) {
     for (int64_t i = 0; i < half; i++) {
         const float a = x[2 * i], b = x[2 * i + 1];
         x[2 * i] = a * cos[i] + b * sin[i];
@@ -62,7 +60,8 @@ static void rotate_neighbours(float *x, const float *cos, const float *sin, int6
 
 /* Numbers that come in for each token. */
 static inline int64_t qkv_width(const Heads *layer) {
-    return ((layer->gated ? 2 : 1) * layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
+    const int64_t num_stored = layer->is_reader ? 0 : layer->num_kv_heads;
+    return ((layer->gated ? 2 : 1) * layer->num_heads + 2 * num_stored) * layer->head_size;
 }
 
 /* Float16 has no larger numbers: what is larger, and finite, becomes this. */
@@ -92,25 +91,35 @@ static void store(void *cache, int64_t slot, const float *x, int64_t size, int64
     for (int64_t i = 0; type == FLOAT16 && i < size; i++) halves[i] = to_half(x[i]);
 }
 
-/* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
+/* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size], or queries only. */
 static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t token) {
-    const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
+    const int64_t size = layer->head_size, num_stored = layer->is_reader ? 0 : layer->num_kv_heads;
+    const int64_t rotated = layer->num_heads + num_stored;
     const int64_t rotary_size = spans->rotary_size, to = spans->slots[token];
     const int64_t angle = (layer->rotary * spans->num_angles + spans->angle[token]) * rotary_size;
     float *keys = qkv + layer->num_heads * size;
-    void (*turn)(float *, const float *, const float *, int64_t) = layer->interleaved ? rotate_neighbours : rotate;
+    const int64_t pairs = layer->turned_pairs ? layer->turned_pairs : rotary_size / 2;
+    const int64_t distance = layer->distance ? layer->distance : pairs;
+    const float *cos = spans->cos + angle, *sin = spans->sin + angle;
     if (layer->query_norm) norm_row(qkv, qkv, layer->query_norm, NULL, layer->num_heads * size, layer->norm_eps);
     if (layer->key_norm) norm_row(keys, keys, layer->key_norm, NULL, layer->num_kv_heads * size, layer->norm_eps);
     for (int64_t head = 0; head < rotated; head++) {
         float *x = qkv + head * size;
         const float *weight = layer->norm_weight ? layer->norm_weight + head * size : NULL;
         if (weight && !layer->norm_after_rotary) norm_row(x, x, weight, NULL, size, layer->norm_eps);
-        if (layer->rotary >= 0) turn(x, spans->cos + angle, spans->sin + angle, rotary_size);
+        if (layer->rotary >= 0) {
+            if (layer->interleaved) rotate_neighbours(x, cos, sin, pairs);
+            else rotate(x, cos, sin, pairs, distance);
+        }
         if (weight && layer->norm_after_rotary) norm_row(x, x, weight, NULL, size, layer->norm_eps);
     }
-    const int64_t width = layer->num_kv_heads * size;
+    const int64_t width = num_stored * size;
+    float *values = qkv + rotated * size;
+    for (int64_t head = 0; layer->value_norm && head < num_stored; head++)
+        norm_row(values + head * size, values + head * size, layer->value_norm, NULL, size, layer->norm_eps);
+    if (layer->is_reader) return;
     store(layer->keys, to, keys, width, layer->cache_type);
-    store(layer->values, to, qkv + rotated * size, width, layer->cache_type);
+    store(layer->values, to, values, width, layer->cache_type);
 }
 
 /* One query's product with one key. */

@@ -16,35 +16,44 @@ static int64_t sum_of(const int64_t *x, int64_t size) {
     return sum;
 }
 
-/* A token's embedding in float32, whatever it is kept in. What has none, or no angles at its position, is NaN, and so
- * are its logits: only its own sequence ends. */
-static void embed(float *to, const Decoder *decoder, int64_t token_id, int64_t position) {
-    const int64_t size = decoder->hidden_size, start = token_id * size;
-    if (token_id < 0 || token_id >= decoder->vocab_size || position >= decoder->num_angles) {
-        for (int64_t i = 0; i < size; i++) to[i] = NAN;
-        return;
-    }
-    if (decoder->embedding_type >= QUANTISED) {
-        const int64_t type = decoder->embedding_type - QUANTISED;
-        dequantise(type, to, (const uint8_t *)decoder->embeddings + token_id * row_bytes(type, size), size);
-    } else if (decoder->embedding_type == FLOAT32) {
-        memcpy(to, (const float *)decoder->embeddings + start, size * sizeof(float));
-    } else if (decoder->embedding_type == FLOAT16) {
+/* A row of a table in float32, whatever it is kept in, times a number. */
+static void look_up(float *to, const void *table, int64_t kept_in, int64_t row, int64_t size, float scale) {
+    const int64_t start = row * size;
+    if (kept_in >= QUANTISED) {
+        const int64_t type = kept_in - QUANTISED;
+        dequantise(type, to, (const uint8_t *)table + row * row_bytes(type, size), size);
+    } else if (kept_in == FLOAT32) {
+        memcpy(to, (const float *)table + start, size * sizeof(float));
+    } else if (kept_in == FLOAT16) {
         for (int64_t i = 0; i < size; i += LANES) {
             const int64_t count = size - i < LANES ? size - i : LANES;
             uint16_t from[LANES] = {0};
-            memcpy(from, (const uint16_t *)decoder->embeddings + start + i, count * sizeof(uint16_t));
+            memcpy(from, (const uint16_t *)table + start + i, count * sizeof(uint16_t));
             const vec wide = widen(from);
             memcpy(to + i, &wide, count * sizeof(float));
         }
     } else {
-        const uint16_t *from = (const uint16_t *)decoder->embeddings + start;
+        const uint16_t *from = (const uint16_t *)table + start;
         for (int64_t i = 0; i < size; i++) {
             union { uint32_t i; float f; } wide = { (uint32_t)from[i] << 16 };
             to[i] = wide.f;
         }
     }
-    for (int64_t i = 0; i < size; i++) to[i] *= decoder->embedding_scale;
+    for (int64_t i = 0; i < size; i++) to[i] *= scale;
+}
+
+/* A token's embedding. What has none, or no angles at its position, is NaN, and so are its logits: only its own sequence
+ * ends. Of the table of ``layer_inputs`` it gets a row, too. */
+static void embed(float *to, float *given, const Decoder *decoder, int64_t token_id, int64_t position) {
+    const LayerInputs *inputs = decoder->layer_inputs;
+    const int64_t size = decoder->hidden_size, num_given = inputs ? decoder->num_layers * inputs->size : 0;
+    if (token_id < 0 || token_id >= decoder->vocab_size || position >= decoder->num_angles) {
+        for (int64_t i = 0; i < size; i++) to[i] = NAN;
+        for (int64_t i = 0; i < num_given; i++) given[i] = NAN;
+        return;
+    }
+    look_up(to, decoder->embeddings, decoder->embedding_type, token_id, size, decoder->embedding_scale);
+    if (inputs) look_up(given, inputs->table, inputs->table_type, token_id, num_given, inputs->scale);
 }
 
 /* Whether the cache has all blocks of the spans: what is written to others is somebody else's memory. */
@@ -151,6 +160,32 @@ static const float *join(const Pass *pass, const Decoder *decoder, const float *
     return NULL;
 }
 
+/* Adds to the numbers that each token has for each layer what is computed of its embedding. */
+static void add_layer_inputs(const Pass *pass, const LayerInputs *inputs, float *given, float *projected) {
+    const int64_t num_layers = inputs->projection->out_features / inputs->size;
+    multiply(inputs->projection, projected, pass->hidden, NULL, pass->rows);
+    rms_norm(given, projected, inputs->norm, given, pass->rows * num_layers, inputs->size, inputs->norm_eps);
+}
+
+/* A layer's last branch, whose numbers for a token lie ``stride`` apart from the next one's. */
+static int run_token_branch(const Pass *pass, const TokenBranch *branch, const float *given, int64_t stride) {
+    const int64_t size = branch->output->in_features, rows = pass->rows;
+    const size_t used = pass->arena->used;
+    float *gates = arena_alloc(pass->arena, rows * size, sizeof(float));
+    float *pairs = arena_alloc(pass->arena, 2 * rows * size, sizeof(float));
+    if (!pairs) return 0;
+    multiply(branch->gate, gates, pass->hidden, NULL, rows);
+    for (int64_t row = 0; row < rows; row++) {
+        memcpy(pairs + 2 * row * size, gates + row * size, size * sizeof(float));
+        memcpy(pairs + (2 * row + 1) * size, given + row * stride, size * sizeof(float));
+    }
+    gate(gates, pairs, branch->activation, rows, size);
+    multiply(branch->output, pass->normed, gates, NULL, rows);
+    rms_norm(pass->hidden, pass->normed, branch->norm, pass->hidden, rows, pass->size, branch->norm_eps);
+    pass->arena->used = used;
+    return 1;
+}
+
 /* Runs a layer whose mixer gets ``joined``, or else what its norm makes of the hidden states. */
 static int run_layer(const Pass *pass, const DecoderLayer *layer, const float *joined) {
     if (layer->is_parallel) {
@@ -182,6 +217,10 @@ static int64_t largest_part(const Decoder *decoder, int64_t rows) {
     for (int64_t i = 0; i < decoder->num_layers; i++) {
         const int64_t mixer = decoder->layers[i].mixer.data ? part_bytes(&decoder->layers[i].mixer, rows) : 0;
         const int64_t mlp = decoder->layers[i].mlp.data ? part_bytes(&decoder->layers[i].mlp, rows) : 0;
+        const TokenBranch *branch = decoder->layers[i].token_branch;
+        const int64_t size = branch ? branch->output->in_features : 0;
+        const int64_t last = arena_size(rows * size, sizeof(float)) + arena_size(2 * rows * size, sizeof(float));
+        if (last > largest) largest = last;
         if (mixer > largest) largest = mixer;
         if (mlp > largest) largest = mlp;
     }
@@ -196,7 +235,10 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
     const int64_t num_logits = sum_of(new->num_logits, new->num_spans);
     const size_t integers = 2 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
-    const size_t vectors = 4 * arena_size(rows * size, sizeof(float)) + largest_part(decoder, rows);
+    const LayerInputs *inputs = decoder->layer_inputs;
+    const int64_t num_given = inputs ? decoder->num_layers * inputs->size : 0;
+    const size_t vectors = 4 * arena_size(rows * size, sizeof(float)) + 2 * arena_size(rows * num_given, sizeof(float))
+        + largest_part(decoder, rows);
     if (!has_blocks(decoder, new) || !has_states(decoder, new) || !arena_reserve(&arena, integers + vectors)) return 0;
     int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
@@ -204,14 +246,21 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
     const Spans spans = find_places(decoder, new, rows, slots, angle, first_token);
     float *hidden = arena_alloc(&arena, rows * size, sizeof(float));
     float *normed = arena_alloc(&arena, rows * size, sizeof(float));
+    float *given = arena_alloc(&arena, rows * num_given, sizeof(float));
+    float *projected = arena_alloc(&arena, rows * num_given, sizeof(float));
     const Pass pass = { &spans, hidden, normed, rows, size, decoder->centres, &arena };
 
     for (int64_t span = 0, row = 0; span < new->num_spans; span++)
         for (int64_t i = 0; i < new->num_tokens[span]; i++, row++)
-            embed(hidden + row * size, decoder, new->token_ids[row], new->num_stored[span] + i);
+            embed(hidden + row * size, given + row * num_given, decoder, new->token_ids[row], new->num_stored[span] + i);
     const float *joined = decoder->state_norm ? join(&pass, decoder, new->states) : NULL;
+    if (inputs) add_layer_inputs(&pass, inputs, given, projected);
     for (int64_t i = 0; i < decoder->num_layers; i++) {
-        if (!run_layer(&pass, &decoder->layers[i], i ? NULL : joined)) return 0;
+        const DecoderLayer *layer = &decoder->layers[i];
+        if (!run_layer(&pass, layer, i ? NULL : joined)) return 0;
+        if (layer->token_branch && !run_token_branch(&pass, layer->token_branch, given + i * inputs->size, num_given))
+            return 0;
+        for (int64_t n = 0; layer->scale != 1.0f && n < rows * size; n++) hidden[n] *= layer->scale;
         give(taps, i, hidden, rows, size);
     }
     if (taps) {

@@ -17,11 +17,14 @@ from truedraft.engine.layers.decoder import (
     DecoderLayer,
     DecoderWeights,
     Joint,
+    LayerInputs,
     Mixer,
     Parallel,
     Recurrent,
+    TokenBranch,
 )
 from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings
+from truedraft.engine.layers.mlp import ACTIVATIONS
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span, states_of
 from truedraft.engine.memory.kv_cache import KVCache
@@ -36,7 +39,14 @@ from truedraft.engine.native.recurrence import state_columns, state_fields
 
 INTEGER_BYTES = 8
 # Kinds of parts are numbered as in kernels.h.
-KINDS = {in_c.Attention: 0, in_c.GatedMlp: 1, in_c.Experts: 2, in_c.Recurrent: 3, in_c.Parallel: 4}
+KINDS = {
+    in_c.Attention: 0,
+    in_c.GatedMlp: 1,
+    in_c.Experts: 2,
+    in_c.Recurrent: 3,
+    in_c.Parallel: 4,
+    in_c.DenseAndExperts: 5,
+}
 
 
 class PackedTokens:
@@ -94,11 +104,15 @@ class NativeDecoder:
             check_rotary(shape, kinds, rotary_size)
         is_wide = weights.joint is not None and weights.joint.projection is None
         inputs = 2 * hidden_size if is_wide else hidden_size
+        given = 0 if weights.layer_inputs is None else weights.layer_inputs.norm.size
         parts = [
-            _Parts(kernels, layer, cache, hidden_size, hidden_size if index else inputs)
+            _Parts(kernels, layer, cache, hidden_size, hidden_size if index else inputs, given)
             for index, layer in enumerate(weights.layers)
         ]
         layers = (in_c.DecoderLayer * len(parts))(*(each.layer for each in parts))
+        self.inputs: in_c.LayerInputs | None = None
+        if weights.layer_inputs is not None:
+            self.inputs = _layer_inputs(weights.layer_inputs, len(parts), vocab_size, hidden_size)
         # These are kept as long as C has their addresses, which are checked here, once.
         self._kept = parts, layers, weights, cache
         self.decoder = Decoder(
@@ -122,6 +136,7 @@ class NativeDecoder:
             embedding_scale=weights.embedding_scale,
             softcap=weights.softcap or 0.0,
             **_joint(weights.joint, hidden_size),
+            **({} if self.inputs is None else {"layer_inputs": addressof(self.inputs)}),
         )
 
     def __call__(
@@ -171,7 +186,13 @@ class _Parts:
     """Keeps what a layer in C points to."""
 
     def __init__(
-        self, kernels: NativeKernels, layer: DecoderLayer, cache: KVCache, hidden_size: int, inputs: int
+        self,
+        kernels: NativeKernels,
+        layer: DecoderLayer,
+        cache: KVCache,
+        hidden_size: int,
+        inputs: int,
+        given: int,
     ) -> None:
         self.kept: list[object] = []
         self.mixer: Structure | None = None
@@ -180,6 +201,9 @@ class _Parts:
         self.mlp: Structure | None = None
         if layer.mlp is not None:
             self.mlp, self.of_mlp = mlp_structure(layer.mlp, hidden_size)
+        self.branch: in_c.TokenBranch | None = None
+        if layer.token_branch is not None:
+            self.branch = _branch(layer.token_branch, hidden_size, given)
         self.layer = in_c.DecoderLayer(
             mixer=_part(self.mixer),
             mlp=_part(self.mlp),
@@ -188,6 +212,8 @@ class _Parts:
             **_norm("mlp_norm", layer.mlp_norm, hidden_size),
             **_norm("mlp_post_norm", layer.mlp_post_norm, hidden_size),
             is_parallel=layer.is_parallel,
+            token_branch=None if self.branch is None else addressof(self.branch),
+            scale=layer.scale,
         )
 
     def _mixer(
@@ -220,13 +246,39 @@ class _Parts:
                 return in_c.Parallel(first=_part(both[0]), second=_part(both[1]))
 
 
+def _branch(branch: TokenBranch, hidden_size: int, size: int) -> in_c.TokenBranch:
+    return in_c.TokenBranch(
+        gate=linear_at("gate", branch.gate, hidden_size, size),
+        output=linear_at("output", branch.output, size, hidden_size),
+        activation=ACTIVATIONS.index(branch.activation),
+        **_norm("norm", branch.norm, hidden_size),
+    )
+
+
+def _layer_inputs(
+    inputs: LayerInputs, num_layers: int, vocab_size: int, hidden_size: int
+) -> in_c.LayerInputs:
+    rows, numbers, kept_in, table = _embeddings(inputs.embeddings)
+    size = inputs.norm.size
+    if rows < vocab_size or numbers != num_layers * size:
+        raise PointerError(f"a table of {rows} rows of {numbers} is not of {num_layers} layers of {size}")
+    return in_c.LayerInputs(
+        table=table,
+        table_type=kept_in,
+        size=size,
+        projection=linear_at("projection", inputs.projection, hidden_size, numbers),
+        scale=inputs.scale,
+        **_norm("norm", inputs.norm, size),
+    )
+
+
 def _part(structure: Structure | None) -> Part:
     """Tells C what kind of part a structure is, by its type, or that there is none; the caller keeps it."""
     return Part() if structure is None else Part(kind=KINDS[type(structure)], data=addressof(structure))
 
 
 def _norm(name: str, norm: Norm | None, size: int) -> dict[str, Any]:
-    """Returns fields of ``DecoderLayer``."""
+    """Returns a norm's fields of a structure."""
     if norm is None:
         return {}
     return {name: address(norm.weight, FLOAT, (size,)), f"{name}_eps": norm.eps}

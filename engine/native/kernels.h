@@ -49,10 +49,13 @@ typedef struct {
     int64_t window;               /* keys that a query sees, itself included; 0: all */
     int64_t rotary;               /* whose cos and sin; -1: none */
     int64_t interleaved;          /* they turn neighbours, not halves */
+    int64_t turned_pairs, distance; /* of the numbers of a pair; 0: all angles of a kind turn halves of as many numbers */
+    int64_t is_reader;            /* it has queries only: another layer has stored keys and values */
     int64_t norm_after_rotary;    /* norm_weight's */
     float scaling, norm_eps;
     float softcap;                /* c makes c tanh(s / c) of each score s; 0: none */
-    const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
+    const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL; a reader's [num_heads, head_size] */
+    const float *value_norm;      /* [head_size] or NULL */
     const float *query_norm, *key_norm; /* of all numbers of a token's queries, and of its keys, or NULL */
     const float *sinks;           /* [num_heads], a further score each whose value is nothing, or NULL */
     int64_t cache_type;           /* FLOAT32 or FLOAT16: what keys and values are kept in */
@@ -120,7 +123,7 @@ typedef struct {
 } Recurrence;
 
 /* What layers are made of: a part's kind says which of the structures below its data is. */
-enum { ATTENTION, GATED_MLP, EXPERTS, RECURRENT, PARALLEL };
+enum { ATTENTION, GATED_MLP, EXPERTS, RECURRENT, PARALLEL, DENSE_AND_EXPERTS };
 
 typedef struct {
     int64_t kind;
@@ -145,11 +148,20 @@ typedef struct {
     const GatedMlp *shared;       /* of all tokens, or NULL */
     const Linear *shared_gate;    /* of one output, whose sigmoid multiplies the shared one's; or NULL */
     const float *choice_bias;     /* [num_experts], added to scores where experts are chosen, or NULL */
+    const float *expert_scales;   /* [num_experts], multiply the weights of theirs, or NULL */
     int64_t num_experts, num_chosen, scoring;
     int64_t renormalises;         /* weights of a token are divided by their sum and added_to_sum */
     float added_to_sum, multiplier;
     int64_t *touched;             /* experts that passes have read, and in how many layers of them */
 } Experts;
+
+/* An MLP of all tokens and experts, whose outputs are added; norms [hidden_size] of what each gets and gives. */
+typedef struct {
+    const GatedMlp *dense;
+    const Experts *experts;
+    const float *dense_norm, *experts_norm, *router_norm, *dense_post_norm, *experts_post_norm;
+    float norm_eps;
+} DenseAndExperts;
 
 typedef struct {
     const Linear *inputs, *output;
@@ -162,6 +174,23 @@ typedef struct {
     Part first, second;
 } Parallel;
 
+/* A layer's last branch: gates of a token's hidden state, the numbers that it has for the layer, and a norm. */
+typedef struct {
+    const Linear *gate, *output;
+    const float *norm;            /* [hidden_size] */
+    float norm_eps;
+    int64_t activation;
+} TokenBranch;
+
+/* Numbers of each token for each layer: a row of a table, times a scale, plus a norm of what is computed of embeddings. */
+typedef struct {
+    const void *table;            /* [vocab, layers * size] */
+    int64_t table_type, size;     /* as a decoder's embedding_type */
+    const Linear *projection;
+    const float *norm;            /* [size] */
+    float norm_eps, scale;
+} LayerInputs;
+
 /* Two parts, each with a norm before it and one of what it adds to the hidden states, or NULL.
  * One of them may have no data: there is none. */
 typedef struct {
@@ -169,6 +198,8 @@ typedef struct {
     const float *mixer_norm, *mixer_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden_size] */
     float mixer_norm_eps, mixer_post_norm_eps, mlp_norm_eps, mlp_post_norm_eps;
     int64_t is_parallel;          /* both parts get what the mixer's norm makes of the layer's input */
+    const TokenBranch *token_branch; /* after the parts, or NULL */
+    float scale;                  /* of the hidden states in the end */
 } DecoderLayer;
 
 /* A decoder and the cache it writes to. */
@@ -181,6 +212,7 @@ typedef struct {
     int64_t embedding_type;
     const DecoderLayer *layers;
     const void *embeddings;       /* [vocab, hidden_size] */
+    const LayerInputs *layer_inputs; /* of token branches, or NULL */
     int64_t centres;              /* norms of hidden states take the mean off first */
     const float *norm;            /* [hidden_size] */
     const Linear *head;
@@ -271,8 +303,13 @@ void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size);
 int64_t gated_mlp_bytes(const GatedMlp *part, int64_t rows);
 int run_gated_mlp(const GatedMlp *part, float *out, const float *x, const float *residual, int64_t rows, Arena *arena);
 int64_t experts_bytes(const Experts *part, int64_t rows);
-int run_experts(const Experts *part, float *out, const float *x, const float *residual, int64_t rows, Arena *arena);
-int64_t mix_experts(const Experts *part, float *out, const float *x, const float *residual, int64_t rows);
+int run_experts(const Experts *part, float *out, const float *x, const float *routed, const float *residual,
+                int64_t rows, Arena *arena);
+int64_t mix_experts(const Experts *part, float *out, const float *x, const float *routed, const float *residual,
+                    int64_t rows);
+int64_t dense_and_experts_bytes(const DenseAndExperts *part, int64_t rows);
+int run_dense_and_experts(const DenseAndExperts *part, float *out, const float *x, const float *residual, int64_t rows,
+                          Arena *arena);
 
 /* parts.c */
 int64_t part_bytes(const Part *part, int64_t rows);

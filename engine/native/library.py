@@ -54,6 +54,18 @@ class Recurrence(ctypes.Structure):
     _fields_ = fields_of("Recurrence")
 
 
+class TokenBranch(ctypes.Structure):
+    _fields_ = fields_of("TokenBranch")
+
+
+class LayerInputs(ctypes.Structure):
+    _fields_ = fields_of("LayerInputs")
+
+
+class DenseAndExperts(ctypes.Structure):
+    _fields_ = fields_of("DenseAndExperts")
+
+
 class Part(ctypes.Structure):
     _fields_ = fields_of("Part")
 

@@ -60,7 +60,8 @@ static void choose(const Experts *part, int64_t *chosen, float *weights, const f
     float sum = 0.0f;
     for (int64_t n = 0; n < num_chosen; n++) sum += weights[n] = scores[chosen[n]];
     const float factor = part->renormalises ? part->multiplier / (sum + part->added_to_sum) : part->multiplier;
-    for (int64_t n = 0; n < num_chosen; n++) weights[n] *= factor;
+    for (int64_t n = 0; n < num_chosen; n++)
+        weights[n] *= part->expert_scales ? factor * part->expert_scales[chosen[n]] : factor;
 }
 
 /* Rows [rows, size] that an expert computes, from ``x``, or to ``x`` with the weights of each. */
@@ -112,8 +113,10 @@ int64_t experts_bytes(const Experts *part, int64_t rows) {
         + arena_size(rows, sizeof(float)) + (shared > of_expert ? shared : of_expert);
 }
 
-/* out [rows, hidden size] = the experts' outputs for x, plus residual or NULL, which may be out itself; so may x. */
-int run_experts(const Experts *part, float *out, const float *x, const float *residual, int64_t rows, Arena *arena) {
+/* out [rows, hidden size] = the experts' outputs for x, plus residual or NULL, which may be out itself; so may x. The
+ * router gets ``routed``, which may be x. */
+int run_experts(const Experts *part, float *out, const float *x, const float *routed, const float *residual,
+                int64_t rows, Arena *arena) {
     const int64_t size = part->router->in_features, num_experts = part->num_experts, num_chosen = part->num_chosen;
     const int64_t num_places = rows * num_chosen;
     float *numbers = arena_alloc(arena, rows * num_experts, sizeof(float));
@@ -127,7 +130,7 @@ int run_experts(const Experts *part, float *out, const float *x, const float *re
     float *found = arena_alloc(arena, rows * size, sizeof(float));
     float *gates = arena_alloc(arena, rows, sizeof(float));
     if (!gates) return 0;
-    multiply(part->router, numbers, x, NULL, rows);
+    multiply(part->router, numbers, routed, NULL, rows);
     memset(first, 0, (num_experts + 1) * sizeof(int64_t));
     for (int64_t row = 0; row < rows; row++)
         choose(part, chosen + row * num_chosen, weights + row * num_chosen, numbers + row * num_experts, scores);
@@ -154,7 +157,37 @@ int run_experts(const Experts *part, float *out, const float *x, const float *re
 }
 
 /* ``run_experts`` with memory of its own; 0 if there is none. */
-int64_t mix_experts(const Experts *part, float *out, const float *x, const float *residual, int64_t rows) {
+int64_t mix_experts(const Experts *part, float *out, const float *x, const float *routed, const float *residual,
+                    int64_t rows) {
     static _Thread_local Arena arena;
-    return arena_reserve(&arena, experts_bytes(part, rows)) && run_experts(part, out, x, residual, rows, &arena);
+    return arena_reserve(&arena, experts_bytes(part, rows))
+        && run_experts(part, out, x, routed, residual, rows, &arena);
+}
+
+int64_t dense_and_experts_bytes(const DenseAndExperts *part, int64_t rows) {
+    const int64_t dense = gated_mlp_bytes(part->dense, rows), experts = experts_bytes(part->experts, rows);
+    return 4 * arena_size(rows * part->dense->gate_up->in_features, sizeof(float)) + (dense > experts ? dense : experts);
+}
+
+/* out [rows, hidden size] = both outputs for x, plus residual or NULL, which may be out itself; so may x. */
+int run_dense_and_experts(const DenseAndExperts *part, float *out, const float *x, const float *residual, int64_t rows,
+                          Arena *arena) {
+    const int64_t size = part->dense->gate_up->in_features;
+    const float eps = part->norm_eps;
+    float *normed = arena_alloc(arena, rows * size, sizeof(float));
+    float *routed = arena_alloc(arena, rows * size, sizeof(float));
+    float *dense = arena_alloc(arena, rows * size, sizeof(float));
+    float *found = arena_alloc(arena, rows * size, sizeof(float));
+    if (!found) return 0;
+    const size_t used = arena->used;
+    rms_norm(normed, x, part->dense_norm, NULL, rows, size, eps);
+    if (!run_gated_mlp(part->dense, dense, normed, NULL, rows, arena)) return 0;
+    arena->used = used;
+    rms_norm(routed, x, part->router_norm, NULL, rows, size, eps);
+    rms_norm(normed, x, part->experts_norm, NULL, rows, size, eps);
+    if (!run_experts(part->experts, found, normed, routed, NULL, rows, arena)) return 0;
+    rms_norm(dense, dense, part->dense_post_norm, NULL, rows, size, eps);
+    rms_norm(found, found, part->experts_post_norm, dense, rows, size, eps);
+    for (int64_t i = 0; i < rows * size; i++) out[i] = residual ? residual[i] + found[i] : found[i];
+    return 1;
 }

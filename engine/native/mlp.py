@@ -5,7 +5,14 @@ from ctypes import Structure, addressof
 import torch
 
 from truedraft.engine.layers.linear import Linear
-from truedraft.engine.layers.mlp import ACTIVATIONS, SCORINGS, UNGATED, Experts, GatedMlp
+from truedraft.engine.layers.mlp import (
+    ACTIVATIONS,
+    SCORINGS,
+    UNGATED,
+    DenseAndExperts,
+    Experts,
+    GatedMlp,
+)
 from truedraft.engine.memory.pointers import PointerError, address
 from truedraft.engine.native import library as in_c
 from truedraft.engine.native.linear import NativeLinear
@@ -52,13 +59,14 @@ class NativeExperts:
         self.description = mlp
         self.experts = (in_c.GatedMlp * number)(*(gated_mlp(expert, hidden_size) for expert in mlp.experts))
         self.shared = None if mlp.shared is None else gated_mlp(mlp.shared, hidden_size)
-        bias, gate = router.choice_bias, mlp.shared_gate
+        bias, scales, gate = router.choice_bias, router.expert_scales, mlp.shared_gate
         self.struct = in_c.Experts(
             router=linear_at("router", router.linear, hidden_size, number),
             experts=addressof(self.experts),
             shared=None if self.shared is None else addressof(self.shared),
             shared_gate=None if gate is None else linear_at("shared_gate", gate, hidden_size, 1),
             choice_bias=None if bias is None else address(bias, torch.float32, (number,)),
+            expert_scales=None if scales is None else address(scales, torch.float32, (number,)),
             num_experts=number,
             num_chosen=router.num_chosen,
             scoring=SCORINGS.index(router.scoring),
@@ -69,7 +77,7 @@ class NativeExperts:
         )
 
 
-def mlp_structure(mlp: GatedMlp | Experts, hidden_size: int) -> tuple[Structure, object]:
+def mlp_structure(mlp: GatedMlp | Experts | DenseAndExperts, hidden_size: int) -> tuple[Structure, object]:
     """Returns an MLP of this hidden size as C has it, and what must be kept as long as that."""
     match mlp:
         case GatedMlp():
@@ -79,3 +87,15 @@ def mlp_structure(mlp: GatedMlp | Experts, hidden_size: int) -> tuple[Structure,
             if experts.hidden_size != hidden_size:
                 raise PointerError(f"experts take {experts.hidden_size} numbers, not {hidden_size}")
             return experts.struct, experts
+        case DenseAndExperts():
+            dense, kept = gated_mlp(mlp.dense, hidden_size), mlp_structure(mlp.experts, hidden_size)
+            if len({norm.eps for norm in mlp.norms.values()}) > 1:
+                raise PointerError("C has one eps for the norms of a dense MLP and of experts")
+            norms = {
+                name: address(norm.weight, torch.float32, (hidden_size,)) for name, norm in mlp.norms.items()
+            }
+            eps = mlp.dense_norm.eps
+            struct = in_c.DenseAndExperts(
+                dense=addressof(dense), experts=addressof(kept[0]), **norms, norm_eps=eps
+            )
+            return struct, (dense, kept, mlp)

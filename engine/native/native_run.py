@@ -22,7 +22,7 @@ from truedraft.engine.native.mlp import NativeExperts
 from truedraft.engine.native.recurrence import NativeRecurrence, NativeStates
 
 # A head fills whole vector registers, up to as many as the kernels keep.
-HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256
+HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 512
 FLOAT, INTEGER = torch.float32, torch.int64
 # A cache is kept in one of these, by their numbers in kernels.h.
 CACHE_TYPES = {torch.float32: 0, torch.float16: 1}
@@ -151,7 +151,7 @@ class NativeRun:
         out = torch.empty(tokens, attended, dtype=FLOAT)
         heads = self.kernels.heads(shape, self.cache)
         check_rotary(shape, *self.rotary)
-        if self.num_slots > (stored := len(self.cache.keys[shape.layer])):
+        if self.num_slots > (stored := len(self.cache.keys[shape.cached])):
             raise PointerError(f"the cache has {stored} slots, not {self.num_slots}")
         self.kernels.library.attend(
             byref(self.spans),
@@ -183,9 +183,14 @@ class NativeRun:
         return out
 
     def experts(
-        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor | None = None
+        self,
+        experts: Experts,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        routed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = x.contiguous()
+        routed = x if routed is None else routed.contiguous()
         added = None if residual is None else residual.contiguous()
         made = self.kernels.experts(experts)
         shape = len(x), made.hidden_size
@@ -194,6 +199,7 @@ class NativeRun:
             byref(made.struct),
             address(out, FLOAT, shape),
             address(x, FLOAT, shape),
+            address(routed, FLOAT, shape),
             None if added is None else address(added, FLOAT, shape),
             len(x),
         )
@@ -210,14 +216,16 @@ class NativeRun:
 
 def qkv_width(shape: AttentionShape) -> int:
     """Returns how many numbers of each token come in."""
-    return ((2 if shape.gated else 1) * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+    return ((2 if shape.gated else 1) * shape.num_heads + 2 * shape.num_stored_heads) * shape.head_size
 
 
 def check_rotary(shape: AttentionShape, kinds: int, size: int) -> None:
     """Raises ``PointerError`` unless a layer can use these angles [kinds, positions, size]."""
     if shape.rotary is None:
         return
-    if shape.rotary >= kinds or size > shape.head_size or size % 2:
+    pairs, distance = shape.turned or (size // 2, size // 2)
+    is_fit = 0 < 2 * pairs <= size and pairs <= distance and distance + pairs <= shape.head_size
+    if shape.rotary >= kinds or size % 2 or not is_fit or (shape.turned and shape.interleaved):
         raise PointerError(f"{kinds} tables of angles for {size} numbers are none for {shape}")
 
 
@@ -225,10 +233,14 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
     heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
     if size % HEAD_SIZE_MULTIPLE or not 0 < size <= MAX_HEAD_SIZE or heads % kv_heads:
         raise PointerError(f"C does not attend with {heads} heads, {kv_heads} of keys, of {size} numbers")
-    keys, values, norm = cache.keys[shape.layer], cache.values[shape.layer], shape.norm
+    keys, values, norm = cache.keys[shape.cached], cache.values[shape.cached], shape.norm
+    normed = heads + shape.num_stored_heads
+    pairs, distance = shape.turned or (0, 0)
     if keys.dtype not in CACHE_TYPES:
         raise PointerError(f"C has no cache in {keys.dtype}")
     query_norm, key_norm = shape.whole_norms or (None, None)
+    if (value_norm := shape.value_norm) is not None and (norm is None or value_norm.eps != norm.eps):
+        raise PointerError("C norms values where it norms queries and keys, with the same eps")
     stored = len(keys), kv_heads, size
     return Heads(
         num_heads=heads,
@@ -242,7 +254,11 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
         scaling=shape.scaling,
         softcap=shape.softcap or 0.0,
         norm_eps=0.0 if (some := norm or query_norm) is None else some.eps,
-        norm_weight=None if norm is None else address(norm.weight, FLOAT, (heads + kv_heads, size)),
+        norm_weight=None if norm is None else address(norm.weight, FLOAT, (normed, size)),
+        value_norm=None if value_norm is None else address(value_norm.weight, FLOAT, (size,)),
+        turned_pairs=pairs,
+        distance=distance,
+        is_reader=shape.source is not None,
         query_norm=None if query_norm is None else address(query_norm.weight, FLOAT, (heads * size,)),
         key_norm=None if key_norm is None else address(key_norm.weight, FLOAT, (kv_heads * size,)),
         sinks=None if shape.sinks is None else address(shape.sinks, FLOAT, (heads,)),

@@ -53,6 +53,7 @@ int64_t part_bytes(const Part *part, int64_t rows) {
         case ATTENTION: return attention_bytes(part->data, rows);
         case GATED_MLP: return gated_mlp_bytes(part->data, rows);
         case EXPERTS: return experts_bytes(part->data, rows);
+        case DENSE_AND_EXPERTS: return dense_and_experts_bytes(part->data, rows);
         case RECURRENT: return recurrent_bytes(part->data, rows);
         case PARALLEL: return parallel_bytes(part->data, rows);
         default: return 0;
@@ -68,7 +69,8 @@ int run_part(const Part *part, const Spans *spans, float *out, const float *x, c
     switch (part->kind) {
         case ATTENTION: is_done = run_attention(part->data, spans, out, x, residual, arena); break;
         case GATED_MLP: is_done = run_gated_mlp(part->data, out, x, residual, rows, arena); break;
-        case EXPERTS: is_done = run_experts(part->data, out, x, residual, rows, arena); break;
+        case EXPERTS: is_done = run_experts(part->data, out, x, x, residual, rows, arena); break;
+        case DENSE_AND_EXPERTS: is_done = run_dense_and_experts(part->data, out, x, residual, rows, arena); break;
         case RECURRENT: is_done = run_recurrent(part->data, spans, out, x, residual, arena); break;
         case PARALLEL: {
             const Parallel *both = part->data;

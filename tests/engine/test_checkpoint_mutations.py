@@ -4,6 +4,7 @@ Each tensor is removed, reshaped or joined by another; each field of config.json
 """
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -77,6 +78,15 @@ MORE: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 32,
+        "sliding_window": WINDOW,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+    },
     "glm4_moe": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -141,6 +151,15 @@ OF_EXPERTS: dict[str, list[Any]] = {
     "attention_bias": [True, False],
     "sliding_window": [3, None],
     "hidden_act": ["relu"],
+    "hidden_activation": ["silu", "relu"],
+    "final_logit_softcapping": [0.5],
+    "vocab_size_per_layer_input": [VOCAB_SIZE - 2, VOCAB_SIZE + 2],
+    "hidden_size_per_layer_input": [0, 4],
+    "num_kv_shared_layers": [0, 1],
+    "attention_k_eq_v": [True],
+    "enable_moe_block": [True],
+    "use_double_wide_mlp": [True],
+    "use_bidirectional_attention": ["vision", "all"],
 }
 # Values of each field that a family's config may have.
 VALUES: dict[str, list[Any]] = {
@@ -265,9 +284,14 @@ def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Chang
     yield config | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, weights
 
 
+def is_changed(name: str) -> bool:
+    """Tells whether a tensor is: of several layers those of one, and what is another's own."""
+    return not re.search(r"layers\.[1-9]", name) or "layers.2.self_attn" in name
+
+
 def removed_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
     for name in weights:
-        if "layers.1" not in name:
+        if is_changed(name):
             yield config, {other: tensor for other, tensor in weights.items() if other != name}
     tied = config | {"tie_word_embeddings": True}
     for name in ("lm_head.weight", _embeddings(weights)):
@@ -276,7 +300,7 @@ def removed_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Change
 
 def reshaped_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
     for name, tensor in weights.items():
-        if "layers.1" not in name:
+        if is_changed(name):
             yield config, weights | {name: tensor[:-4].contiguous()}
 
 
@@ -330,9 +354,10 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],
     "gemma2": [(22, 17), (2, 14), (0, 14), (4, 8)],
     "gemma3_text": [(20, 17), (2, 16), (0, 16), (4, 7)],
+    "gemma4_text": [(7, 14), (2, 26), (0, 26), (4, 6)],
     "glm": [(13, 14), (2, 14), (0, 14), (4, 8)],
     "glm4": [(13, 14), (2, 16), (0, 16), (4, 8)],
-    "glm4_moe": [(8, 11), (2, 14), (0, 14), (4, 7)],
+    "glm4_moe": [(8, 11), (2, 14), (0, 14), (5, 6)],
     "gpt_oss": [(8, 6), (2, 20), (0, 20), (4, 6)],
     "granite": [(18, 16), (2, 12), (0, 12), (4, 8)],
     "granitemoehybrid": [(14, 18), (1, 16), (0, 15), (4, 8)],
