@@ -1,4 +1,4 @@
-"""What a decoder is made of: layers of two branches each, described once for every backend.
+"""What a decoder is made of: layers of one or two branches, described once for every backend.
 
 A layer's first branch, the mixer, is how tokens see each other, the second one, the MLP, what becomes of each
 by itself. The descriptions are what torch's operations and Triton's kernels run through (``LayerRun``) and

@@ -60,6 +60,7 @@ QWEN_EXPERTS = {
 }
 MORE: dict[str, dict[str, Any]] = {
     "falcon_h1": {
+        "num_hidden_layers": 1,
         "mamba_d_ssm": 32,
         "mamba_n_heads": 4,
         "mamba_n_groups": 2,

@@ -26,7 +26,7 @@ from tests.engine.test_gguf_mutations import (
 from tests.llama_cpp_graph import RefusedError
 from tests.llama_cpp_hybrids import HybridGraph
 
-# The first layer has a state, the second one attention.
+# The first layer has a state, the second one attention; Falcon-H1's only layer has both.
 LAYERS, HEADS, KV_HEADS = 2, 4, 2
 KEY_HEADS, VALUE_HEADS, SIZE, WIDTH = 2, 4, 8, 4
 NUMBER, EXPERT = 4, 24
@@ -82,7 +82,7 @@ OF_STATE: dict[str, dict[str, Any]] = {
         "expert_feed_forward_length": EXPERT,
         "expert_shared_feed_forward_length": INNER,
     },
-    "falcon-h1": MAMBA,
+    "falcon-h1": {"block_count": 1, **MAMBA},
     "nemotron_h": NEMOTRON,
     "nemotron_h_moe": {
         **NEMOTRON,
@@ -130,7 +130,7 @@ def base(architecture: str) -> Content:
         return Content(architecture, _sizes(architecture) | settings, tensors)
     mixers = [_recurrence(architecture, drawn), attention]
     if architecture == "falcon-h1":
-        mixers = [attention | _recurrence(architecture, drawn) for _ in range(LAYERS)]
+        mixers = [attention | _recurrence(architecture, drawn)]
     for layer, parts in enumerate(mixers):
         of_layer = parts | {
             "attn_norm.weight": drawn(HIDDEN, mean=1),
@@ -313,7 +313,7 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "granitehybrid": [(13, 43), (1, 14), (0, 25), (1, 12)],
     "lfm2moe": [(5, 26), (0, 5), (0, 9), (0, 13)],
     "qwen3next": [(9, 23), (0, 12), (0, 21), (2, 12)],
-    "falcon-h1": [(9, 46), (0, 19), (0, 31), (1, 11)],
+    "falcon-h1": [(8, 46), (2, 17), (0, 31), (1, 11)],
     "nemotron_h": [(11, 46), (1, 13), (0, 23), (1, 12)],
     "nemotron_h_moe": [(5, 25), (0, 6), (0, 11), (1, 12)],
     "granitehybrid with experts": [(4, 27), (0, 9), (0, 16), (1, 11)],
