@@ -129,24 +129,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
         "rwkv models cannot be served: their recurrent layers keep a running state",
     ),
-    "LFM2-MoE, a hybrid that does not call itself one": (
-        "lfm2_moe",
-        {**SHAPE, "layer_types": ["conv", "full_attention"], "num_experts": 4, "moe_intermediate_size": 24},
-        "1 of their 2 layers keep a running state",
-    ),
-    "Falcon-H1, a hybrid with attention in every layer": (
-        "falcon_h1",
-        {
-            **SHAPE,
-            "head_dim": 8,
-            "mamba_d_ssm": 32,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 8,
-            "mamba_d_state": 8,
-            "mamba_n_groups": 1,
-        },
-        "can be taken out of a state only where",
-    ),
     "BLOOM, positions as a bias of its own attention": (
         "bloom",
         {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4},
