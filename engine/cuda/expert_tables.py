@@ -25,8 +25,8 @@ from truedraft.engine.layers.mlp import Experts, TouchedExperts
 from truedraft.engine.layers.torch_run import TorchPointwise
 from truedraft.engine.memory.pointers import device_address
 
-# Tokens of the comparison at load: of every size of program.
-CHECKED_TOKENS = (1, 17, 33)
+# Tokens of the comparison at load: of every size of program, and of more than one.
+CHECKED_TOKENS = (1, 17, 33, 80)
 # Addresses are multiples of this, so that many numbers are loaded at once.
 ALIGNMENT = 16
 
@@ -145,7 +145,10 @@ def _is_right(
     counted = replace(experts, touched=TouchedExperts(device))
     generator = torch.Generator().manual_seed(size)
     for num_tokens in CHECKED_TOKENS:
-        x, residual = (torch.randn(num_tokens, size, generator=generator).to(device, dtype) for _ in range(2))
+        x, residual = (torch.randn(num_tokens, size, generator=generator) for _ in range(2))
+        # Tokens that are a little alike have experts in common, some of which have more than a tile.
+        x = (x / 2 + torch.randn(size, generator=generator)).to(device, dtype)
+        residual = residual.to(device, dtype)
         is_there = torch.ones(num_tokens, dtype=torch.bool, device=device)
         ours = run_grouped(kernels, counted, run, x, residual.clone(), is_there)
         theirs = experts.by_definition(x, run, residual)
