@@ -106,8 +106,8 @@ def test_few_slots_leave_rows_that_are_compared() -> None:
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
 def test_a_piece_of_a_prompt_folds(is_forgotten: bool, monkeypatch: Patch) -> None:
-    """The last two of 34 tokens go along with a row that decodes, in a captured pass. A host that does not know
-    what was folded then shows in the states."""
+    """The last two of 34 tokens go along with a row that decodes, in a captured pass. If the host does not
+    know what was folded then, it shows in the states."""
     stored, guests = runner._Held.stored, []
 
     def watched(self: runner._Held, parts: Any) -> Any:
