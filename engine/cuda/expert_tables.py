@@ -25,8 +25,8 @@ from truedraft.engine.layers.mlp import Experts, TouchedExperts
 from truedraft.engine.layers.torch_run import TorchPointwise
 from truedraft.engine.memory.pointers import device_address
 
-# Tokens of the comparison at load: few, and more than a tile.
-CHECKED_TOKENS = (1, 37)
+# Tokens of the comparison at load: of every size of program, and of more than one.
+CHECKED_TOKENS = (1, 17, 33, 80)
 # Addresses are multiples of this, so that many numbers are loaded at once.
 ALIGNMENT = 16
 
@@ -64,10 +64,16 @@ def grouped(
 
 
 def _group(experts: Experts, dtype: torch.dtype) -> GroupedExperts | None:
-    """Returns None for experts that the kernels do not serve: with biases, say."""
+    """Returns None for experts that the kernels do not serve: with biases or scales, say."""
     gate_up = _grouped_linear([mlp.gate_up for mlp in experts.experts], dtype)
     down = _grouped_linear([mlp.down for mlp in experts.experts], dtype)
-    if gate_up is None or down is None or len({mlp.activation for mlp in experts.experts}) > 1:
+    is_plain = all(mlp.scales is None for mlp in experts.experts)
+    if (
+        gate_up is None
+        or down is None
+        or not is_plain
+        or len({mlp.activation for mlp in experts.experts}) > 1
+    ):
         return None
     own = {each.name: getattr(experts, each.name) for each in fields(Experts)}
     return GroupedExperts(**own, gate_up=gate_up, down=down)
@@ -139,7 +145,10 @@ def _is_right(
     counted = replace(experts, touched=TouchedExperts(device))
     generator = torch.Generator().manual_seed(size)
     for num_tokens in CHECKED_TOKENS:
-        x, residual = (torch.randn(num_tokens, size, generator=generator).to(device, dtype) for _ in range(2))
+        x, residual = (torch.randn(num_tokens, size, generator=generator) for _ in range(2))
+        # Tokens that are a little alike have experts in common, some of which have more than a tile.
+        x = (x / 2 + torch.randn(size, generator=generator)).to(device, dtype)
+        residual = residual.to(device, dtype)
         is_there = torch.ones(num_tokens, dtype=torch.bool, device=device)
         ours = run_grouped(kernels, counted, run, x, residual.clone(), is_there)
         theirs = experts.by_definition(x, run, residual)

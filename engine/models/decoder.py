@@ -60,9 +60,8 @@ class FusedDecoder(Model):
         # Attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``.
         self.reads_in_place = backend == "Triton"
         # The host decides in each pass which angles or experts it needs.
-        self.needs_host = self.rotary.needs_host or not all(
-            isinstance(each, GroupedExperts) for each in experts
-        )
+        self.runs_lone_experts = not all(isinstance(each, GroupedExperts) for each in experts)
+        self.needs_host = self.rotary.needs_host or self.runs_lone_experts
 
     @property
     def num_layers(self) -> int:

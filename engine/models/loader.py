@@ -155,17 +155,20 @@ def _load_found(found: Architecture, options: LoadOptions) -> Model:
         raise ModelLoadError(
             f"{found.path} cannot be quantised: its experts have outputs in an order of their own"
         )
-    if skeleton is not None and has_experts(skeleton.config) and options.device.type != "cpu":
-        skeleton = None  # transformers' products of all experts at once suit a GPU
+    # Where ours would run one by one, transformers' products of all experts at once suit a GPU better.
+    is_mixed = skeleton is not None and has_experts(skeleton.config) and options.device.type != "cpu"
+    if is_mixed and not serves([], options.dtype, options.device):
+        skeleton = None
     if skeleton is not None:
         check_memory(found.path, skeleton, options)
         checkpoint = _named_tensors(found, skeleton, options)
         model = None if checkpoint is None else _load_fused(found, checkpoint, options)
-        if model is not None:
+        if model is not None and not (is_mixed and model.runs_lone_experts and options.quantize == "none"):
             return model
+        del model
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(found.path))
-    if skeleton is not None:
+    if skeleton is not None and not is_mixed:
         logger.warning("%s is served by transformers' layers, not by the fused ones: slower", found.path)
     return _load_by_module(found, options)
 

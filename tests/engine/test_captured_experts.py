@@ -10,7 +10,7 @@ import torch
 
 from tests.engine import torch_kernels
 from tests.engine.graph_gates import PROMPTS, graphs_of
-from tests.engine.test_experts import VARIANTS, experts
+from tests.engine.test_experts import SIZE, VARIANTS, experts
 from tests.engine.test_round_graphs import kernels_for
 from tests.families import FAMILIES, SHAPE, save_random
 from tests.models import make_engine, run_engine
@@ -102,6 +102,10 @@ def test_experts_that_are_not_alike_have_no_table() -> None:
         assert isinstance(linear, TorchLinear)
         return TorchLinear(linear.weight[weight], None, multiplier)
 
-    for weight, multiplier in ((slice(1, None), 1.0), (slice(None), 2.0), (slice(None, None, 2), 1.0)):
-        last = replace(part.experts[-1], down=other(part.experts[-1].down, weight, multiplier))
-        assert _group(replace(part, experts=(*part.experts[:-1], last)), torch.float32) is None
+    last = part.experts[-1]
+    unlike = [
+        replace(last, down=other(last.down, weight, multiplier))
+        for weight, multiplier in ((slice(1, None), 1.0), (slice(None), 2.0), (slice(None, None, 2), 1.0))
+    ]
+    for wrong in (*unlike, replace(last, activation="relu2"), replace(last, scales=torch.ones(2 * SIZE))):
+        assert _group(replace(part, experts=(*part.experts[:-1], wrong)), torch.float32) is None

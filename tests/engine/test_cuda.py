@@ -21,7 +21,9 @@ from tests.engine.test_distribution import Pair, p_values, pair
 from tests.engine.test_gguf import CONFIGS
 from tests.engine.test_llama import save
 from tests.engine.test_round_graphs import PARAMS, STATIC
+from tests.families import FAMILIES, SHAPE, save_random
 from tests.gguf_models import save_gguf
+from tests.hybrids import HYBRIDS
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.cuda.triton_run import find_kernels, is_right
@@ -102,6 +104,17 @@ def test_gguf_files_say_what_they_say_dequantised_on_a_cpu(kind: str, tmp_path: 
     params = SamplingParams(max_tokens=60, temperature=0)
     on_cpu = run_engine(make_engine(target, None), gates.PROMPTS, params)
     assert run_engine(make_engine_here(target, draft), gates.PROMPTS, params) == on_cpu
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE in C, one layer without experts", "LFM2", "Qwen3-Next"])
+def test_experts_and_states_say_what_they_say_on_a_cpu(name: str, tmp_path: Path) -> None:
+    model_type, values = (FAMILIES | HYBRIDS)[name]
+    folder = save_random(tmp_path, model_type, {**SHAPE, **values})
+    params = SamplingParams(max_tokens=40, temperature=0)
+    on_cpu = run_engine(make_engine(folder, None), gates.PROMPTS, params)
+    drafted = make_engine_here(folder, folder, num_speculative_tokens=3, cuda_graph_seconds=10)
+    assert run_engine(drafted, gates.PROMPTS, params) == on_cpu
+    assert graph_gates.graphs_of(drafted).num_replays
 
 
 def test_the_target_as_its_own_draft_is_always_accepted(models: Models) -> None:

@@ -26,6 +26,12 @@ CPU = torch.device("cpu")
 SERVED = ["renormalised", "sigmoid with a bias", "shared with a gate"]
 
 
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 has one size of program, of which these are one and two."""
+    monkeypatch.setattr(expert_tables, "CHECKED_TOKENS", (1, 20))
+
+
 def grouped(experts: Experts, dtype: torch.dtype = torch.float32) -> GroupedExperts:
     group = _group(experts, dtype)
     assert group is not None
