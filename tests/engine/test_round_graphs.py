@@ -882,7 +882,7 @@ def test_what_goes_along_does_not_fill_a_pass_with_padding(num_rows: int, length
         find=lambda rows, queries: smallest_stage(rows, queries, planned), most_queries=lambda _, n: n
     )
     row: Any = SimpleNamespace(draft=SimpleNamespace(num_first_drafts=0, known=True))
-    runner: Any = SimpleNamespace(graphs=graphs)
+    runner: Any = SimpleNamespace(graphs=graphs, head=None)
     runner._stages = partial(CudaRunner._stages, runner)
     guest = Span(BlockTable(), [1] * length, 1)
     held = CudaRunner._held(runner, [row] * num_rows, [guest])

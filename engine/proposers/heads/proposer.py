@@ -19,7 +19,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of, stops_of
+from truedraft.engine.proposers.drawn import NextLogits, drawn_drafts, lengths_of, stops_of
 from truedraft.engine.proposers.heads.waiting import Waiting
 from truedraft.engine.sampling.ops import in_width
 from truedraft.engine.sampling.sampler import Drafts, Sampler
@@ -100,7 +100,7 @@ class HeadProposer(Proposer):
         known = [*seen.sequence.token_ids[table.num_computed_tokens : seen.first], *seen.token_ids]
         return Span(table, known[1:], 0, states=states)
 
-    def _is_told(self, sequence: Sequence) -> bool:
+    def is_told(self, sequence: Sequence) -> bool:
         """Tells whether the states of all tokens but the pending one are known: those of a text's first token
         are not before it has been computed."""
         num_told = sequence.target_blocks.num_computed_tokens
@@ -109,9 +109,16 @@ class HeadProposer(Proposer):
     def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
         sequences = [part.sequence for part in plan.rows]
         lengths = [
-            length if length and self._is_told(sequence) else 0
+            length if length and self.is_told(sequence) else 0
             for sequence, length in zip(sequences, lengths_of(plan, self.name), strict=True)
         ]
+        drafts = drawn_drafts(lengths, sampler, self.passes(sequences), stops_of(plan))
+        self.take_back([sequences[row] for row, length in enumerate(lengths) if length])
+        return drafts
+
+    def passes(self, sequences: Sequences[Sequence]) -> NextLogits:
+        """Returns what passes over the drafts of a round, whose rows are ``sequences``: over the states that
+        wait, and then over its own."""
         states: dict[int, torch.Tensor] = {}
 
         def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
@@ -138,12 +145,13 @@ class HeadProposer(Proposer):
                 states[row] = hidden[end - 1]
             return self._in_width(logits)
 
-        drafts = drawn_drafts(lengths, sampler, next_logits, stops_of(plan))
-        for sequence, length in zip(sequences, lengths, strict=True):
-            if length:
-                self.cache.table(sequence).num_computed_tokens = len(sequence) - 1
-                self._waiting[sequence].num_tokens = 0
-        return drafts
+        return next_logits
+
+    def take_back(self, sequences: Sequences[Sequence]) -> None:
+        """Takes back what drafts have stored from the head's own states; nothing waits any more."""
+        for sequence in sequences:
+            self.cache.table(sequence).num_computed_tokens = len(sequence) - 1
+            self._waiting[sequence].num_tokens = 0
 
     def _in_width(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns ``logits`` of the drafted tokens in the target's width: others have probability zero."""

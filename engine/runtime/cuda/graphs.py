@@ -24,6 +24,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.agreement import TOLERANCES, same_logits
+from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.runtime.cuda.capture import Capture
@@ -33,6 +34,7 @@ from truedraft.engine.runtime.cuda.shapes import (
     Captured,
     Shape,
     Stage,
+    shape_of,
     smallest,
     smallest_stage,
 )
@@ -45,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 class RoundGraphs:
     """The captured passes of a target and, if there is one, its draft model, over their caches. ``rows`` are
-    what they read and, where drafts are drawn, write; ``sampling`` draws and judges. ``enabled`` is for
-    comparisons."""
+    what they read and, where drafts are drawn, write; ``sampling`` draws and judges. The target's passes
+    leave the states after the layers ``taps``, too. ``enabled`` is for comparisons."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class RoundGraphs:
         max_drawn: int,
         sampling: Sampling,
         capture: Capture,
+        taps: Sequence[int] = (),
     ) -> None:
         self.target = target
         self.draft = draft
@@ -64,10 +67,16 @@ class RoundGraphs:
         self.sampling = sampling
         self.capture = capture
         self.max_drawn = max_drawn
+        self.taps = list(taps)
         device, vocab_size = target.device, target.vocab_size
         num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
         # In one place for all, as their pool is overwritten by every replay.
         self.logits = torch.zeros(num_tokens, vocab_size, device=device)
+        self.tapped: torch.Tensor | None = None  # [tokens, taps, hidden size]
+        if taps:
+            assert isinstance(target.model, FusedDecoder)
+            size = target.model.weights.norm.size
+            self.tapped = torch.zeros(num_tokens, len(taps), size, dtype=target.model.dtype, device=device)
         width = vocab_size if draft is None else draft.vocab_size
         self.draft_logits = torch.zeros(rows.max_rows, width, device=device)
         self.draft_probs = torch.zeros(rows.max_rows, max_drawn, vocab_size, device=device)
@@ -111,9 +120,9 @@ class RoundGraphs:
         self.replay(stage)
 
     def add(self, item: Captured) -> None:
-        """Captures one more; a stage's pass must be captured already. Raises whatever the device's library
+        """Captures one more; a stage comes after its pass. Raises whatever the device's library
         does."""
-        shape = item if isinstance(item, Shape) else item.shape
+        shape = shape_of(item)
         self.rows.begin()
         self.rows.send(shape.rows)  # the runs before the capture are real: over no rows
         self.replays[item] = self.capture.record(lambda: self.run(item))
@@ -169,26 +178,48 @@ class RoundGraphs:
         batch = rows.batch(TARGET, token_ids, num_stored, num_skipped, counts, every)
         if self.target.cache.states:
             batch.state_rows = rows.states(TARGET, num_stored, num_skipped, counts, shape.queries)
-        self.logits[: shape.num_tokens].copy_(model.compute(batch, self.target.cache).logits)
+        logits, hidden = model.compute(batch, self.target.cache, self.taps)
+        self.logits[: shape.num_tokens].copy_(logits)
+        if self.tapped is not None and hidden is not None:
+            self.tapped[: shape.num_tokens].copy_(hidden)
 
-    def set_spans(self, shape: Shape, spans: Sequence[Span], rows: Iterable[int]) -> list[int]:
+    def set_spans(self, shape: Shape, spans: Sequence[Span], rows: Iterable[int]) -> list[range]:
         """Says what the target's pass of this shape is to score in these rows, of spans whose tokens are
-        known; returns where their logits will be."""
+        known; returns where each of them will be."""
         assert shape.queries is not None
-        index: list[int] = []
+        places: list[range] = []
         for row, span in zip(rows, spans, strict=True):
             length = len(span.token_ids)
             self.rows.set_row(row, span.table.num_computed_tokens, [0, *span.token_ids], length - 1)
             self.rows.set_table(TARGET, row, span.table)
             self.rows.set_states(TARGET, row, span.table, span.certain)
-            end = row * shape.queries + length
-            index += range(end - span.num_logits, end)
-        return index
+            places.append(range(row * shape.queries, row * shape.queries + length))
+        return places
+
+    def output_of(self, spans: Sequence[Span], places: Sequence[range]) -> ForwardOutput:
+        """Returns what the last pass has left of spans in these places."""
+        index = [
+            place
+            for span, own in zip(spans, places, strict=True)
+            for place in own[len(own) - span.num_logits :]
+        ]
+        logits = self.logits.index_select(0, on_device(index, self.logits.device))
+        if self.tapped is None:
+            return ForwardOutput(logits)
+        every = [place for own in places for place in own]
+        return ForwardOutput(logits, self.tapped.index_select(0, on_device(every, self.logits.device)))
 
     def logits_of(self, shape: Shape) -> torch.Tensor:
         """Returns the logits of the last pass of this shape: [rows, queries, V]."""
         assert shape.queries is not None
         return self.logits[: shape.num_tokens].view(shape.rows, shape.queries, -1)
+
+    def tapped_of(self, shape: Shape) -> torch.Tensor | None:
+        """Returns the tapped states of the last pass of this shape: [rows, queries, taps, hidden size]."""
+        assert shape.queries is not None
+        if self.tapped is None:
+            return None
+        return self.tapped[: shape.num_tokens].view(shape.rows, shape.queries, *self.tapped.shape[1:])
 
     def _judge(self, stage: Stage) -> None:
         """Decides what becomes of the drafts, and which token follows them."""
@@ -198,32 +229,33 @@ class RoundGraphs:
 
 
 class ScorePass:
-    """The target's passes over a few tokens of each row, for callers that need their logits."""
+    """The target's passes over a few tokens of each row, for callers that need their logits, or the tapped
+    states as well."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
 
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, None] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         graphs = self.graphs
         queries = max(len(span.token_ids) for span in spans)
         is_short = queries <= graphs.rows.max_drafts + 1 and all(span.num_logits for span in spans)
-        if ids_on_device is not None or taps or not is_short:
+        if ids_on_device is not None or list(taps) not in ([], graphs.taps) or not is_short:
             return None
         shape = graphs.find_pass(len(spans), queries)
         if shape is None:
             graphs.num_misses += graphs.enabled
             return None
-        return self.run(shape, spans), None
+        return self.run(shape, spans)
 
-    def run(self, shape: Shape, spans: list[Span]) -> torch.Tensor:
+    def run(self, shape: Shape, spans: list[Span]) -> ForwardOutput:
         graphs, rows = self.graphs, self.graphs.rows
         rows.begin()
-        index = graphs.set_spans(shape, spans, range(len(spans)))
+        places = graphs.set_spans(shape, spans, range(len(spans)))
         rows.send(shape.rows)
         graphs.replay(shape)
-        return graphs.logits.index_select(0, on_device(index, graphs.logits.device))
+        return graphs.output_of(spans, places)
 
 
 class DraftPass:
@@ -234,7 +266,7 @@ class DraftPass:
 
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, None] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         graphs = self.graphs
         if taps or not all(len(span.token_ids) <= DRAFT_TOKENS and span.num_logits == 1 for span in spans):
             return None
@@ -242,9 +274,11 @@ class DraftPass:
         if shape is None:
             graphs.num_misses += graphs.enabled
             return None
-        return self.run(shape, spans, ids_on_device), None
+        return self.run(shape, spans, ids_on_device)
 
-    def run(self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
+    ) -> ForwardOutput:
         graphs, rows = self.graphs, self.graphs.rows
         rows.begin()
         for row, span in enumerate(spans):
@@ -258,7 +292,7 @@ class DraftPass:
             last_ids = rows.ids(len(spans))[:, 1]
             graphs.capture.launch(lambda: last_ids.copy_(ids_on_device))
         graphs.replay(shape)
-        return graphs.draft_logits[: len(spans)].clone()
+        return ForwardOutput(graphs.draft_logits[: len(spans)].clone())
 
 
 def capture_rounds(
@@ -289,9 +323,9 @@ def capture_rounds(
 
 def _to_check(planned: Sequence[Captured]) -> set[Captured]:
     """Returns the smallest and the largest of each model's passes, and their stages."""
-    checked: set[Captured] = set()
+    checked: set[Captured] = set()  # a head's draws have no captured pass
     for is_draft in (True, False):
-        shapes = [item for item in planned if isinstance(item, Shape) and (item.queries is None) == is_draft]
+        shapes = [shape for item in planned if ((shape := shape_of(item)).queries is None) == is_draft]
         if shapes:
             checked |= {pick(shapes, key=lambda shape: shape.num_tokens) for pick in (min, max)}
     return checked | {item for item in planned if isinstance(item, Stage) and item.shape in checked}
@@ -370,5 +404,11 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
     # First, as the usual pass stores what this one should have stored.
     replayed = (DraftPass if shape.queries is None else ScorePass)(graphs).run(shape, spans)
     # States have been folded by that.
-    usual = model.forward(stored() if layers else spans).logits
-    return same_logits(replayed, usual, TOLERANCES[model.model.dtype])
+    taps = () if shape.queries is None else graphs.taps
+    usual = model.forward(stored() if layers else spans, taps=taps)
+    tolerance = TOLERANCES[model.model.dtype]
+    return all(
+        same_logits(ours.float(), theirs.float(), tolerance)
+        for ours, theirs in zip(replayed, usual, strict=True)
+        if ours is not None and theirs is not None
+    )

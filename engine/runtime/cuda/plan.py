@@ -14,12 +14,13 @@ from truedraft.engine.cuda.triton_sampling import Sampling, find_sampling
 from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.working_memory import bytes_of_parts
 from truedraft.engine.runtime.cuda.capture import Capture, make_capture
 from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
 from truedraft.engine.runtime.cuda.rows import DeviceRows
-from truedraft.engine.runtime.cuda.shapes import Captured, Shape, Stage, max_drafts, plan_shapes
+from truedraft.engine.runtime.cuda.shapes import Captured, Shape, Stage, max_drafts, plan_shapes, shape_of
 
 # What the driver keeps for one pass of some thousand kernels, and for one stage of a few or some hundred:
 # guesses, which have not been measured.
@@ -47,6 +48,7 @@ class GraphPlan:
     seconds: float
     memory: int
     has_draft: bool
+    taps: list[int]
 
     @property
     def num_scored(self) -> int:
@@ -61,7 +63,7 @@ class GraphPlan:
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
-            max(item.rows for item in self.planned if isinstance(item, Shape)),
+            max(shape_of(item).rows for item in self.planned),
             self.max_drafts,
             self.max_blocks,
             block_size,
@@ -71,7 +73,7 @@ class GraphPlan:
         )
         captured = draft if self.has_draft else None
         graphs = RoundGraphs(
-            target, captured, rows, self.planned, self.max_drawn, self.sampling, self.capture
+            target, captured, rows, self.planned, self.max_drawn, self.sampling, self.capture, self.taps
         )
         deadline, min_free = started + self.seconds, free - self.memory
         if not capture_rounds(graphs, self.planned, num_blocks, deadline, min_free):
@@ -82,35 +84,48 @@ class GraphPlan:
 
 
 def plan_graphs(
-    config: EngineConfig, target: Model, draft: Model | None, max_model_len: int
+    config: EngineConfig, target: Model, draft: Model | None, max_model_len: int, head: Head | None = None
 ) -> GraphPlan | None:
-    """None where nothing can be captured: on a CPU, and for models without the kernels of this package."""
+    """None where nothing can be captured: on a CPU, and for models without the kernels of this package. Draws
+    of a ``head`` are captured, and the states that it reads."""
     capture = make_capture(target.device) if config.cuda_graphs and _can_be_captured(target) else None
     if capture is None:
         return None
     if draft is not None and not (_can_be_captured(draft) and draft.device == target.device):
         draft = None
     k, num_rows = config.num_speculative_tokens, config.num_sequences_on(target.device.type)
-    planned = plan_shapes(num_rows, k, draft is not None)
+    draws = draft is not None or head is not None
+    planned = plan_shapes(num_rows, k, draws)
+    if head is not None:  # its passes are short: they are not captured
+        planned = [item for item in planned if isinstance(item, Stage) or item.queries is not None]
+    taps = [] if head is None else sorted(set(head.taps))
     sampling = find_sampling(target.vocab_size, target.device)
     judged_bytes = TORCH_BYTES if sampling is torch_sampling else KERNEL_BYTES
-    longest, drawn = max_drafts(k, draft is not None)
+    longest, drawn = max_drafts(k, draws)
     max_blocks = -(-max_model_len // config.block_size)
     tables = 4 * 8 * num_rows * max_blocks  # both models have them twice: on the device, and as sent
-    limit = int(MAX_SHARE * free_memory(target.device)) - tables
+    limit = int(MAX_SHARE * free_memory(target.device)) - tables - _tapped_bytes(target, planned, taps)
     planned = _affordable(target, planned, drawn, judged_bytes, limit)
-    if not planned:
+    if not any(isinstance(item, Shape) for item in planned):
         logger.warning("CUDA graphs need more memory than there is, and are not used")
         return None
-    memory = _memory(target, planned, drawn, judged_bytes) + tables
+    memory = _memory(target, planned, drawn, judged_bytes) + tables + _tapped_bytes(target, planned, taps)
     seconds = config.cuda_graph_seconds
     has_draft = draft is not None
-    return GraphPlan(capture, planned, longest, drawn, max_blocks, sampling, seconds, memory, has_draft)
+    return GraphPlan(capture, planned, longest, drawn, max_blocks, sampling, seconds, memory, has_draft, taps)
 
 
 def _can_be_captured(model: Model) -> bool:
     """Says whether a pass takes no decision on the host, which would be frozen as it was at the capture."""
     return isinstance(model, FusedDecoder) and model.reads_in_place and not model.needs_host
+
+
+def _tapped_bytes(target: Model, planned: list[Captured], taps: list[int]) -> int:
+    """Returns the bytes of tapped states: in place, as one pass has them twice, and as a round keeps them."""
+    if not taps:
+        return 0
+    num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
+    return int(4 * num_tokens * len(taps) * target.config.hidden_size * target.dtype.itemsize)
 
 
 def _affordable(
@@ -141,7 +156,10 @@ def _memory(model: Model, planned: list[Captured], max_drawn: int, judged_bytes:
     passes = [item for item in planned if isinstance(item, Shape)]
     if not passes:
         return 0
-    num_tokens, max_rows = max(item.num_tokens for item in passes), max(item.rows for item in passes)
+    num_tokens, max_rows = (
+        max(item.num_tokens for item in passes),
+        max(shape_of(item).rows for item in planned),
+    )
     static = (num_tokens + max_rows * (1 + max_drawn)) * model.vocab_size * 4
     largest = max(_own_bytes(model, item, judged_bytes) for item in planned)
     kept = len(passes) * GRAPH_BYTES + (len(planned) - len(passes)) * STAGE_BYTES

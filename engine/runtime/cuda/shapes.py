@@ -46,6 +46,11 @@ class Stage:
 Captured: TypeAlias = Shape | Stage
 
 
+def shape_of(item: Captured) -> Shape:
+    """Returns that of a pass, or of the pass which a stage follows."""
+    return item if isinstance(item, Shape) else item.shape
+
+
 def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int, int]:
     """The longest drafts that are captured: of any source, and of the draft model."""
     if isinstance(num_speculative_tokens, int):

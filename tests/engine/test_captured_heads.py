@@ -1,0 +1,238 @@
+"""Heads draft within captured rounds what they draft by phases, and their caches and what waits are the same.
+
+Tapes stand in for CUDA graphs and ``torch_kernels`` for those in Triton, as in ``test_round_graphs``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.engine.graph_gates import LATE, PROMPTS, graphs_of
+from tests.engine.planners import phases_of
+from tests.engine.test_round_graphs import PARAMS, PENALTIES, Watched, few_shapes, kernels_for
+from tests.heads import Shape, fitted, random_head, save_head
+from tests.models import make_engine, run_engine, save_random_llama, stepped
+from tests.tape import TapeCapture
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.needs import EVERY_NEED
+from truedraft.engine.core.runner import Runner
+from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models import agreement
+from truedraft.engine.proposers.heads.proposer import HeadProposer
+from truedraft.engine.runtime.cuda import head_draws
+from truedraft.engine.runtime.cuda import plan as plan_module
+from truedraft.engine.runtime.cuda import runner as runner_module
+from truedraft.engine.runtime.cuda.graphs import RoundGraphs
+from truedraft.engine.runtime.phases import PhaseRunner
+
+Patch = pytest.MonkeyPatch
+HIDDEN, VOCAB_SIZE = 32, 16
+# Three of the target's tokens are never drafted, and layers are not read in order.
+SHAPE = Shape(HIDDEN, VOCAB_SIZE, (*range(11), 13, 15), (3, 2, 4), has_parts=True, norm_output=True)
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+EVERY = [msgspec.structs.replace(each, max_tokens=10) for each in PARAMS["every rule"]]
+MORE = [msgspec.structs.replace(each, max_tokens=6) for each in PENALTIES]
+TRACED = msgspec.structs.replace(EVERY[1], trace=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Makes a target, and a head that has learned its greedy texts."""
+    root = tmp_path_factory.mktemp("heads")
+    target = save_random_llama(root / "target", 1, VOCAB_SIZE, layers=5, hidden=HIDDEN)
+    texts = run_engine(make_engine(target, None), PROMPTS, GREEDY)
+    whole = [prompt + text for prompt, text in zip(PROMPTS, texts, strict=True)]
+    return target, save_head(root / "head", fitted(random_head(SHAPE, target), target, whole))
+
+
+@pytest.fixture
+def taped(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(plan_module, "make_capture", TapeCapture)
+    monkeypatch.setattr(agreement, "find_kernels", kernels_for)
+
+
+def engines(folders: tuple[str, str], **config: Any) -> tuple[EngineCore, EngineCore]:
+    settings = {"method": "eagle", "native_kernels": False, "max_num_sequences": 4} | config
+    graphed, eager = (
+        make_engine(*folders, cuda_graphs=is_captured, **settings) for is_captured in (True, False)
+    )
+    assert isinstance(eager.runner, PhaseRunner)
+    return graphed, eager
+
+
+@pytest.fixture(scope="module")
+def pair(folders: tuple[str, str]) -> tuple[EngineCore, EngineCore]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "make_capture", TapeCapture)
+        patch.setattr(agreement, "find_kernels", kernels_for)
+        return engines(folders)
+
+
+def what_the_head_has(core: EngineCore) -> Iterator[torch.Tensor]:
+    """Yields the states that wait, and what the cache has, of all sequences that run."""
+    (proposer,) = core.scheduler.proposers
+    assert isinstance(proposer, HeadProposer)
+    cache = proposer.runner.cache
+    for sequence in core.scheduler.running:
+        yield proposer.waiting(sequence, sequence.target_blocks.num_computed_tokens).known
+        table = proposer.cache.table(sequence)
+        starts = torch.tensor(table.block_ids, dtype=torch.int64)[:, None] * cache.block_size
+        slots = (starts + torch.arange(cache.block_size)).flatten()[: table.num_computed_tokens]
+        yield from (layer[slots] for layer in (*cache.keys, *cache.values))
+
+
+def same(
+    graphed: EngineCore,
+    eager: EngineCore,
+    params: Sequence[SamplingParams],
+    arrivals: Sequence[int] = LATE,
+) -> None:
+    """Runs both step by step, and compares all that each step leaves."""
+    before = graphs_of(graphed).num_replays
+    for step in count():
+        for number, arrival in enumerate(arrivals):
+            if arrival == step:
+                for core in (graphed, eager):
+                    core.add(Generate(str(number), PROMPTS[number], params[number]))
+        if not eager.has_work:
+            break
+        ours, theirs = (
+            [(one.request_id, one.token_ids) for one in stepped(core)] for core in (graphed, eager)
+        )
+        assert ours == theirs
+        for one, other in zip(what_the_head_has(graphed), what_the_head_has(eager), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert graphs_of(graphed).num_replays > before
+    assert vars(graphed.stats)["_verdicts"] == vars(eager.stats)["_verdicts"]
+    assert 0 < eager.stats.num_accepted_tokens < eager.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("params", [[GREEDY] * 5, EVERY])
+def test_same_drafts_verdicts_and_states(
+    params: list[SamplingParams], pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
+) -> None:
+    """The target passes once a step, also where prompts arrive."""
+    # What earlier passes have left where no row of this one is must not matter.
+    tapped = graphs_of(pair[0]).tapped
+    assert tapped is not None
+    tapped.fill_(torch.nan)
+    with monkeypatch.context() as patch:
+        watched = Watched(patch)
+        same(*pair, params)
+    assert set(pair[0].stats.num_rows) == {"cuda_graphs", "phases"}  # prompts go by phases
+    assert set(watched.passes) == {1}
+    assert graphs_of(pair[0]).num_misses == 0
+
+
+def test_rows_that_ask_for_more(pair: tuple[EngineCore, EngineCore]) -> None:
+    assert run_engine(pair[0], PROMPTS, MORE, LATE) == run_engine(pair[1], PROMPTS, MORE, LATE)
+
+
+def test_preemption_and_prefix_hits(folders: tuple[str, str], taped: None) -> None:
+    core, eager = engines(folders, max_num_sequences=5)
+    for each in (core, eager):
+        for pool in (each.scheduler.target_pool, *each.scheduler.draft_pools):
+            pool.__init__(18, 4, lookahead=pool.lookahead)  # type: ignore[misc]
+    for _ in range(2):
+        same(core, eager, EVERY, [0] * 5)
+    assert core.scheduler.num_preemptions > 0
+    assert core.scheduler.num_prefix_hits > 0
+
+
+class InTurns:
+    """Runs every third step by phases."""
+
+    supports = EVERY_NEED
+
+    def __init__(self, graphed: Runner, phases: Runner) -> None:
+        self.graphed, self.phases, self.num_steps = graphed, phases, 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        return (self.graphed if self.num_steps % 3 else self.phases).run(plan)
+
+
+def test_steps_by_phases_and_traced_rows_hand_over(
+    folders: tuple[str, str], taped: None, monkeypatch: Patch
+) -> None:
+    """Batches go in parts, too, whose states lie in the same place one after the other."""
+    few_shapes(monkeypatch, rows=3)
+    core, eager = engines(folders, max_num_batched_tokens=13)
+    graphed = core.runner
+    params = [EVERY[0], TRACED, *EVERY[2:]]
+    same(core, eager, params)
+    assert core.stats.num_rows["phases"] > 10
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "runner", InTurns(graphed, phases_of(core)))
+        patch.setattr(f"{__name__}.graphs_of", lambda _: graphed.graphs)  # type: ignore[attr-defined]
+        same(core, eager, params)
+
+
+def test_the_host_reads_once_a_round(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
+    core = pair[0]
+    reads: list[str] = []
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+        honest = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, name: str = name, honest: Callable[..., Any] = honest) -> Any:
+            reads.append(name)
+            return honest(self)
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+    for params in EVERY:
+        core.add(Generate("0", [1, 2, 3], msgspec.structs.replace(params, max_tokens=6)))
+        core.step()  # the prompt
+        while core.has_work:
+            reads.clear()
+            core.step()
+            assert reads == ["tolist"]
+
+
+def states_are_another_rows(patch: Patch) -> None:
+    tapped_of = RoundGraphs.tapped_of
+    patch.setattr(RoundGraphs, "tapped_of", lambda self, shape: tapped_of(self, shape).roll(1, 0))
+
+
+def states_of_rejected_drafts_stand(patch: Patch) -> None:
+    tapped_of = RoundGraphs.tapped_of
+    patch.setattr(RoundGraphs, "tapped_of", lambda self, shape: tapped_of(self, shape).flip(1))
+
+
+def the_draft_before_the_last_is_fed(patch: Patch) -> None:
+    patch.setattr(head_draws, "DRAFTS", head_draws.DRAFTS - 1)
+
+
+def states_of_a_pass_with_prompts_are_lost(patch: Patch) -> None:
+    score = runner_module.score_together
+
+    def lost(graphs: RoundGraphs, *given: Any) -> Any:
+        assert graphs.tapped is not None
+        kept = graphs.tapped.clone()
+        output = score(graphs, *given)
+        graphs.tapped.copy_(kept)
+        return output
+
+    patch.setattr(runner_module, "score_together", lost)
+
+
+BUGS = [
+    states_are_another_rows,
+    states_of_rejected_drafts_stand,
+    the_draft_before_the_last_is_fed,
+    states_of_a_pass_with_prompts_are_lost,
+]
+
+
+@pytest.mark.parametrize("plant", BUGS)
+def test_planted_bugs_show(
+    plant: Callable[[Patch], None], folders: tuple[str, str], taped: None, monkeypatch: Patch
+) -> None:
+    core, eager = engines(folders)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        same(core, eager, EVERY)
