@@ -42,11 +42,11 @@ class PhaseRunner:
     def __init__(self, target: ModelRunner, proposers: Sequences[Proposer], backend: SamplingBackend) -> None:
         self.target = target
         self.proposers = proposers
-        self._observers = [proposer for proposer in proposers if not proposer.can_lag]
+        self.observers = [proposer for proposer in proposers if not proposer.can_lag]
         num_layers = target.model.num_layers
         self._taps_of = {
             proposer.name: [tap % num_layers if tap < 0 else tap for tap in proposer.taps]
-            for proposer in self._observers
+            for proposer in self.observers
         }
         self.taps = sorted({tap for taps in self._taps_of.values() for tap in taps})
         self.backend = backend
@@ -65,7 +65,7 @@ class PhaseRunner:
         score_seconds = lap if forward is None else 0.0
         verdicts = sampler.verify(scored.logits, drafts)
         verify_seconds = clock.lap()
-        if self._observers:
+        if self.observers:
             self.observe(list(_standing(plan, scored, verdicts)))
         seconds = PhaseSeconds(draft_seconds + clock.lap(), score_seconds, verify_seconds)
         if not plan.rows:
@@ -127,7 +127,7 @@ class PhaseRunner:
     def observe(self, standing: list[Observation]) -> None:
         """Tells those who follow the target what of its pass stands, each with the layers that it taps:
         ``standing`` has the states of all ``taps``."""
-        for proposer in self._observers:
+        for proposer in self.observers:
             places = [self.taps.index(tap) for tap in self._taps_of[proposer.name]]
             proposer.observe(
                 [

@@ -3,8 +3,9 @@
 Tapes stand in for CUDA graphs and ``torch_kernels`` for those in Triton, as in ``test_round_graphs``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Sequences
+from itertools import chain, count, repeat
 from typing import Any
 
 import msgspec
@@ -12,22 +13,26 @@ import pytest
 import torch
 
 from tests.engine.graph_gates import LATE, PROMPTS, graphs_of
-from tests.engine.planners import phases_of
+from tests.engine.planners import FixedPlanner, phases_of, use_planner
 from tests.engine.test_round_graphs import PARAMS, PENALTIES, Watched, few_shapes, kernels_for
 from tests.heads import Shape, fitted, random_head, save_head
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from tests.tape import TapeCapture
+from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import EVERY_NEED
 from truedraft.engine.core.runner import Runner
+from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan, StepResult
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models import agreement
+from truedraft.engine.models.base import Model
 from truedraft.engine.proposers.heads.proposer import HeadProposer
-from truedraft.engine.runtime.cuda import head_draws
+from truedraft.engine.runtime.cuda import graphs as graphs_module
 from truedraft.engine.runtime.cuda import plan as plan_module
 from truedraft.engine.runtime.cuda import runner as runner_module
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
+from truedraft.engine.runtime.cuda.head_passes import HeadPasses
 from truedraft.engine.runtime.phases import PhaseRunner
 
 Patch = pytest.MonkeyPatch
@@ -89,8 +94,8 @@ def what_the_head_has(core: EngineCore) -> Iterator[torch.Tensor]:
 def same(
     graphed: EngineCore,
     eager: EngineCore,
-    params: Sequence[SamplingParams],
-    arrivals: Sequence[int] = LATE,
+    params: Sequences[SamplingParams],
+    arrivals: Sequences[int] = LATE,
 ) -> None:
     """Runs both step by step, and compares all that each step leaves."""
     before = graphs_of(graphed).num_replays
@@ -173,7 +178,31 @@ def test_steps_by_phases_and_traced_rows_hand_over(
         same(core, eager, params)
 
 
+class Seldom(FixedPlanner):
+    """Plans drafts after every eighth token only, and plain rounds else."""
+
+    def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
+        return super().choose_for_prompt(sequence) if len(sequence) % 8 == 7 else DraftChoice()
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_states_wait_while_nothing_is_drafted(
+    is_captured: bool, folders: tuple[str, str], taped: None, monkeypatch: Patch
+) -> None:
+    """More of them wait than a captured pass takes. A head that cannot be captured drafts by phases, and is
+    told what captured passes compute of rows that do not draft."""
+    can, answers = plan_module._can_be_captured, chain([True, is_captured], repeat(False))
+    monkeypatch.setattr(plan_module, "_can_be_captured", lambda model: can(model) and next(answers))
+    cores = engines(folders, max_num_sequences=2)
+    for core in cores:
+        use_planner(core, Seldom())
+    same(*cores, [GREEDY, EVERY[2]] * 2 + [GREEDY])
+    assert (graphs_of(cores[0]).head is not None) == is_captured
+    assert cores[0].stats.num_rows["cuda_graphs"] > 20
+
+
 def test_the_host_reads_once_a_round(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
+    """It launches no pass that is not captured, the head's neither."""
     core = pair[0]
     reads: list[str] = []
     for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"):
@@ -187,10 +216,12 @@ def test_the_host_reads_once_a_round(pair: tuple[EngineCore, EngineCore], monkey
     for params in EVERY:
         core.add(Generate("0", [1, 2, 3], msgspec.structs.replace(params, max_tokens=6)))
         core.step()  # the prompt
-        while core.has_work:
-            reads.clear()
-            core.step()
-            assert reads == ["tolist"]
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "forward", None)
+            while core.has_work:
+                reads.clear()
+                core.step()
+                assert reads == ["tolist"]
 
 
 def states_are_another_rows(patch: Patch) -> None:
@@ -203,8 +234,25 @@ def states_of_rejected_drafts_stand(patch: Patch) -> None:
     patch.setattr(RoundGraphs, "tapped_of", lambda self, shape: tapped_of(self, shape).flip(1))
 
 
-def the_draft_before_the_last_is_fed(patch: Patch) -> None:
-    patch.setattr(head_draws, "DRAFTS", head_draws.DRAFTS - 1)
+def states_come_with_their_own_tokens(patch: Patch) -> None:
+    feed = HeadPasses.feed
+
+    def fed(self: HeadPasses, rows: Any, spans: Any) -> None:
+        for span in spans:
+            span.token_ids = [0, *span.token_ids[:-1]]
+        feed(self, rows, spans)
+
+    patch.setattr(HeadPasses, "feed", fed)
+
+
+def its_own_state_is_lost(patch: Patch) -> None:
+    run = HeadPasses.run
+
+    def lost(self: HeadPasses, *given: Any) -> None:
+        run(self, *given)
+        self.own.zero_()
+
+    patch.setattr(HeadPasses, "run", lost)
 
 
 def states_of_a_pass_with_prompts_are_lost(patch: Patch) -> None:
@@ -223,7 +271,8 @@ def states_of_a_pass_with_prompts_are_lost(patch: Patch) -> None:
 BUGS = [
     states_are_another_rows,
     states_of_rejected_drafts_stand,
-    the_draft_before_the_last_is_fed,
+    states_come_with_their_own_tokens,
+    its_own_state_is_lost,
     states_of_a_pass_with_prompts_are_lost,
 ]
 
@@ -232,7 +281,17 @@ BUGS = [
 def test_planted_bugs_show(
     plant: Callable[[Patch], None], folders: tuple[str, str], taped: None, monkeypatch: Patch
 ) -> None:
-    core, eager = engines(folders)
+    monkeypatch.setattr(graphs_module, "_is_right", lambda *_: True)
     plant(monkeypatch)
+    core, eager = engines(folders)
     with pytest.raises(AssertionError):
         same(core, eager, EVERY)
+
+
+def test_the_comparison_at_start_looks_at_the_head(
+    folders: tuple[str, str], taped: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    its_own_state_is_lost(monkeypatch)
+    core = make_engine(*folders, native_kernels=False, method="eagle", max_num_sequences=1)
+    assert isinstance(core.runner, PhaseRunner)
+    assert "differ from the usual pass" in caplog.text

@@ -14,6 +14,7 @@ and the log says so.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -28,6 +29,7 @@ from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.runtime.cuda.capture import Capture
+from truedraft.engine.runtime.cuda.head_passes import HeadPasses
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows
 from truedraft.engine.runtime.cuda.shapes import (
     DRAFT_TOKENS,
@@ -46,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 
 class RoundGraphs:
-    """The captured passes of a target and, if there is one, its draft model, over their caches. ``rows`` are
-    what they read and, where drafts are drawn, write; ``sampling`` draws and judges. The target's passes
+    """The captured passes of a target and of its draft model or ``head``, if any, over their caches. ``rows``
+    are what they read and, where drafts are drawn, write; ``sampling`` draws and judges. The target's passes
     leave the states after the layers ``taps``, too. ``enabled`` is for comparisons."""
 
     def __init__(
@@ -60,8 +62,10 @@ class RoundGraphs:
         sampling: Sampling,
         capture: Capture,
         taps: Sequence[int] = (),
+        head: HeadPasses | None = None,
     ) -> None:
         self.target = target
+        self.head = head
         self.draft = draft
         self.rows = rows
         self.sampling = sampling
@@ -114,13 +118,15 @@ class RoundGraphs:
         self.num_replays += isinstance(item, Shape)
         self.replays[item]()
 
-    def replay_both(self, stage: Stage) -> None:
-        """Launches a pass and what follows it."""
-        self.replay(stage.shape)
-        self.replay(stage)
+    def replay_drafts(self, stage: Stage, num_drafts: int) -> None:
+        """Launches the passes and draws of so many drafts."""
+        for number in range(num_drafts):
+            is_later = self.head is not None and number > 0
+            self.replay(stage.shape.later if is_later else stage.shape)
+            self.replay(stage)
 
     def add(self, item: Captured) -> None:
-        """Captures one more; a stage comes after its pass. Raises whatever the device's library
+        """Captures one more; a stage's pass must be captured already. Raises whatever the device's library
         does."""
         shape = shape_of(item)
         self.rows.begin()
@@ -131,7 +137,9 @@ class RoundGraphs:
 
     def run(self, item: Captured) -> None:
         """Runs what is captured: no Python decision here or below depends on the numbers."""
-        if isinstance(item, Shape):
+        if isinstance(item, Shape) and item.queries is None and self.head is not None:
+            self.head.run(item, self.draft_logits[: item.rows])
+        elif isinstance(item, Shape):
             (self._score if item.queries else self._draft)(item)
         else:
             (self._judge if item.shape.queries else self._draw)(item)
@@ -295,6 +303,27 @@ class DraftPass:
         return ForwardOutput(graphs.draft_logits[: len(spans)].clone())
 
 
+class HeadPass:
+    """The head's passes over states of each row, for comparisons. Its own state comes with the logits."""
+
+    def __init__(self, graphs: RoundGraphs) -> None:
+        self.graphs = graphs
+
+    def run(self, shape: Shape, spans: list[Span]) -> ForwardOutput:
+        graphs, rows, head = self.graphs, self.graphs.rows, self.graphs.head
+        assert head is not None
+        rows.begin()
+        for row, span in enumerate(spans):
+            rows.set_row(row, span.end, [0, span.token_ids[-1]], 1, 1)
+            rows.set_table(DRAFT, row, span.table)
+        rows.send(shape.rows)
+        head.feed(range(len(spans)), spans)
+        if shape.fed == 1:
+            head.own.copy_(head.states[:, 0])
+        graphs.replay(shape)
+        return ForwardOutput(graphs.draft_logits[: len(spans)].clone(), head.own[: len(spans), None].clone())
+
+
 def capture_rounds(
     graphs: RoundGraphs, planned: Sequence[Captured], num_blocks: int, deadline: float, min_free: int
 ) -> bool:
@@ -323,9 +352,9 @@ def capture_rounds(
 
 def _to_check(planned: Sequence[Captured]) -> set[Captured]:
     """Returns the smallest and the largest of each model's passes, and their stages."""
-    checked: set[Captured] = set()  # a head's draws have no captured pass
+    checked: set[Captured] = set()
     for is_draft in (True, False):
-        shapes = [shape for item in planned if ((shape := shape_of(item)).queries is None) == is_draft]
+        shapes = [item for item in planned if isinstance(item, Shape) and (item.queries is None) == is_draft]
         if shapes:
             checked |= {pick(shapes, key=lambda shape: shape.num_tokens) for pick in (min, max)}
     return checked | {item for item in planned if isinstance(item, Stage) and item.shape in checked}
@@ -370,9 +399,11 @@ def _rule_to_check(row: int) -> tuple[SamplingParams, int, RuleCode]:
 def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:
     """Compares logits over rows of different lengths, in every other comparison a row less than there is
     place for."""
-    model = graphs.draft if shape.queries is None else graphs.target
+    drafting = graphs.draft if graphs.head is None else graphs.head.runner
+    model = drafting if shape.queries is None else graphs.target
     assert model is not None
-    queries = shape.queries or DRAFT_TOKENS
+    head = graphs.head if shape.queries is None else None
+    queries = shape.queries or shape.fed
     block_size, layers = model.cache.block_size, model.cache.states.values()
     context = min(CHECK_CONTEXT, (model.model.max_position or CHECK_CONTEXT + queries) - queries)
     blocks_each = -(-(context + queries) // block_size)
@@ -395,20 +426,43 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
                 (7 * i * i + 3 * i + 11 * row + 13 * number + 1) % model.vocab_size
                 for i in range(length + queries)
             ]
-            model.forward([Span(table, ids[:length], 1)])
+            states = None if head is None else _states_to_check(head, len(ids), row)
+            before, after = (None, None) if states is None else (states[:length], states[length:])
+            model.forward([Span(table, ids[:length], 1, states=before)])
             new = ids[length : length + queries - row % queries]
-            spans.append(Span(table, new, 1 if shape.queries is None else len(new)))
+            after = None if after is None else after[: len(new)]
+            spans.append(Span(table, new, 1 if shape.queries is None else len(new), states=after))
         return spans
 
     spans = stored()
     # First, as the usual pass stores what this one should have stored.
-    replayed = (DraftPass if shape.queries is None else ScorePass)(graphs).run(shape, spans)
+    kind = ScorePass if shape.queries else DraftPass if head is None else HeadPass
+    replayed = kind(graphs).run(shape, spans)
     # States have been folded by that.
-    taps = () if shape.queries is None else graphs.taps
+    taps = graphs.taps if shape.queries else () if head is None else (head.head.output,)
     usual = model.forward(stored() if layers else spans, taps=taps)
+    if head is not None and usual.hidden is not None:
+        ends = list(accumulate(len(span.token_ids) for span in spans))
+        # Tokens that it never drafts have no logits to compare.
+        replayed, usual = (
+            ForwardOutput(logits.nan_to_num(neginf=0), hidden)
+            for logits, hidden in (
+                replayed,
+                (
+                    head.head.in_width(usual.logits, replayed.logits.shape[1]),
+                    usual.hidden[[end - 1 for end in ends]],
+                ),
+            )
+        )
     tolerance = TOLERANCES[model.model.dtype]
     return all(
         same_logits(ours.float(), theirs.float(), tolerance)
         for ours, theirs in zip(replayed, usual, strict=True)
         if ours is not None and theirs is not None
     )
+
+
+def _states_to_check(head: HeadPasses, num_tokens: int, row: int) -> torch.Tensor:
+    """Returns states that are alike in no two places."""
+    numbers = torch.arange(num_tokens * head.own.shape[1], device=head.own.device, dtype=torch.float32)
+    return (numbers * (0.37 + 0.01 * row)).sin().view(num_tokens, -1).to(head.own.dtype)

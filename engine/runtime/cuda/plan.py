@@ -19,8 +19,17 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.working_memory import bytes_of_parts
 from truedraft.engine.runtime.cuda.capture import Capture, make_capture
 from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
+from truedraft.engine.runtime.cuda.head_passes import HeadPasses
 from truedraft.engine.runtime.cuda.rows import DeviceRows
-from truedraft.engine.runtime.cuda.shapes import Captured, Shape, Stage, max_drafts, plan_shapes, shape_of
+from truedraft.engine.runtime.cuda.shapes import (
+    Captured,
+    Shape,
+    Stage,
+    max_drafts,
+    plan_shapes,
+    shape_of,
+    with_head,
+)
 
 # What the driver keeps for one pass of some thousand kernels, and for one stage of a few or some hundred:
 # guesses, which have not been measured.
@@ -49,6 +58,7 @@ class GraphPlan:
     memory: int
     has_draft: bool
     taps: list[int]
+    head: Head | None
 
     @property
     def num_scored(self) -> int:
@@ -56,9 +66,9 @@ class GraphPlan:
         return max(item.num_tokens for item in self.planned if isinstance(item, Shape))
 
     def captured(
-        self, target: ModelRunner, draft: ModelRunner | None, num_blocks: int
+        self, target: ModelRunner, draft: ModelRunner | None, head: ModelRunner | None, num_blocks: int
     ) -> tuple[ModelRunner, ModelRunner | None, RoundGraphs | None]:
-        """Captures the graphs and returns the models as they run from then on. Both caches must have one
+        """Captures the graphs and returns the models as they run from then on. All caches must have one
         block after the ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
@@ -72,8 +82,21 @@ class GraphPlan:
             self.capture,
         )
         captured = draft if self.has_draft else None
+        passes = None
+        if self.head is not None and head is not None:
+            fed = [shape.fed for item in self.planned if (shape := shape_of(item)).queries is None]
+            max_fed = max(fed, default=1)
+            passes = HeadPasses(self.head, head, rows, max_fed, self.capture)
         graphs = RoundGraphs(
-            target, captured, rows, self.planned, self.max_drawn, self.sampling, self.capture, self.taps
+            target,
+            captured,
+            rows,
+            self.planned,
+            self.max_drawn,
+            self.sampling,
+            self.capture,
+            self.taps,
+            passes,
         )
         deadline, min_free = started + self.seconds, free - self.memory
         if not capture_rounds(graphs, self.planned, num_blocks, deadline, min_free):
@@ -86,22 +109,24 @@ class GraphPlan:
 def plan_graphs(
     config: EngineConfig, target: Model, draft: Model | None, max_model_len: int, head: Head | None = None
 ) -> GraphPlan | None:
-    """None where nothing can be captured: on a CPU, and for models without the kernels of this package. Draws
-    of a ``head`` are captured, and the states that it reads."""
+    """None where nothing can be captured: on a CPU, and for models without the kernels of this package. The
+    states that a ``head`` reads are captured even if its own passes cannot be."""
     capture = make_capture(target.device) if config.cuda_graphs and _can_be_captured(target) else None
     if capture is None:
         return None
     if draft is not None and not (_can_be_captured(draft) and draft.device == target.device):
         draft = None
     k, num_rows = config.num_speculative_tokens, config.num_sequences_on(target.device.type)
+    taps = [] if head is None else sorted(set(head.taps))
+    if head is not None and not (_can_be_captured(head.model) and head.model.device == target.device):
+        head = None
     draws = draft is not None or head is not None
     planned = plan_shapes(num_rows, k, draws)
-    if head is not None:  # its passes are short: they are not captured
-        planned = [item for item in planned if isinstance(item, Stage) or item.queries is not None]
-    taps = [] if head is None else sorted(set(head.taps))
     sampling = find_sampling(target.vocab_size, target.device)
     judged_bytes = TORCH_BYTES if sampling is torch_sampling else KERNEL_BYTES
     longest, drawn = max_drafts(k, draws)
+    if head is not None:
+        planned = with_head(planned, drawn)
     max_blocks = -(-max_model_len // config.block_size)
     tables = 4 * 8 * num_rows * max_blocks  # both models have them twice: on the device, and as sent
     limit = int(MAX_SHARE * free_memory(target.device)) - tables - _tapped_bytes(target, planned, taps)
@@ -112,7 +137,9 @@ def plan_graphs(
     memory = _memory(target, planned, drawn, judged_bytes) + tables + _tapped_bytes(target, planned, taps)
     seconds = config.cuda_graph_seconds
     has_draft = draft is not None
-    return GraphPlan(capture, planned, longest, drawn, max_blocks, sampling, seconds, memory, has_draft, taps)
+    return GraphPlan(
+        capture, planned, longest, drawn, max_blocks, sampling, seconds, memory, has_draft, taps, head
+    )
 
 
 def _can_be_captured(model: Model) -> bool:
@@ -121,11 +148,12 @@ def _can_be_captured(model: Model) -> bool:
 
 
 def _tapped_bytes(target: Model, planned: list[Captured], taps: list[int]) -> int:
-    """Returns the bytes of tapped states: in place, as one pass has them twice, and as a round keeps them."""
+    """Returns the bytes of tapped states: in place, as one pass has them twice, and as a round keeps them.
+    Those that a head is fed, and makes, are fewer than one of these."""
     if not taps:
         return 0
     num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
-    return int(4 * num_tokens * len(taps) * target.config.hidden_size * target.dtype.itemsize)
+    return int(5 * num_tokens * len(taps) * target.config.hidden_size * target.dtype.itemsize)
 
 
 def _affordable(

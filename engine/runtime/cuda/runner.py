@@ -30,7 +30,6 @@ from truedraft.engine.proposers.heads.proposer import HeadProposer
 from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.head_draws import draw_with_head
 from truedraft.engine.runtime.cuda.joint_pass import score_together
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET
 from truedraft.engine.runtime.cuda.shapes import MAX_READ_ONCE, Shape, Stage
@@ -66,8 +65,7 @@ class _Held:
 
 
 class CudaRunner:
-    """``phases`` runs what is not captured. ``drafting`` is whose model's passes are, if any are, or a head,
-    whose draws are."""
+    """``phases`` runs what is not captured. ``drafting`` is whose model's passes are, if any are."""
 
     supports = frozenset(
         {
@@ -81,7 +79,7 @@ class CudaRunner:
     ) -> None:
         self.graphs = graphs
         self.draft = graphs.draft
-        self.head = drafting if isinstance(drafting, HeadProposer) else None
+        self.head = drafting if isinstance(drafting, HeadProposer) and graphs.head is not None else None
         self.model = drafting if isinstance(drafting, DraftModelProposer) and self.draft is not None else None
         self.drafting = self.head or self.model
         self.phases = phases
@@ -114,7 +112,7 @@ class CudaRunner:
             self.when_launched()
             by_phases = StepResult([])
         done = _joined([each.read() for each in launched])
-        if self.head is not None:
+        if self.phases.observers:
             self.phases.observe(list(_standing(parts, done, launched)))
         if by_phases.rounds:
             done = _merged([part.sequence in ours for part in plan.rows], done, by_phases.rounds[0])
@@ -155,11 +153,9 @@ class CudaRunner:
         started = graphs.capture.mark()
         self._catch_up(parts)
         rows, places = self._send(parts, held)
-        if held.draft is not None and self.head is not None:
-            draw_with_head(graphs, held.draft, self.head, [part.sequence for part in parts], rows, held.drawn)
-        elif held.draft is not None:
-            for _ in range(max(held.drawn)):
-                graphs.replay_both(held.draft)
+        if held.draft is not None:
+            self._feed_head(parts, rows, held)
+            graphs.replay_drafts(held.draft, max(held.drawn))
         drafted = graphs.capture.mark()
         if others is not None:
             self.when_launched()
@@ -235,11 +231,24 @@ class CudaRunner:
         rows.set_row(row, last, known, length, num_drawn, int(has_before))
         rows.set_table(TARGET, row, sequence.target_blocks)
         rows.set_states(TARGET, row, sequence.target_blocks, len(sequence))
-        if num_drawn and self.model is not None:
+        if num_drawn and self.head is not None:
+            rows.set_table(DRAFT, row, self.head.cache.table(sequence))
+        elif num_drawn:
             rows.set_table(DRAFT, row, table)
             rows.set_states(DRAFT, row, table, len(sequence))
             table.num_computed_tokens = last + num_drawn
             table.num_folded_tokens = folded_after(table, len(sequence))
+
+    def _feed_head(self, parts: list[ScheduledSequence], rows: list[int], held: "_Held") -> None:
+        """Gives the head what waits of the rows that draw, if it is a head that draws."""
+        head, passes = self.head, self.graphs.head
+        if head is None or passes is None or held.draft is None:
+            return
+        drawing = [i for i, number in enumerate(held.drawn) if number]
+        sequences = [parts[i].sequence for i in drawing]
+        head.store(sequences, held.draft.shape.fed)
+        passes.feed([rows[i] for i in drawing], head.first_spans(sequences))
+        head.take_back(sequences)
 
     def _draft_table(self, sequence: Sequence) -> BlockTable:
         return NO_TABLE if self.model is None else self.model.cache.table(sequence)
