@@ -176,7 +176,7 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     draft = None if models.draft is None else runners[1]
     head = None if models.head is None else runners[1]
     if planned is not None:
-        target, draft, graphs = planned.captured(target, draft, head, num_blocks)
+        target, draft, head, graphs = planned.captured(target, draft, head, num_blocks)
     target_pool = _pool(num_blocks, config.block_size, num_state_slots, target)
     draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)

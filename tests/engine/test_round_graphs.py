@@ -196,6 +196,7 @@ def test_same_tokens_with_lengths_and_sources_by_measured_costs(models: Models, 
     params = PARAMS["coupled"]
     expected = run_engine(make_engine(models.target, None, cuda_graphs=False), PROMPTS, params)
     assert run_engine(core, PROMPTS, params) == expected
+    assert graphs_of(core).num_replays > 0
 
 
 def test_a_draft_that_pauses_catches_up(models: Models, taped: None, monkeypatch: Patch) -> None:

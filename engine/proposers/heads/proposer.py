@@ -19,7 +19,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.drawn import NextLogits, drawn_drafts, lengths_of, stops_of
+from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of, stops_of
 from truedraft.engine.proposers.heads.waiting import Waiting
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
@@ -111,13 +111,6 @@ class HeadProposer(Proposer):
             length if length and self.is_told(sequence) else 0
             for sequence, length in zip(sequences, lengths_of(plan, self.name), strict=True)
         ]
-        drafts = drawn_drafts(lengths, sampler, self.passes(sequences), stops_of(plan))
-        self.take_back([sequences[row] for row, length in enumerate(lengths) if length])
-        return drafts
-
-    def passes(self, sequences: Sequences[Sequence]) -> NextLogits:
-        """Returns what passes over the drafts of a round, whose rows are ``sequences``: over the states that
-        wait, and then over its own."""
         states: dict[int, torch.Tensor] = {}
 
         def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
@@ -136,7 +129,9 @@ class HeadProposer(Proposer):
                 states[row] = hidden[end - 1]
             return self.head.in_width(logits, self.vocab_size)
 
-        return next_logits
+        drafts = drawn_drafts(lengths, sampler, next_logits, stops_of(plan))
+        self.take_back([sequences[row] for row, length in enumerate(lengths) if length])
+        return drafts
 
     def first_spans(self, sequences: Sequences[Sequence]) -> list[Span]:
         """Returns what a draft's first pass gets: the states that wait, and the tokens after them."""

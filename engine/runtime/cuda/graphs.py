@@ -20,7 +20,7 @@ import torch
 
 from truedraft.engine.cuda.fields import Field, RuleCode
 from truedraft.engine.cuda.triton_sampling import Sampling
-from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.batch import Span, states_of
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
@@ -304,24 +304,48 @@ class DraftPass:
 
 
 class HeadPass:
-    """The head's passes over states of each row, for comparisons. Its own state comes with the logits."""
+    """The head's passes over one token of each row, likewise; comparisons run those over several."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
+        assert graphs.head is not None
         self.graphs = graphs
+        self.passes = graphs.head
 
-    def run(self, shape: Shape, spans: list[Span]) -> ForwardOutput:
-        graphs, rows, head = self.graphs, self.graphs.rows, self.graphs.head
-        assert head is not None
+    def __call__(
+        self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        graphs = self.graphs
+        is_one = all(len(span.token_ids) == span.num_logits == 1 for span in spans)
+        if list(taps) not in ([], [self.passes.head.output]) or not is_one:
+            return None
+        shape = graphs.find_pass(len(spans), None)
+        if shape is None or shape.fed > 1:
+            graphs.num_misses += graphs.enabled
+            return None
+        return self.run(shape, spans, ids_on_device)
+
+    def run(
+        self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
+    ) -> ForwardOutput:
+        """Returns logits and the head's own state of each row's last token."""
+        graphs, rows, num_rows = self.graphs, self.graphs.rows, len(spans)
         rows.begin()
         for row, span in enumerate(spans):
             rows.set_row(row, span.end, [0, span.token_ids[-1]], 1, 1)
             rows.set_table(DRAFT, row, span.table)
         rows.send(shape.rows)
-        head.feed(range(len(spans)), spans)
-        if shape.fed == 1:
-            head.own.copy_(head.states[:, 0])
+        states = states_of(spans)
+        if shape.fed > 1:
+            self.passes.feed(range(num_rows), spans)
+        elif states is not None:  # where costs are measured there are none
+            self.passes.own[:num_rows].copy_(states)
+        if ids_on_device is not None:
+            last_ids = rows.ids(num_rows)[:, 1]
+            graphs.capture.launch(lambda: last_ids.copy_(ids_on_device))
         graphs.replay(shape)
-        return ForwardOutput(graphs.draft_logits[: len(spans)].clone(), head.own[: len(spans), None].clone())
+        head, logits = self.passes.head, graphs.draft_logits[:num_rows]
+        logits = logits.clone() if head.token_ids is None else logits.index_select(1, head.token_ids)
+        return ForwardOutput(logits[:, : head.model.vocab_size], self.passes.own[:num_rows, None].clone())
 
 
 def capture_rounds(
@@ -380,7 +404,8 @@ def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
             length = max(0, num_drafts - row % 2)
             # Drafts that the draft model could not have drawn are certain: they have no distribution.
             drawn = length if length <= graphs.max_drawn else 0
-            rows.set_row(row, CHECK_CONTEXT, list(range(2 + length)), length, drawn)
+            ids = [number % graphs.target.vocab_size for number in range(2 + length)]
+            rows.set_row(row, CHECK_CONTEXT, ids, length, drawn)
             rows.set_sampling(row, *_rule_to_check(row))
         rows.send(shape.rows)
         run()
@@ -442,18 +467,8 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
     taps = graphs.taps if shape.queries else () if head is None else (head.head.output,)
     usual = model.forward(stored() if layers else spans, taps=taps)
     if head is not None and usual.hidden is not None:
-        ends = list(accumulate(len(span.token_ids) for span in spans))
-        # Tokens that it never drafts have no logits to compare.
-        replayed, usual = (
-            ForwardOutput(logits.nan_to_num(neginf=0), hidden)
-            for logits, hidden in (
-                replayed,
-                (
-                    head.head.in_width(usual.logits, replayed.logits.shape[1]),
-                    usual.hidden[[end - 1 for end in ends]],
-                ),
-            )
-        )
+        lasts = [end - 1 for end in accumulate(len(span.token_ids) for span in spans)]
+        usual = usual._replace(hidden=usual.hidden[lasts])
     tolerance = TOLERANCES[model.model.dtype]
     return all(
         same_logits(ours.float(), theirs.float(), tolerance)

@@ -18,7 +18,7 @@ from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.working_memory import bytes_of_parts
 from truedraft.engine.runtime.cuda.capture import Capture, make_capture
-from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
+from truedraft.engine.runtime.cuda.graphs import DraftPass, HeadPass, RoundGraphs, ScorePass, capture_rounds
 from truedraft.engine.runtime.cuda.head_passes import HeadPasses
 from truedraft.engine.runtime.cuda.rows import DeviceRows
 from truedraft.engine.runtime.cuda.shapes import (
@@ -67,7 +67,7 @@ class GraphPlan:
 
     def captured(
         self, target: ModelRunner, draft: ModelRunner | None, head: ModelRunner | None, num_blocks: int
-    ) -> tuple[ModelRunner, ModelRunner | None, RoundGraphs | None]:
+    ) -> tuple[ModelRunner, ModelRunner | None, ModelRunner | None, RoundGraphs | None]:
         """Captures the graphs and returns the models as they run from then on. All caches must have one
         block after the ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
@@ -100,10 +100,12 @@ class GraphPlan:
         )
         deadline, min_free = started + self.seconds, free - self.memory
         if not capture_rounds(graphs, self.planned, num_blocks, deadline, min_free):
-            return target, draft, None
+            return target, draft, head, None
         if captured is not None:
             draft = ModelRunner(captured.model, captured.cache, DraftPass(graphs))
-        return ModelRunner(target.model, target.cache, ScorePass(graphs)), draft, graphs
+        if passes is not None:
+            head = ModelRunner(passes.runner.model, passes.runner.cache, HeadPass(graphs))
+        return ModelRunner(target.model, target.cache, ScorePass(graphs)), draft, head, graphs
 
 
 def plan_graphs(

@@ -321,8 +321,9 @@ class _Launched:
 def _num_wanted(part: ScheduledSequence, head: HeadProposer | None) -> int:
     """Returns how many drafts a row is to have: none where the head is to draw them and knows too little."""
     draft = part.draft
-    knows_too_little = head is not None and not draft.known and not head.is_told(part.sequence)
-    return 0 if knows_too_little else draft.num_first_drafts
+    if head is not None and draft.num_tokens and not draft.known and not head.is_told(part.sequence):
+        return 0
+    return draft.num_first_drafts
 
 
 def _standing(
