@@ -163,9 +163,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
 
 def allocate(config: EngineConfig, models: Models) -> Memory:
     """Allocates the caches, and captures passes where that can be."""
-    planned = None
-    if models.head is None:  # captured rounds know no heads
-        planned = plan_graphs(config, models.target, models.draft, models.max_model_len)
+    planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
     others = (models.draft, None if models.head is None else models.head.model)
     loaded = [models.target, *(model for model in others if model is not None)]
     num_blocks, num_state_slots = _cache_sizes(config, loaded, models.max_model_len, planned)
@@ -178,7 +176,7 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     draft = None if models.draft is None else runners[1]
     head = None if models.head is None else runners[1]
     if planned is not None:
-        target, draft, graphs = planned.captured(target, draft, num_blocks)
+        target, draft, head, graphs = planned.captured(target, draft, head, num_blocks)
     target_pool = _pool(num_blocks, config.block_size, num_state_slots, target)
     draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
@@ -193,8 +191,8 @@ def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRu
 
 
 def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
-    """Makes the fastest runner of steps: compiled rounds know the draft model, those in C a head as well; all
-    else goes by phases."""
+    """Makes the fastest runner of steps: compiled rounds know a draft model or a head; all else goes by
+    phases."""
     phases = PhaseRunner(memory.target, proposers, _sampling_backend(config, memory.target.device))
     observers = [proposer for proposer in proposers if not proposer.can_lag]
     if memory.native is not None:
@@ -203,9 +201,10 @@ def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Propos
             return phases
         can_sample = isinstance(phases.backend, NativeBackend)
         return NativeRunner(memory.native, drafter, proposers, phases, can_sample, config.step_seconds)
-    if observers:
+    kinds = HeadProposer, DraftModelProposer
+    drafting = next((own for own in proposers if isinstance(own, kinds)), None)
+    if any(observer is not drafting for observer in observers):
         return phases
-    drafting = next((own for own in proposers if isinstance(own, DraftModelProposer)), None)
     if memory.graphs is not None and (memory.draft is None or drafting is not None):
         return CudaRunner(memory.graphs, drafting, phases)
     return phases
@@ -315,7 +314,7 @@ def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Hea
     assert config.draft is not None
     is_asked = config.draft != AUTO
     if not is_asked and not target.is_native:
-        logger.info("draft is auto: no head is tried, as only rounds in C know heads")
+        logger.info("draft is auto: a head is tried only where the target's layers run in C")
         return None
     try:
         head = load_head(config.draft if is_asked else MTP, target, config.target, options)

@@ -162,6 +162,7 @@ class ForwardBatch:
     slots: torch.Tensor  # [tokens], where the new keys and values go
     logits_index: torch.Tensor  # [rows with logits] into the packed tokens
     is_there: torch.Tensor | None = None  # bool [tokens]; None: all are, and nothing is padded
+    states: torch.Tensor | None = None  # [tokens, hidden size], where a model takes such
 
     @classmethod
     def build(
@@ -188,7 +189,9 @@ class ForwardBatch:
         packed_ids, packed_positions, packed_slots, index = numbers.split_with_sizes(sizes)
         if ids_on_device is not None:
             packed_ids = ids_on_device.to(device)
-        return cls(spans, block_size, packed_ids[None], packed_positions[None], packed_slots, index)
+        batch = cls(spans, block_size, packed_ids[None], packed_positions[None], packed_slots, index)
+        batch.states = states_of(spans)
+        return batch
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:

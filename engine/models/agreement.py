@@ -86,6 +86,21 @@ def _models(
     yield "The short forward", FusedDecoder(facts, weights)
 
 
+@torch.inference_mode()
+def with_cuda_kernels(model: FusedDecoder) -> FusedDecoder:
+    """Returns a model of layers that transformers does not have, as the kernels in Triton compute it if they
+    agree with torch's operations; else the model itself."""
+    facts, weights = model.facts, model.weights
+    cuda = find_kernels(weights.attention, facts.dtype, facts.device, weights.recurrences)
+    if cuda is None:
+        return model
+    faster = FusedDecoder(facts, weights, partial(TritonRun, cuda))
+    if _agrees(faster, list(packed_logits(model, probe_texts(facts)))):
+        return faster
+    logger.warning("A head's logits differ in the CUDA kernels and in torch's operations; they are not used")
+    return model
+
+
 def _comparison(model: FusedDecoder) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     """Returns how its logits are compared."""
     if model.rounds_inputs or any(isinstance(linear, ModuleLinear) for linear in model.weights.linears):

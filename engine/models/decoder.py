@@ -20,7 +20,7 @@ from truedraft.engine.layers.mlp import DenseAndExperts, Experts, TouchedExperts
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import LayerRun
 from truedraft.engine.layers.torch_run import TorchRun
-from truedraft.engine.memory.batch import ForwardBatch, states_of
+from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
 from truedraft.engine.native.decoder import NativeDecoder
@@ -96,9 +96,8 @@ class FusedDecoder(Model):
         run = self.begin(batch, cache, self.rotary)
         hidden, joined = weights.embed(batch.token_ids[0], self.dtype), None
         if weights.joint is not None:
-            states = states_of(batch.spans)
             # Where costs are measured there are none.
-            states = torch.zeros_like(hidden) if states is None else states
+            states = torch.zeros_like(hidden) if batch.states is None else batch.states
             hidden, joined = weights.joint(hidden, states, run)
         tapped = {}
         given = None

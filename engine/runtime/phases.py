@@ -19,7 +19,9 @@ from truedraft.engine.core.proposer import Observation, Proposer
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import RoundTrace, TokenLogprob
+from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.known import known_drafts
 from truedraft.engine.runtime.history import history_of
@@ -28,8 +30,8 @@ from truedraft.engine.sampling.logprobs import token_logprobs
 from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
 from truedraft.engine.sampling.verify import RowVerdict
 
-# Stores the spans' tokens and counts them as computed, as ``ModelRunner.forward``; returns its logits.
-TargetPass: TypeAlias = Callable[[list[Span]], torch.Tensor]
+# Does as ``ModelRunner.forward``, with the taps of those who follow the target.
+TargetPass: TypeAlias = Callable[[list[Span]], ForwardOutput]
 
 
 class PhaseRunner:
@@ -40,20 +42,20 @@ class PhaseRunner:
     def __init__(self, target: ModelRunner, proposers: Sequences[Proposer], backend: SamplingBackend) -> None:
         self.target = target
         self.proposers = proposers
-        self._observers = [proposer for proposer in proposers if not proposer.can_lag]
+        self.observers = [proposer for proposer in proposers if not proposer.can_lag]
         num_layers = target.model.num_layers
         self._taps_of = {
             proposer.name: [tap % num_layers if tap < 0 else tap for tap in proposer.taps]
-            for proposer in self._observers
+            for proposer in self.observers
         }
-        self._taps = sorted({tap for taps in self._taps_of.values() for tap in taps})
+        self.taps = sorted({tap for taps in self._taps_of.values() for tap in taps})
         self.backend = backend
         self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, forward: TargetPass | None = None) -> StepResult:
         """Propose, score, verify, and let those that follow the target observe. ``forward`` takes the place
-        of the target's pass, where no layer is tapped; whoever gives it counts its time."""
+        of the target's pass; whoever gives it counts its time."""
         clock = _Clock()
         sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.backend)
         drafts = self._propose(plan, sampler)
@@ -63,7 +65,8 @@ class PhaseRunner:
         score_seconds = lap if forward is None else 0.0
         verdicts = sampler.verify(scored.logits, drafts)
         verify_seconds = clock.lap()
-        self._observe(plan, scored, verdicts)
+        if self.observers:
+            self.observe(list(_standing(plan, scored, verdicts)))
         seconds = PhaseSeconds(draft_seconds + clock.lap(), score_seconds, verify_seconds)
         if not plan.rows:
             return StepResult([], prompt_seconds=seconds)
@@ -115,24 +118,20 @@ class PhaseRunner:
             # Log-probabilities of a prompt need the logits of all its tokens.
             wanted = len(token_ids) if sequence.wants_prompt_logprobs else num_logits
             spans.append(Span(table, token_ids, wanted, start + part.num_tokens))
-        if forward is None:
-            logits, hidden = self.target.forward(spans, taps=self._taps)
-        else:
-            logits, hidden = forward(spans), None
+        output = self.target.forward(spans, taps=self.taps) if forward is None else forward(spans)
+        logits, hidden = output
         if len(logits) != sum(num_row_logits):
             logits = _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)
         return _Scored(spans, logits, hidden)
 
-    def _observe(self, plan: StepPlan, scored: "_Scored", verdicts: list[RowVerdict]) -> None:
-        """Tells those who follow the target what of its pass stands, each with the layers that it taps."""
-        if not self._observers:
-            return
-        standing = list(_standing(plan, scored, verdicts))
-        for proposer in self._observers:
-            places = [self._taps.index(tap) for tap in self._taps_of[proposer.name]]
+    def observe(self, standing: list[Observation]) -> None:
+        """Tells those who follow the target what of its pass stands, each with the layers that it taps:
+        ``standing`` has the states of all ``taps``."""
+        for proposer in self.observers:
+            places = [self.taps.index(tap) for tap in self._taps_of[proposer.name]]
             proposer.observe(
                 [
-                    replace(one, hidden=None if one.hidden is None else one.hidden[:, places])
+                    replace(one, hidden=None if one.hidden is None else _columns(one.hidden, places))
                     for one in standing
                     if proposer.name in one.sequence.sources
                 ]
@@ -217,6 +216,13 @@ class _Clock:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
+
+
+def _columns(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Returns [tokens, places, hidden size] of the tapped states, without a wait for the device."""
+    if places == list(range(hidden.shape[1])):
+        return hidden
+    return hidden.index_select(1, on_device(places, hidden.device))
 
 
 def _standing(plan: StepPlan, scored: _Scored, verdicts: list[RowVerdict]) -> Iterator[Observation]:

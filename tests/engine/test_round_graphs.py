@@ -196,6 +196,7 @@ def test_same_tokens_with_lengths_and_sources_by_measured_costs(models: Models, 
     params = PARAMS["coupled"]
     expected = run_engine(make_engine(models.target, None, cuda_graphs=False), PROMPTS, params)
     assert run_engine(core, PROMPTS, params) == expected
+    assert graphs_of(core).num_replays > 0
 
 
 def test_a_draft_that_pauses_catches_up(models: Models, taped: None, monkeypatch: Patch) -> None:
@@ -882,7 +883,7 @@ def test_what_goes_along_does_not_fill_a_pass_with_padding(num_rows: int, length
         find=lambda rows, queries: smallest_stage(rows, queries, planned), most_queries=lambda _, n: n
     )
     row: Any = SimpleNamespace(draft=SimpleNamespace(num_first_drafts=0, known=True))
-    runner: Any = SimpleNamespace(graphs=graphs)
+    runner: Any = SimpleNamespace(graphs=graphs, head=None)
     runner._stages = partial(CudaRunner._stages, runner)
     guest = Span(BlockTable(), [1] * length, 1)
     held = CudaRunner._held(runner, [row] * num_rows, [guest])

@@ -18,6 +18,7 @@ from truedraft.engine.layers.linear import Embeddings, Linear, Linears, TorchLin
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.messages import EAGLE
+from truedraft.engine.models.agreement import with_cuda_kernels
 from truedraft.engine.models.architecture import plain_skeleton
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
@@ -75,7 +76,7 @@ class _Reader:
         self.begin, self.linears = self._backend(options)
 
     def _backend(self, options: LoadOptions) -> tuple[NativeKernels | None, Linears]:
-        """Returns what computes the head: the target's kernels if they are in C, else torch."""
+        """Returns what computes the head: the target's kernels if they are in C, else what a GPU has."""
         begin, size = self.target.begin, self.layer_config.head_dim
         if not isinstance(begin, NativeKernels) or not serves(self.facts.dtype, self.facts.device, size):
             return None, TorchLinears()
@@ -119,9 +120,9 @@ class _Reader:
             make_output=None if "lm_head.weight" in self.names else self.target.weights.make_output,
         )
         facts = replace(self.facts, num_parameters=num_parameters)
-        return (
-            FusedDecoder(facts, weights) if self.begin is None else FusedDecoder(facts, weights, self.begin)
-        )
+        if self.begin is not None:
+            return FusedDecoder(facts, weights, self.begin)
+        return with_cuda_kernels(FusedDecoder(facts, weights))
 
     def _layer(self) -> tuple[DecoderLayer, nn.Module, int]:
         """Describes the layer by way of transformers' own, whose queries, keys and values have twice the

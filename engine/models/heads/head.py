@@ -20,6 +20,7 @@ from truedraft.engine.native.fusion import NativeFusion
 from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.mlp import native
 from truedraft.engine.native.native_run import NativeKernels
+from truedraft.engine.sampling.ops import in_width
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class Head:
             normed = [norm(x) for norm, x in zip(self.tap_norms, hidden.unbind(1), strict=True)]
             hidden = torch.stack(normed, 1)
         return hidden.squeeze(1) if self.combine is None else self.combine(hidden.flatten(1))
+
+    def in_width(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Returns ``logits`` of the drafted tokens in the target's width: others have probability zero."""
+        if self.token_ids is None:
+            return in_width(logits, vocab_size)
+        wide = logits.new_full((len(logits), vocab_size), -torch.inf)
+        return wide.index_copy_(1, self.token_ids, logits)
 
     def drafting(self, token_ids: torch.Tensor | None, output: Linear) -> "Head":
         """Returns the head with another output layer, which has a row for each of ``token_ids``."""

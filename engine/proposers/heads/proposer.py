@@ -21,7 +21,6 @@ from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of, stops_of
 from truedraft.engine.proposers.heads.waiting import Waiting
-from truedraft.engine.sampling.ops import in_width
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 # What a place holds depends on the token after it.
@@ -100,7 +99,7 @@ class HeadProposer(Proposer):
         known = [*seen.sequence.token_ids[table.num_computed_tokens : seen.first], *seen.token_ids]
         return Span(table, known[1:], 0, states=states)
 
-    def _is_told(self, sequence: Sequence) -> bool:
+    def is_told(self, sequence: Sequence) -> bool:
         """Tells whether the states of all tokens but the pending one are known: those of a text's first token
         are not before it has been computed."""
         num_told = sequence.target_blocks.num_computed_tokens
@@ -109,24 +108,16 @@ class HeadProposer(Proposer):
     def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
         sequences = [part.sequence for part in plan.rows]
         lengths = [
-            length if length and self._is_told(sequence) else 0
+            length if length and self.is_told(sequence) else 0
             for sequence, length in zip(sequences, lengths_of(plan, self.name), strict=True)
         ]
         states: dict[int, torch.Tensor] = {}
 
         def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
-            tables = [self.cache.table(sequences[row]) for row in rows]
             if last_ids is None:
-                waiting = [self._waiting[sequences[row]] for row in rows]
-                following = [
-                    sequences[row].token_ids[table.num_computed_tokens + 1 :]
-                    for row, table in zip(rows, tables, strict=True)
-                ]
-                spans = [
-                    Span(table, token_ids, 1, states=each.known)
-                    for table, token_ids, each in zip(tables, following, waiting, strict=True)
-                ]
+                spans = self.first_spans([sequences[row] for row in rows])
             else:
+                tables = [self.cache.table(sequences[row]) for row in rows]
                 spans = [
                     Span(table, [0], 1, states=states[row]) for row, table in zip(rows, tables, strict=True)
                 ]
@@ -136,19 +127,43 @@ class HeadProposer(Proposer):
             for row, span in zip(rows, spans, strict=True):
                 end += len(span.token_ids)
                 states[row] = hidden[end - 1]
-            return self._in_width(logits)
+            return self.head.in_width(logits, self.vocab_size)
 
         drafts = drawn_drafts(lengths, sampler, next_logits, stops_of(plan))
-        for sequence, length in zip(sequences, lengths, strict=True):
-            if length:
-                self.cache.table(sequence).num_computed_tokens = len(sequence) - 1
-                self._waiting[sequence].num_tokens = 0
+        self.take_back([sequences[row] for row, length in enumerate(lengths) if length])
         return drafts
 
-    def _in_width(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns ``logits`` of the drafted tokens in the target's width: others have probability zero."""
-        token_ids = self.head.token_ids
-        if token_ids is None:
-            return in_width(logits, self.vocab_size)
-        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        return wide.index_copy_(1, token_ids, logits)
+    def first_spans(self, sequences: Sequences[Sequence]) -> list[Span]:
+        """Returns what a draft's first pass gets: the states that wait, and the tokens after them."""
+        tables = [self.cache.table(sequence) for sequence in sequences]
+        return [
+            Span(
+                table,
+                sequence.token_ids[table.num_computed_tokens + 1 :],
+                1,
+                states=self._waiting[sequence].known,
+            )
+            for sequence, table in zip(sequences, tables, strict=True)
+        ]
+
+    def store(self, sequences: Sequences[Sequence], most: int) -> None:
+        """Stores all states that wait but the last, of sequences of which more than ``most`` do."""
+        full = [sequence for sequence in sequences if self._waiting[sequence].num_tokens > most]
+        if not full:
+            return
+        spans = self.first_spans(full)
+        last = []
+        for span in spans:
+            assert span.states is not None
+            last.append(span.states[-1:].clone())
+            span.token_ids, span.states, span.num_logits = span.token_ids[:-1], span.states[:-1], 0
+        self.runner.forward(spans)
+        for sequence, state in zip(full, last, strict=True):
+            self._waiting[sequence].num_tokens = 0
+            self._waiting[sequence].add(state)
+
+    def take_back(self, sequences: Sequences[Sequence]) -> None:
+        """Takes back what drafts have stored from the head's own states; nothing waits any more."""
+        for sequence in sequences:
+            self.cache.table(sequence).num_computed_tokens = len(sequence) - 1
+            self._waiting[sequence].num_tokens = 0

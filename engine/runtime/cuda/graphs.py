@@ -14,25 +14,29 @@ and the log says so.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 
 from truedraft.engine.cuda.fields import Field, RuleCode
 from truedraft.engine.cuda.triton_sampling import Sampling
-from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.batch import Span, states_of
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.agreement import TOLERANCES, same_logits
+from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.runtime.cuda.capture import Capture
+from truedraft.engine.runtime.cuda.head_passes import HeadPasses
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows
 from truedraft.engine.runtime.cuda.shapes import (
     DRAFT_TOKENS,
     Captured,
     Shape,
     Stage,
+    shape_of,
     smallest,
     smallest_stage,
 )
@@ -44,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 
 class RoundGraphs:
-    """The captured passes of a target and, if there is one, its draft model, over their caches. ``rows`` are
-    what they read and, where drafts are drawn, write; ``sampling`` draws and judges. ``enabled`` is for
-    comparisons."""
+    """The captured passes of a target and of its draft model or ``head``, if any, over their caches. ``rows``
+    are what they read and, where drafts are drawn, write; ``sampling`` draws and judges. The target's passes
+    leave the states after the layers ``taps``, too. ``enabled`` is for comparisons."""
 
     def __init__(
         self,
@@ -57,17 +61,26 @@ class RoundGraphs:
         max_drawn: int,
         sampling: Sampling,
         capture: Capture,
+        taps: Sequence[int] = (),
+        head: HeadPasses | None = None,
     ) -> None:
         self.target = target
+        self.head = head
         self.draft = draft
         self.rows = rows
         self.sampling = sampling
         self.capture = capture
         self.max_drawn = max_drawn
+        self.taps = list(taps)
         device, vocab_size = target.device, target.vocab_size
         num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
         # In one place for all, as their pool is overwritten by every replay.
         self.logits = torch.zeros(num_tokens, vocab_size, device=device)
+        self.tapped: torch.Tensor | None = None  # [tokens, taps, hidden size]
+        if taps:
+            assert isinstance(target.model, FusedDecoder)
+            size = target.model.weights.norm.size
+            self.tapped = torch.zeros(num_tokens, len(taps), size, dtype=target.model.dtype, device=device)
         width = vocab_size if draft is None else draft.vocab_size
         self.draft_logits = torch.zeros(rows.max_rows, width, device=device)
         self.draft_probs = torch.zeros(rows.max_rows, max_drawn, vocab_size, device=device)
@@ -105,15 +118,17 @@ class RoundGraphs:
         self.num_replays += isinstance(item, Shape)
         self.replays[item]()
 
-    def replay_both(self, stage: Stage) -> None:
-        """Launches a pass and what follows it."""
-        self.replay(stage.shape)
-        self.replay(stage)
+    def replay_drafts(self, stage: Stage, num_drafts: int) -> None:
+        """Launches the passes and draws of so many drafts."""
+        for number in range(num_drafts):
+            is_later = self.head is not None and number > 0
+            self.replay(stage.shape.later if is_later else stage.shape)
+            self.replay(stage)
 
     def add(self, item: Captured) -> None:
         """Captures one more; a stage's pass must be captured already. Raises whatever the device's library
         does."""
-        shape = item if isinstance(item, Shape) else item.shape
+        shape = shape_of(item)
         self.rows.begin()
         self.rows.send(shape.rows)  # the runs before the capture are real: over no rows
         self.replays[item] = self.capture.record(lambda: self.run(item))
@@ -122,7 +137,9 @@ class RoundGraphs:
 
     def run(self, item: Captured) -> None:
         """Runs what is captured: no Python decision here or below depends on the numbers."""
-        if isinstance(item, Shape):
+        if isinstance(item, Shape) and item.queries is None and self.head is not None:
+            self.head.run(item, self.draft_logits[: item.rows])
+        elif isinstance(item, Shape):
             (self._score if item.queries else self._draft)(item)
         else:
             (self._judge if item.shape.queries else self._draw)(item)
@@ -169,26 +186,48 @@ class RoundGraphs:
         batch = rows.batch(TARGET, token_ids, num_stored, num_skipped, counts, every)
         if self.target.cache.states:
             batch.state_rows = rows.states(TARGET, num_stored, num_skipped, counts, shape.queries)
-        self.logits[: shape.num_tokens].copy_(model.compute(batch, self.target.cache).logits)
+        logits, hidden = model.compute(batch, self.target.cache, self.taps)
+        self.logits[: shape.num_tokens].copy_(logits)
+        if self.tapped is not None and hidden is not None:
+            self.tapped[: shape.num_tokens].copy_(hidden)
 
-    def set_spans(self, shape: Shape, spans: Sequence[Span], rows: Iterable[int]) -> list[int]:
+    def set_spans(self, shape: Shape, spans: Sequence[Span], rows: Iterable[int]) -> list[range]:
         """Says what the target's pass of this shape is to score in these rows, of spans whose tokens are
-        known; returns where their logits will be."""
+        known; returns where each of them will be."""
         assert shape.queries is not None
-        index: list[int] = []
+        places: list[range] = []
         for row, span in zip(rows, spans, strict=True):
             length = len(span.token_ids)
             self.rows.set_row(row, span.table.num_computed_tokens, [0, *span.token_ids], length - 1)
             self.rows.set_table(TARGET, row, span.table)
             self.rows.set_states(TARGET, row, span.table, span.certain)
-            end = row * shape.queries + length
-            index += range(end - span.num_logits, end)
-        return index
+            places.append(range(row * shape.queries, row * shape.queries + length))
+        return places
+
+    def output_of(self, spans: Sequence[Span], places: Sequence[range]) -> ForwardOutput:
+        """Returns what the last pass has left of spans in these places."""
+        index = [
+            place
+            for span, own in zip(spans, places, strict=True)
+            for place in own[len(own) - span.num_logits :]
+        ]
+        logits = self.logits.index_select(0, on_device(index, self.logits.device))
+        if self.tapped is None:
+            return ForwardOutput(logits)
+        every = [place for own in places for place in own]
+        return ForwardOutput(logits, self.tapped.index_select(0, on_device(every, self.logits.device)))
 
     def logits_of(self, shape: Shape) -> torch.Tensor:
         """Returns the logits of the last pass of this shape: [rows, queries, V]."""
         assert shape.queries is not None
         return self.logits[: shape.num_tokens].view(shape.rows, shape.queries, -1)
+
+    def tapped_of(self, shape: Shape) -> torch.Tensor | None:
+        """Returns the tapped states of the last pass of this shape: [rows, queries, taps, hidden size]."""
+        assert shape.queries is not None
+        if self.tapped is None:
+            return None
+        return self.tapped[: shape.num_tokens].view(shape.rows, shape.queries, *self.tapped.shape[1:])
 
     def _judge(self, stage: Stage) -> None:
         """Decides what becomes of the drafts, and which token follows them."""
@@ -198,32 +237,33 @@ class RoundGraphs:
 
 
 class ScorePass:
-    """The target's passes over a few tokens of each row, for callers that need their logits."""
+    """The target's passes over a few tokens of each row, for callers that need their logits, or the tapped
+    states as well."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
 
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, None] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         graphs = self.graphs
         queries = max(len(span.token_ids) for span in spans)
         is_short = queries <= graphs.rows.max_drafts + 1 and all(span.num_logits for span in spans)
-        if ids_on_device is not None or taps or not is_short:
+        if ids_on_device is not None or list(taps) not in ([], graphs.taps) or not is_short:
             return None
         shape = graphs.find_pass(len(spans), queries)
         if shape is None:
             graphs.num_misses += graphs.enabled
             return None
-        return self.run(shape, spans), None
+        return self.run(shape, spans)
 
-    def run(self, shape: Shape, spans: list[Span]) -> torch.Tensor:
+    def run(self, shape: Shape, spans: list[Span]) -> ForwardOutput:
         graphs, rows = self.graphs, self.graphs.rows
         rows.begin()
-        index = graphs.set_spans(shape, spans, range(len(spans)))
+        places = graphs.set_spans(shape, spans, range(len(spans)))
         rows.send(shape.rows)
         graphs.replay(shape)
-        return graphs.logits.index_select(0, on_device(index, graphs.logits.device))
+        return graphs.output_of(spans, places)
 
 
 class DraftPass:
@@ -234,7 +274,7 @@ class DraftPass:
 
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, None] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         graphs = self.graphs
         if taps or not all(len(span.token_ids) <= DRAFT_TOKENS and span.num_logits == 1 for span in spans):
             return None
@@ -242,9 +282,11 @@ class DraftPass:
         if shape is None:
             graphs.num_misses += graphs.enabled
             return None
-        return self.run(shape, spans, ids_on_device), None
+        return self.run(shape, spans, ids_on_device)
 
-    def run(self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
+    ) -> ForwardOutput:
         graphs, rows = self.graphs, self.graphs.rows
         rows.begin()
         for row, span in enumerate(spans):
@@ -258,7 +300,52 @@ class DraftPass:
             last_ids = rows.ids(len(spans))[:, 1]
             graphs.capture.launch(lambda: last_ids.copy_(ids_on_device))
         graphs.replay(shape)
-        return graphs.draft_logits[: len(spans)].clone()
+        return ForwardOutput(graphs.draft_logits[: len(spans)].clone())
+
+
+class HeadPass:
+    """The head's passes over one token of each row, likewise; comparisons run those over several."""
+
+    def __init__(self, graphs: RoundGraphs) -> None:
+        assert graphs.head is not None
+        self.graphs = graphs
+        self.passes = graphs.head
+
+    def __call__(
+        self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        graphs = self.graphs
+        is_one = all(len(span.token_ids) == span.num_logits == 1 for span in spans)
+        if list(taps) not in ([], [self.passes.head.output]) or not is_one:
+            return None
+        shape = graphs.find_pass(len(spans), None)
+        if shape is None or shape.fed > 1:
+            graphs.num_misses += graphs.enabled
+            return None
+        return self.run(shape, spans, ids_on_device)
+
+    def run(
+        self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
+    ) -> ForwardOutput:
+        """Returns logits and the head's own state of each row's last token."""
+        graphs, rows, num_rows = self.graphs, self.graphs.rows, len(spans)
+        rows.begin()
+        for row, span in enumerate(spans):
+            rows.set_row(row, span.end, [0, span.token_ids[-1]], 1, 1)
+            rows.set_table(DRAFT, row, span.table)
+        rows.send(shape.rows)
+        states = states_of(spans)
+        if shape.fed > 1:
+            self.passes.feed(range(num_rows), spans)
+        elif states is not None:  # where costs are measured there are none
+            self.passes.own[:num_rows].copy_(states)
+        if ids_on_device is not None:
+            last_ids = rows.ids(num_rows)[:, 1]
+            graphs.capture.launch(lambda: last_ids.copy_(ids_on_device))
+        graphs.replay(shape)
+        head, logits = self.passes.head, graphs.draft_logits[:num_rows]
+        logits = logits.clone() if head.token_ids is None else logits.index_select(1, head.token_ids)
+        return ForwardOutput(logits[:, : head.model.vocab_size], self.passes.own[:num_rows, None].clone())
 
 
 def capture_rounds(
@@ -317,7 +404,8 @@ def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
             length = max(0, num_drafts - row % 2)
             # Drafts that the draft model could not have drawn are certain: they have no distribution.
             drawn = length if length <= graphs.max_drawn else 0
-            rows.set_row(row, CHECK_CONTEXT, list(range(2 + length)), length, drawn)
+            ids = [number % graphs.target.vocab_size for number in range(2 + length)]
+            rows.set_row(row, CHECK_CONTEXT, ids, length, drawn)
             rows.set_sampling(row, *_rule_to_check(row))
         rows.send(shape.rows)
         run()
@@ -336,9 +424,11 @@ def _rule_to_check(row: int) -> tuple[SamplingParams, int, RuleCode]:
 def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:
     """Compares logits over rows of different lengths, in every other comparison a row less than there is
     place for."""
-    model = graphs.draft if shape.queries is None else graphs.target
+    drafting = graphs.draft if graphs.head is None else graphs.head.runner
+    model = drafting if shape.queries is None else graphs.target
     assert model is not None
-    queries = shape.queries or DRAFT_TOKENS
+    head = graphs.head if shape.queries is None else None
+    queries = shape.queries or shape.fed
     block_size, layers = model.cache.block_size, model.cache.states.values()
     context = min(CHECK_CONTEXT, (model.model.max_position or CHECK_CONTEXT + queries) - queries)
     blocks_each = -(-(context + queries) // block_size)
@@ -361,14 +451,33 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
                 (7 * i * i + 3 * i + 11 * row + 13 * number + 1) % model.vocab_size
                 for i in range(length + queries)
             ]
-            model.forward([Span(table, ids[:length], 1)])
+            states = None if head is None else _states_to_check(head, len(ids), row)
+            before, after = (None, None) if states is None else (states[:length], states[length:])
+            model.forward([Span(table, ids[:length], 1, states=before)])
             new = ids[length : length + queries - row % queries]
-            spans.append(Span(table, new, 1 if shape.queries is None else len(new)))
+            after = None if after is None else after[: len(new)]
+            spans.append(Span(table, new, 1 if shape.queries is None else len(new), states=after))
         return spans
 
     spans = stored()
     # First, as the usual pass stores what this one should have stored.
-    replayed = (DraftPass if shape.queries is None else ScorePass)(graphs).run(shape, spans)
+    kind = ScorePass if shape.queries else DraftPass if head is None else HeadPass
+    replayed = kind(graphs).run(shape, spans)
     # States have been folded by that.
-    usual = model.forward(stored() if layers else spans).logits
-    return same_logits(replayed, usual, TOLERANCES[model.model.dtype])
+    taps = graphs.taps if shape.queries else () if head is None else (head.head.output,)
+    usual = model.forward(stored() if layers else spans, taps=taps)
+    if head is not None and usual.hidden is not None:
+        lasts = [end - 1 for end in accumulate(len(span.token_ids) for span in spans)]
+        usual = usual._replace(hidden=usual.hidden[lasts])
+    tolerance = TOLERANCES[model.model.dtype]
+    return all(
+        same_logits(ours.float(), theirs.float(), tolerance)
+        for ours, theirs in zip(replayed, usual, strict=True)
+        if ours is not None and theirs is not None
+    )
+
+
+def _states_to_check(head: HeadPasses, num_tokens: int, row: int) -> torch.Tensor:
+    """Returns states that are alike in no two places."""
+    numbers = torch.arange(num_tokens * head.own.shape[1], device=head.own.device, dtype=torch.float32)
+    return (numbers * (0.37 + 0.01 * row)).sin().view(num_tokens, -1).to(head.own.dtype)

@@ -5,11 +5,10 @@ their ids on the device, and verdicts are given by graphs after it, which find t
 captured pass leaves them: the weights are read once, and the host does not wait.
 """
 
-import torch
-
 from truedraft.engine.cuda.fields import DRAFTS
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.host_to_device import on_device
+from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.shapes import Shape
 
@@ -21,10 +20,10 @@ def score_together(
     spans: list[Span],
     rows: list[int],
     num_drawn: list[int],
-) -> torch.Tensor:
+) -> ForwardOutput:
     """Passes over ``others`` and over the ``spans`` of ``rows``, of whose tokens the last ``num_drawn`` are
-    known on the device alone. Logits of rows become those of a captured pass of ``shape``; those of others
-    are returned."""
+    known on the device alone. What it makes of rows lies where a captured pass of ``shape`` leaves it;
+    what it makes of others is returned."""
     assert shape.queries is not None
     drawn = graphs.rows.numbers
     token_ids = [token_id for span in (*others, *spans) for token_id in span.token_ids]
@@ -43,7 +42,11 @@ def score_together(
     numbers = on_device([*token_ids, *places, *sources, *index], drawn.device).split_with_sizes(sizes)
     ids, into, taken, scored = numbers
     ids.index_copy_(0, into, drawn.view(-1).index_select(0, taken))
-    logits = graphs.target.forward([*others, *spans], ids).logits
+    logits, hidden = graphs.target.forward([*others, *spans], ids, graphs.taps)
     of_others, of_rows = logits.split_with_sizes((len(logits) - len(index), len(index)))
     graphs.logits.index_copy_(0, scored, of_rows)
-    return of_others
+    if graphs.tapped is None or hidden is None:
+        return ForwardOutput(of_others)
+    seen_of_others, seen_of_rows = hidden.split_with_sizes((len(hidden) - len(index), len(index)))
+    graphs.tapped.index_copy_(0, scored, seen_of_rows)
+    return ForwardOutput(of_others, seen_of_others)

@@ -14,12 +14,22 @@ from truedraft.engine.cuda.triton_sampling import Sampling, find_sampling
 from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.working_memory import bytes_of_parts
 from truedraft.engine.runtime.cuda.capture import Capture, make_capture
-from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
+from truedraft.engine.runtime.cuda.graphs import DraftPass, HeadPass, RoundGraphs, ScorePass, capture_rounds
+from truedraft.engine.runtime.cuda.head_passes import HeadPasses
 from truedraft.engine.runtime.cuda.rows import DeviceRows
-from truedraft.engine.runtime.cuda.shapes import Captured, Shape, Stage, max_drafts, plan_shapes
+from truedraft.engine.runtime.cuda.shapes import (
+    Captured,
+    Shape,
+    Stage,
+    max_drafts,
+    plan_shapes,
+    shape_of,
+    with_head,
+)
 
 # What the driver keeps for one pass of some thousand kernels, and for one stage of a few or some hundred:
 # guesses, which have not been measured.
@@ -47,6 +57,8 @@ class GraphPlan:
     seconds: float
     memory: int
     has_draft: bool
+    taps: list[int]
+    head: Head | None
 
     @property
     def num_scored(self) -> int:
@@ -54,14 +66,14 @@ class GraphPlan:
         return max(item.num_tokens for item in self.planned if isinstance(item, Shape))
 
     def captured(
-        self, target: ModelRunner, draft: ModelRunner | None, num_blocks: int
-    ) -> tuple[ModelRunner, ModelRunner | None, RoundGraphs | None]:
-        """Captures the graphs and returns the models as they run from then on. Both caches must have one
+        self, target: ModelRunner, draft: ModelRunner | None, head: ModelRunner | None, num_blocks: int
+    ) -> tuple[ModelRunner, ModelRunner | None, ModelRunner | None, RoundGraphs | None]:
+        """Captures the graphs and returns the models as they run from then on. All caches must have one
         block after the ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
-            max(item.rows for item in self.planned if isinstance(item, Shape)),
+            max(shape_of(item).rows for item in self.planned),
             self.max_drafts,
             self.max_blocks,
             block_size,
@@ -70,47 +82,80 @@ class GraphPlan:
             self.capture,
         )
         captured = draft if self.has_draft else None
+        passes = None
+        if self.head is not None and head is not None:
+            fed = [shape.fed for item in self.planned if (shape := shape_of(item)).queries is None]
+            max_fed = max(fed, default=1)
+            passes = HeadPasses(self.head, head, rows, max_fed, self.capture)
         graphs = RoundGraphs(
-            target, captured, rows, self.planned, self.max_drawn, self.sampling, self.capture
+            target,
+            captured,
+            rows,
+            self.planned,
+            self.max_drawn,
+            self.sampling,
+            self.capture,
+            self.taps,
+            passes,
         )
         deadline, min_free = started + self.seconds, free - self.memory
         if not capture_rounds(graphs, self.planned, num_blocks, deadline, min_free):
-            return target, draft, None
+            return target, draft, head, None
         if captured is not None:
             draft = ModelRunner(captured.model, captured.cache, DraftPass(graphs))
-        return ModelRunner(target.model, target.cache, ScorePass(graphs)), draft, graphs
+        if passes is not None:
+            head = ModelRunner(passes.runner.model, passes.runner.cache, HeadPass(graphs))
+        return ModelRunner(target.model, target.cache, ScorePass(graphs)), draft, head, graphs
 
 
 def plan_graphs(
-    config: EngineConfig, target: Model, draft: Model | None, max_model_len: int
+    config: EngineConfig, target: Model, draft: Model | None, max_model_len: int, head: Head | None = None
 ) -> GraphPlan | None:
-    """None where nothing can be captured: on a CPU, and for models without the kernels of this package."""
+    """None where nothing can be captured: on a CPU, and for models without the kernels of this package. The
+    states that a ``head`` reads are captured even if its own passes cannot be."""
     capture = make_capture(target.device) if config.cuda_graphs and _can_be_captured(target) else None
     if capture is None:
         return None
     if draft is not None and not (_can_be_captured(draft) and draft.device == target.device):
         draft = None
     k, num_rows = config.num_speculative_tokens, config.num_sequences_on(target.device.type)
-    planned = plan_shapes(num_rows, k, draft is not None)
+    taps = [] if head is None else sorted(set(head.taps))
+    if head is not None and not (_can_be_captured(head.model) and head.model.device == target.device):
+        head = None
+    draws = draft is not None or head is not None
+    planned = plan_shapes(num_rows, k, draws)
     sampling = find_sampling(target.vocab_size, target.device)
     judged_bytes = TORCH_BYTES if sampling is torch_sampling else KERNEL_BYTES
-    longest, drawn = max_drafts(k, draft is not None)
+    longest, drawn = max_drafts(k, draws)
+    if head is not None:
+        planned = with_head(planned, drawn)
     max_blocks = -(-max_model_len // config.block_size)
     tables = 4 * 8 * num_rows * max_blocks  # both models have them twice: on the device, and as sent
-    limit = int(MAX_SHARE * free_memory(target.device)) - tables
+    limit = int(MAX_SHARE * free_memory(target.device)) - tables - _tapped_bytes(target, planned, taps)
     planned = _affordable(target, planned, drawn, judged_bytes, limit)
-    if not planned:
+    if not any(isinstance(item, Shape) for item in planned):
         logger.warning("CUDA graphs need more memory than there is, and are not used")
         return None
-    memory = _memory(target, planned, drawn, judged_bytes) + tables
+    memory = _memory(target, planned, drawn, judged_bytes) + tables + _tapped_bytes(target, planned, taps)
     seconds = config.cuda_graph_seconds
     has_draft = draft is not None
-    return GraphPlan(capture, planned, longest, drawn, max_blocks, sampling, seconds, memory, has_draft)
+    return GraphPlan(
+        capture, planned, longest, drawn, max_blocks, sampling, seconds, memory, has_draft, taps, head
+    )
 
 
 def _can_be_captured(model: Model) -> bool:
     """Says whether a pass takes no decision on the host, which would be frozen as it was at the capture."""
     return isinstance(model, FusedDecoder) and model.reads_in_place and not model.needs_host
+
+
+def _tapped_bytes(target: Model, planned: list[Captured], taps: list[int]) -> int:
+    """Returns the bytes of tapped states: in place, as one pass has them twice, and as a round keeps them.
+    Those that a head is fed, and makes, are fewer than one of these."""
+    if not taps:
+        return 0
+    num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
+    return int(5 * num_tokens * len(taps) * target.config.hidden_size * target.dtype.itemsize)
 
 
 def _affordable(
@@ -141,7 +186,10 @@ def _memory(model: Model, planned: list[Captured], max_drawn: int, judged_bytes:
     passes = [item for item in planned if isinstance(item, Shape)]
     if not passes:
         return 0
-    num_tokens, max_rows = max(item.num_tokens for item in passes), max(item.rows for item in passes)
+    num_tokens, max_rows = (
+        max(item.num_tokens for item in passes),
+        max(shape_of(item).rows for item in planned),
+    )
     static = (num_tokens + max_rows * (1 + max_drawn)) * model.vocab_size * 4
     largest = max(_own_bytes(model, item, judged_bytes) for item in planned)
     kept = len(passes) * GRAPH_BYTES + (len(planned) - len(passes)) * STAGE_BYTES

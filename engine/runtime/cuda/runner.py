@@ -8,7 +8,7 @@ batch that no graph holds drafts fewer tokens, or goes in two halves.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import add
@@ -17,14 +17,16 @@ from typing import TypeVar
 import torch
 
 from truedraft.engine.core.needs import Need
+from truedraft.engine.core.proposer import Observation
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.cuda.fields import RuleCode
 from truedraft.engine.memory.batch import Span, folded_after
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.proposers.heads.proposer import HeadProposer
 from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
@@ -67,15 +69,19 @@ class CudaRunner:
 
     supports = frozenset(
         {
-            *(Need.DRAFT_MODEL, Need.CATCH_UP, Need.SAMPLING, Need.BLOCK_RULE),
+            *(Need.DRAFT_MODEL, Need.HEAD, Need.CATCH_UP, Need.SAMPLING, Need.BLOCK_RULE),
             *(Need.BIAS, Need.PENALTIES, Need.RULES, Need.MASK, Need.LOGPROBS),
         }
     )
 
-    def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: PhaseRunner) -> None:
+    def __init__(
+        self, graphs: RoundGraphs, drafting: DraftModelProposer | HeadProposer | None, phases: PhaseRunner
+    ) -> None:
         self.graphs = graphs
         self.draft = graphs.draft
-        self.drafting = None if graphs.draft is None else drafting
+        self.head = drafting if isinstance(drafting, HeadProposer) and graphs.head is not None else None
+        self.model = drafting if isinstance(drafting, DraftModelProposer) and self.draft is not None else None
+        self.drafting = self.head or self.model
         self.phases = phases
         self.when_launched: Callable[[], None] = lambda: None
         self._adjuster = Adjuster(graphs)
@@ -93,7 +99,7 @@ class CudaRunner:
         *first, last = groups
         launched = [self._launch(group) for group in first]
 
-        def forward(spans: list[Span]) -> torch.Tensor:
+        def forward(spans: list[Span]) -> ForwardOutput:
             launched.append(self._launch(last, spans))
             assert launched[-1].of_others is not None
             return launched[-1].of_others
@@ -106,6 +112,8 @@ class CudaRunner:
             self.when_launched()
             by_phases = StepResult([])
         done = _joined([each.read() for each in launched])
+        if self.phases.observers:
+            self.phases.observe(list(_standing(parts, done, launched)))
         if by_phases.rounds:
             done = _merged([part.sequence in ours for part in plan.rows], done, by_phases.rounds[0])
         elif by_phases.prompt_seconds is not None:
@@ -124,7 +132,7 @@ class CudaRunner:
         return self._drafts(part) and draft.num_tokens <= self.graphs.max_drawn
 
     def _drafts(self, part: ScheduledSequence) -> bool:
-        """Tells whether the captured draft model drafts for it, or catches up."""
+        """Tells whether the captured draft model or the head drafts for it, or catches up."""
         return self.drafting is not None and part.draft.first_source == self.drafting.name
 
     def _groups(self, parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]] | None:
@@ -144,10 +152,10 @@ class CudaRunner:
         score, of_others = held.verdicts.shape, None
         started = graphs.capture.mark()
         self._catch_up(parts)
-        rows, index = self._send(parts, held)
-        for _ in range(max(held.drawn)):
-            assert held.draft is not None
-            graphs.replay_both(held.draft)
+        rows, places = self._send(parts, held)
+        if held.draft is not None:
+            self._feed_head(parts, rows, held)
+            graphs.replay_drafts(held.draft, max(held.drawn))
         drafted = graphs.capture.mark()
         if others is not None:
             self.when_launched()
@@ -157,7 +165,7 @@ class CudaRunner:
                 table.num_computed_tokens += length
                 table.num_folded_tokens = folded_after(table, num_certain)
             if others is not None:
-                of_others = graphs.logits.index_select(0, on_device(index, graphs.logits.device))
+                of_others = graphs.output_of(held.guests, places)
         else:
             spans = [_span(part, length) for part, length in zip(parts, held.lengths, strict=True)]
             of_others = score_together(graphs, score, others, spans, rows, held.drawn)
@@ -169,7 +177,7 @@ class CudaRunner:
         """Returns what graphs hold of a round: as many drafts as they can, and all ``guests``, or none where
         that would take a pass that is mostly padding."""
         graphs = self.graphs
-        wanted = [part.draft.num_first_drafts for part in parts]
+        wanted = [_num_wanted(part, self.head) for part in parts]
         most = graphs.most_queries(len(parts), max(wanted) + 1) - 1
         lengths = [min(length, most) for length in wanted]
         drawn = [0 if part.draft.known else length for part, length in zip(parts, lengths, strict=True)]
@@ -190,8 +198,8 @@ class CudaRunner:
         draft = self.graphs.find(num_rows, None) if draws else None
         return None if verdicts is None or (draws and draft is None) else (verdicts, draft)
 
-    def _send(self, parts: list[ScheduledSequence], held: "_Held") -> tuple[list[int], list[int]]:
-        """Sends the rows' message. Returns where the rows of ``parts`` are, and where the guests' logits will
+    def _send(self, parts: list[ScheduledSequence], held: "_Held") -> tuple[list[int], list[range]]:
+        """Sends the rows' message. Returns where the rows of ``parts`` are, and where the guests' tokens will
         be."""
         rows, score = self.graphs.rows, held.verdicts.shape
         num_rows = [score.rows] if held.draft is None else [score.rows, held.draft.shape.rows]
@@ -205,11 +213,11 @@ class CudaRunner:
             if is_new:
                 sequence = part.sequence
                 rows.set_sampling(row, sequence.params, sequence.seed, _rule_of(sequence))
-        index = self.graphs.set_spans(score, held.guests, theirs) if theirs else []
+        guests = self.graphs.set_spans(score, held.guests, theirs)
         for row in theirs:
             rows.set_sampling(row, UNJUDGED, 0, RuleCode.EXACT_MATCH)
         rows.send(max(num_rows))
-        return [row for row, _ in ours], index
+        return [row for row, _ in ours], guests
 
     def _set_row(self, part: ScheduledSequence, row: int, length: int, num_drawn: int) -> None:
         """Says what a row scores: ``length`` drafts, of which the model draws all or none. What it stores of
@@ -223,20 +231,33 @@ class CudaRunner:
         rows.set_row(row, last, known, length, num_drawn, int(has_before))
         rows.set_table(TARGET, row, sequence.target_blocks)
         rows.set_states(TARGET, row, sequence.target_blocks, len(sequence))
-        if num_drawn:
+        if num_drawn and self.head is not None:
+            rows.set_table(DRAFT, row, self.head.cache.table(sequence))
+        elif num_drawn:
             rows.set_table(DRAFT, row, table)
             rows.set_states(DRAFT, row, table, len(sequence))
             table.num_computed_tokens = last + num_drawn
             table.num_folded_tokens = folded_after(table, len(sequence))
 
+    def _feed_head(self, parts: list[ScheduledSequence], rows: list[int], held: "_Held") -> None:
+        """Gives the head what waits of the rows that draw, if it is a head that draws."""
+        head, passes = self.head, self.graphs.head
+        if head is None or passes is None or held.draft is None:
+            return
+        drawing = [i for i, number in enumerate(held.drawn) if number]
+        sequences = [parts[i].sequence for i in drawing]
+        head.store(sequences, held.draft.shape.fed)
+        passes.feed([rows[i] for i in drawing], head.first_spans(sequences))
+        head.take_back(sequences)
+
     def _draft_table(self, sequence: Sequence) -> BlockTable:
-        return NO_TABLE if self.drafting is None else self.drafting.cache.table(sequence)
+        return NO_TABLE if self.model is None else self.model.cache.table(sequence)
 
     def _catch_up(self, parts: list[ScheduledSequence]) -> None:
         """Compute what the draft's cache misses but for the last two tokens, or what the planner asks for."""
         spans = []
         for part in parts:
-            if not self._drafts(part):
+            if self.model is None or not self._drafts(part):
                 continue
             table, token_ids = self._draft_table(part.sequence), part.sequence.token_ids
             start = table.num_computed_tokens
@@ -252,7 +273,7 @@ class CudaRunner:
 
 
 class _Launched:
-    """A round that the device is at work on. ``of_others`` are logits of what went along in its pass."""
+    """A round that the device is at work on. ``of_others`` is what its pass made of what went along."""
 
     def __init__(
         self,
@@ -263,10 +284,12 @@ class _Launched:
         kept: list[KeptLogits | None],
         started: Mark,
         drafted: Mark,
-        of_others: torch.Tensor | None,
+        of_others: ForwardOutput | None,
     ) -> None:
-        # Other rounds of the step write the same tensor.
+        # Other rounds of the step write the same tensors.
         self.verdicts = graphs.verdicts[: score.rows, : 2 + (score.queries or 0)].clone()
+        tapped = graphs.tapped_of(score)
+        self.tapped = None if tapped is None else tapped.clone()
         self.rows = rows
         self.lengths = lengths
         self.kept = kept
@@ -293,6 +316,28 @@ class _Launched:
             failed=failed if any(failed) else None,
             logprobs=logprobs if any(kept is not None for kept in self.kept) else None,
         )
+
+
+def _num_wanted(part: ScheduledSequence, head: HeadProposer | None) -> int:
+    """Returns how many drafts a row is to have: none where the head is to draw them and knows too little."""
+    draft = part.draft
+    if head is not None and draft.num_tokens and not draft.known and not head.is_told(part.sequence):
+        return 0
+    return draft.num_first_drafts
+
+
+def _standing(
+    parts: list[ScheduledSequence], done: Round, launched: Iterable[_Launched]
+) -> Iterator[Observation]:
+    """Yields what the rounds of these parts have computed, without the drafts that were rejected."""
+    tapped = (None if each.tapped is None else each.tapped[row] for each in launched for row in each.rows)
+    failed = done.failed or repeat(False)
+    for part, emitted, hidden, has_failed in zip(parts, done.emitted, tapped, failed, strict=False):
+        if not has_failed:
+            token_ids = part.sequence.token_ids
+            kept = [token_ids[-1], *emitted[:-1]]
+            seen = None if hidden is None else hidden[: len(kept)]
+            yield Observation(part.sequence, len(token_ids) - 1, kept, emitted[-1], seen)
 
 
 def _span(part: ScheduledSequence, length: int) -> Span:

@@ -5,8 +5,8 @@ empty. How long the rows' texts are is no part of a shape: kernels stop where a 
 from a pass's logits, or judged by them, is captured apart from it, for rows of every rule.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from truedraft.engine.core.planning import PROPOSER_LIMIT
@@ -26,24 +26,37 @@ FINE_ROWS = (24, 48, 96)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``queries`` tokens of each of ``rows``: scored by the target, or None for a pass of the draft model."""
+    """``queries`` tokens of each of ``rows``: scored by the target, or None for a pass of the draft model or
+    head, which is fed up to ``fed`` of a row."""
 
     rows: int
     queries: int | None = None
+    fed: int = DRAFT_TOKENS
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * (self.queries or DRAFT_TOKENS)
+        return self.rows * (self.queries or self.fed)
+
+    @property
+    def later(self) -> "Shape":
+        """Returns that of a head's passes over its own states, after a first one of this shape."""
+        return replace(self, fed=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What follows a pass of this ``shape``: the draft model's draws, or the verdicts on what was scored."""
+    """What follows a pass of this ``shape``: the draft model's draws, or the verdicts on what was scored. A
+    head's draws follow the later passes, too."""
 
     shape: Shape
 
 
 Captured: TypeAlias = Shape | Stage
+
+
+def shape_of(item: Captured) -> Shape:
+    """Returns that of a pass, or of the pass which a stage follows."""
+    return item if isinstance(item, Shape) else item.shape
 
 
 def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int, int]:
@@ -63,6 +76,20 @@ def plan_shapes(max_rows: int, num_speculative_tokens: int | str, has_draft: boo
     columns = [_column(each, max_rows) for each in passes]
     shapes = [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
     return [item for shape in shapes[:MAX_PASSES] for item in (shape, Stage(shape))]
+
+
+def with_head(planned: Sequence[Captured], longest: int) -> list[Captured]:
+    """Returns the plan with a head in the draft model's place. After a round as many states wait as tokens
+    were accepted, and one: a first pass takes them all, if that is not too much for so many rows."""
+    found: list[Captured] = []
+    for item in planned:
+        shape = shape_of(item)
+        if shape.queries is None:
+            first = replace(shape, fed=max(2, min(1 + longest, MAX_TOKENS // shape.rows)))
+            found += [Stage(first)] if isinstance(item, Stage) else [first, first.later]
+        else:
+            found.append(item)
+    return found
 
 
 def _column(queries: int | None, max_rows: int) -> list[Shape]:
@@ -88,4 +115,4 @@ def smallest(rows: int, queries: int | None, captured: Iterable[Captured]) -> Sh
 def smallest_stage(rows: int, queries: int | None, captured: Iterable[Captured]) -> Stage | None:
     """Returns the stage of the smallest pass that holds such rows; None without one."""
     fitting = (item for item in captured if isinstance(item, Stage) and holds(item.shape, rows, queries))
-    return min(fitting, key=lambda stage: stage.shape.num_tokens, default=None)
+    return min(fitting, key=lambda stage: stage.shape.rows * (stage.shape.queries or 1), default=None)
