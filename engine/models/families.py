@@ -150,7 +150,9 @@ FAMILIES: dict[str, Family] = {
     "gemma": GEMMA,
     "gemma2": replace(GEMMA_2, score_softcap="attn_logit_softcapping", gguf="gemma2"),
     "gemma3_text": replace(GEMMA_2, head_norm="each", gguf="gemma3"),
-    "gemma4_text": replace(GEMMA_2, norms_add_one=False, head_norm="each", own_shapes=True, fits=gemma4.fits),
+    "gemma4_text": replace(
+        GEMMA_2, norms_add_one=False, head_norm="each", own_shapes=True, fits=gemma4.fits, gguf="gemma4"
+    ),
     "mistral": Family(window=CONFIG_WINDOW),
     "seed_oss": Family(),
     "smollm3": Family(window=WINDOW, rotates=attrgetter("use_rope")),

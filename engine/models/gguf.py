@@ -19,14 +19,9 @@ from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.models.account import Account
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.families import FAMILIES
-from truedraft.engine.models.gguf_config import (
-    LONG_FACTORS,
-    MODEL_TYPES,
-    SHORT_FACTORS,
-    gguf_config,
-    rotary_factors,
-)
+from truedraft.engine.models.gguf_config import LONG_FACTORS, MODEL_TYPES, SHORT_FACTORS, gguf_config
 from truedraft.engine.models.gguf_experts import LAYER, stack_of, tensor_of
+from truedraft.engine.models.gguf_gemma4 import other_tensors
 from truedraft.engine.models.gguf_hybrids import (
     PAIRED,
     TILED,
@@ -37,6 +32,7 @@ from truedraft.engine.models.gguf_hybrids import (
     stored_shapes,
     tensors_of,
 )
+from truedraft.engine.models.gguf_settings import ROTARY_FACTORS, rotary_factors
 from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.quantised import dequantise
@@ -48,8 +44,6 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# This tensor is no parameter: divisors of the rotary frequencies of Llama.
-ROTARY_FACTORS = "rope_freqs.weight"
 # The gate of Qwen's shared expert is a vector there.
 ONE_ROW = ".shared_expert_gate.weight"
 FURTHER_LAYERS = "nextn_predict_layers"
@@ -263,6 +257,9 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
             account.expect_shape(name, needed, "its metadata", part)
     if checkpoint.factors is not None:
         account.take(ROTARY_FACTORS)
+    others = other_tensors(config) if file.architecture == "gemma4" else {}
+    for name in sorted(account.left.keys() & others.keys()):
+        account.expect_shape(name, others[name], "its metadata")
     for name in [name for name in account.left if predicts_further(name, config)]:
         account.take(name)
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":

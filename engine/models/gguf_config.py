@@ -9,17 +9,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from transformers import AutoConfig
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
+from truedraft.engine.models.gguf_gemma4 import BY_LAYER, gemma4_settings
 from truedraft.engine.models.gguf_hybrids import SETTINGS, WITH_ZEROS, hybrid_settings
 from truedraft.engine.models.gguf_keys import GgufKeys
 from truedraft.engine.models.gguf_settings import (
     granite_multipliers,
+    rotary_factors,
     rotated_part,
     without_further_layers,
 )
@@ -98,7 +99,7 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
     architecture = file.architecture
-    keys = GgufKeys(file, WITH_ZEROS.get(architecture, ()))
+    keys = GgufKeys(file, WITH_ZEROS.get(architecture, ()), BY_LAYER if architecture == "gemma4" else ())
     found: dict[str, Any] = {
         name: keys.needed(key, float if key.endswith("epsilon") else int)
         for key, name in NEEDED.items()
@@ -139,6 +140,8 @@ def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[st
         return _phi3(file, keys, found)
     if architecture in GEMMA:
         return _gemma(keys, architecture, found)
+    if architecture == "gemma4":
+        return gemma4_settings(file, keys, found)
     if architecture == "gpt-oss":
         return _gpt_oss(keys, found)
     if architecture == "glm4moe":
@@ -292,16 +295,3 @@ def _layer_types(keys: GgufKeys, default: int, layers: int) -> list[str]:
             f"{keys.path} says of {len(slides)} layers whether they have a window, not of {layers}"
         )
     return ["sliding_attention" if each else "full_attention" for each in slides]
-
-
-def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
-    """Returns divisors of the rotary frequencies."""
-    place = file.tensors[name]
-    if place.type != 0 or place.shape != (count,):
-        raise GgufError(
-            f"{file.path} has {name} of type {place.type} and shape {place.shape}, not F32 and {(count,)}"
-        )
-    numbers: list[float] = np.frombuffer(place.data, "<f4", count, place.offset).tolist()
-    if not all(0 < number < math.inf for number in numbers):
-        raise GgufError(f"{file.path} is damaged: {name} has numbers that nothing can be divided by")
-    return numbers

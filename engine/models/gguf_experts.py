@@ -23,7 +23,7 @@ WITH_EXPERTS = (
     "qwen3next",
     "nemotron_h_moe",
 )
-MAY_HAVE_EXPERTS = ("llama", "granitehybrid")
+MAY_HAVE_EXPERTS = ("llama", "granitehybrid", "gemma4")
 # These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
@@ -42,6 +42,9 @@ OTHERS = {
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
 }
 # Parameters of stacks, below a layer's module.
 STACKS = {
@@ -50,6 +53,11 @@ STACKS = {
     "experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
     "experts.down_proj": ("ffn_down_exps.weight",),
     "experts.down_proj_bias": ("ffn_down_exps.bias",),
+}
+# Gemma 4's, whose layers have the experts themselves.
+OF_LAYERS = {
+    "experts.gate_up_proj": ("ffn_gate_up_exps.weight",),
+    "experts.down_proj": ("ffn_down_exps.weight",),
 }
 
 
@@ -90,10 +98,11 @@ def tensor_of(name: str) -> str | None:
 def stack_of(name: str, architecture: str) -> GgufStack | None:
     """Returns the tensors of transformers' ``name``; None if it is not a parameter of all experts."""
     found = LAYER.fullmatch(name)
-    own = found[2].partition(".")[2] if found else ""
-    if not found or own not in STACKS:
+    own = found[2] if found else ""
+    parts = OF_LAYERS.get(own) or STACKS.get(own.partition(".")[2])
+    if not found or parts is None:
         return None
-    return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in STACKS[own]), architecture == "gpt-oss")
+    return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in parts), architecture == "gpt-oss")
 
 
 def has_experts(keys: GgufKeys, architecture: str) -> bool:
@@ -117,6 +126,13 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
         if architecture == "granitemoe":
             settings["shared_intermediate_size"] = keys.says("expert_shared_feed_forward_length", 0)
         return settings | {"num_experts" if architecture == "olmoe" else "num_local_experts": number}
+    if architecture == "gemma4":
+        return {
+            "enable_moe_block": True,
+            "num_experts": number,
+            "top_k_experts": chosen,
+            "moe_intermediate_size": keys.needed("expert_feed_forward_length", int),
+        }
     if architecture == "granitehybrid":
         shared = keys.needed("expert_shared_feed_forward_length", int)
         return settings | {"num_local_experts": number, "shared_intermediate_size": shared}

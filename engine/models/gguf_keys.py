@@ -10,12 +10,15 @@ from truedraft.engine.models.account import Account
 
 class GgufKeys:
     """Reads the keys of the architecture off the account. Lists at ``with_zeros`` have zeros for layers
-    without such a part."""
+    without such a part; those at ``by_layer`` may differ from layer to layer, and have their readers."""
 
-    def __init__(self, file: GgufFile, with_zeros: Collection[str] = ()) -> None:
+    def __init__(
+        self, file: GgufFile, with_zeros: Collection[str] = (), by_layer: Collection[str] = ()
+    ) -> None:
         self.prefix = f"{file.architecture}."
         self.path = file.path
         self.with_zeros = with_zeros
+        self.by_layer = by_layer
         said = {key: value for key, value in file.metadata.items() if key.startswith(self.prefix)}
         self.account = Account(file.path, said)
 
@@ -27,6 +30,8 @@ class GgufKeys:
             raise GgufError(f"{self.path} has {self.prefix}{key} for {len(value)} layers, not for {layers}")
         if isinstance(value, list) and key in self.with_zeros:
             value = [each for each in value if each != 0] or [0]
+        if isinstance(value, list) and key in self.by_layer:
+            return value[0] if value else None
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
             if not value or any(other != value[0] for other in value):
                 raise GgufError(

@@ -1,9 +1,15 @@
 """Reads settings that several architectures of GGUF files say in the same keys."""
 
+import math
 from typing import Any
 
-from truedraft.engine.formats.gguf_file import GgufError
+import numpy as np
+
+from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.models.gguf_keys import GgufKeys
+
+# This tensor is no parameter: divisors of the rotary frequencies.
+ROTARY_FACTORS = "rope_freqs.weight"
 
 
 def without_further_layers(keys: GgufKeys, found: dict[str, Any]) -> dict[str, int]:
@@ -33,3 +39,16 @@ def granite_multipliers(keys: GgufKeys, head_size: int) -> dict[str, float]:
         "residual_multiplier": keys.says("residual_scale") or 1.0,
         "logits_scaling": keys.says("logit_scale") or 1.0,
     }
+
+
+def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
+    """Returns divisors of the rotary frequencies."""
+    place = file.tensors[name]
+    if place.type != 0 or place.shape != (count,):
+        raise GgufError(
+            f"{file.path} has {name} of type {place.type} and shape {place.shape}, not F32 and {(count,)}"
+        )
+    numbers: list[float] = np.frombuffer(place.data, "<f4", count, place.offset).tolist()
+    if not all(0 < number < math.inf for number in numbers):
+        raise GgufError(f"{file.path} is damaged: {name} has numbers that nothing can be divided by")
+    return numbers
