@@ -26,6 +26,7 @@ from benchmarks.common import Run, note, timed
 from benchmarks.synthetic_tokenizer import save_tokenizer
 
 PLAIN, SPECULATIVE = "llama.cpp plain", "llama.cpp speculative"
+MTP = Path("mtp")
 START_SECONDS, ANSWER_SECONDS = 120, 600
 # What belongs to the tokenizer in a checkpoint folder.
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab*", "merges.txt")
@@ -174,7 +175,10 @@ class LlamaServer:
 def draft_options(
     executable: Path, draft: Path, num_speculative_tokens: int, num_threads: int, cache_type: str
 ) -> list[str]:
-    """Always ``num_speculative_tokens`` drafts, however sure the draft is. Options were renamed over time."""
+    """Always ``num_speculative_tokens`` drafts, however sure the draft is: a file, or ``mtp`` for the head in
+    the target's. Options were renamed over time."""
+    if draft == MTP:
+        return ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(num_speculative_tokens)]
     known = subprocess.run([str(executable), "--help"], capture_output=True, text=True).stdout
     options = ["--model-draft", str(draft), "--threads-draft", str(num_threads), "--draft-p-min", "0"]
     if "--spec-draft-n-max" in known:
