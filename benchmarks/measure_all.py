@@ -111,6 +111,25 @@ def measurements(arguments: argparse.Namespace) -> list[Measurement]:
     if llama:
         quantised = ["--pair", "290m", "--acceptance", 0.9, "--gguf", "Q4_0"]
         found.append(Measurement("one-stream-290m-q4_0", [*ours, *quantised], ("--repeats", 5), small))
+        for pair, short in (("qwen3.5-0.8b", "qwen"), ("lfm2-1.2b", "lfm2"), ("a3b", "a3b")):
+            for kind in ("Q4_K", "MXFP4") if pair == "a3b" else ("Q4_0", "Q8_0"):
+                files = ["--pair", pair, "--file-type", kind, "--num-speculative-tokens", 4]
+                found.append(
+                    Measurement(
+                        f"one-stream-{short}-{kind.lower()}", [*ours, *files], ("--repeats", 5), small
+                    )
+                )
+        mtp = ["--pair", "qwen3.5-0.8b", "--draft", "mtp", "--num-speculative-tokens", 3]
+        found.append(Measurement("one-stream-qwen-mtp", [*ours, *mtp], ("--repeats", 5), small))
+    found.append(
+        Measurement(
+            "http-a3b",
+            ["benchmarks.defaults", *work, "--pair", "a3b", "--file-type", "Q4_K", "--clients", 1, 4, 16]
+            + ["--lengths", 4, "--seconds", 3, "--warm-up", 2],
+            ("--blocks", 4),
+            blocks,
+        )
+    )
     smollm2 = arguments.smollm2 or find_smollm2()
     if smollm2 is None:
         note(f"Without {SMOLLM2}: name it with --smollm2")

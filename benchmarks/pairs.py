@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import synthetic_gguf
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import note, read_prompts
 from benchmarks.edits import read_edits
@@ -47,13 +48,19 @@ class Pair(NamedTuple):
 
 
 def add_pair_options(parser: argparse.ArgumentParser, default: str, *, several: bool = False) -> None:
-    choices = [BUNDLED, *synthetic.PAIRS]
+    choices = [BUNDLED, *synthetic.PAIRS, *synthetic_gguf.SHAPES]
     if several:
         parser.add_argument("--pair", choices=choices, nargs="+", default=[default])
     else:
         parser.add_argument("--pair", choices=choices, default=default)
     parser.add_argument("--target", help="checkpoint folders instead of --pair")
-    parser.add_argument("--draft")
+    parser.add_argument("--draft", help="with --target; or mtp: the head in the files of a synthetic hybrid")
+    parser.add_argument(
+        "--file-type",
+        choices=synthetic_gguf.SCALES,
+        default="Q4_0",
+        help="of the matrices of synthetic hybrids and mixtures of experts (default %(default)s)",
+    )
     parser.add_argument(
         "--acceptance",
         type=float,
@@ -71,6 +78,11 @@ def resolve_pair(arguments: argparse.Namespace, name: str, work: Path) -> Pair:
     if name == BUNDLED:
         return Pair(name, str(BUNDLED_PAIR / "target"), str(BUNDLED_PAIR / "draft"))
     folder = work / f"{name}-{arguments.acceptance:g}"
+    if name in synthetic_gguf.SHAPES:
+        files = synthetic_gguf.ensure(
+            folder, name, arguments.file_type, arguments.acceptance, mtp=arguments.draft == "mtp"
+        )
+        return Pair(name, *files)
     if not (folder / "draft" / "tokenizer_config.json").exists():
         note(f"Writing the synthetic pair to {folder}")
         synthetic.save_pair(folder, arguments.acceptance, synthetic.PAIRS[name])

@@ -20,7 +20,7 @@ from zlib import crc32
 
 import torch
 
-from benchmarks import formula, identity
+from benchmarks import formula, identity, synthetic_gguf
 from benchmarks.common import (
     CpuWatch,
     Runs,
@@ -292,6 +292,8 @@ def numbers_of(arguments: argparse.Namespace) -> str:
     """Names the types of weights and arithmetic."""
     target = Path(arguments.target or "")
     in_file = target.stem.rpartition(".")[2] if target.suffix.lower() == ".gguf" else None
+    if not arguments.target and arguments.pair in synthetic_gguf.SHAPES:
+        in_file = arguments.file_type
     return " ".join(filter(None, (arguments.gguf, arguments.quantize, in_file, arguments.dtype))) or "float32"
 
 

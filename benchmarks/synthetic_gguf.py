@@ -278,20 +278,17 @@ def write(
     return path
 
 
-def write_pair(folder: Path, name: str, kind: str, acceptance: float, seed: int = 0) -> tuple[Path, Path]:
-    """Writes ``NAME.KIND.gguf`` and its draft, of the same type unless that has no blocks for its width."""
+def ensure(folder: Path, name: str, kind: str, acceptance: float, *, mtp: bool = False) -> tuple[str, str]:
+    """Returns the target and its draft, a file of the same type or ``mtp``: written unless they are there."""
+    shape, order = SHAPES[name], cycle(SHAPES[name].vocab_size, 0)
+    target = folder / f"{name}{'-mtp' * mtp}.{kind}.gguf"
+    draft = folder / f"{name}-draft.{kind}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
-    target, order = SHAPES[name], cycle(SHAPES[name].vocab_size, seed)
-    return (
-        write(folder / f"{name}.{kind}.gguf", target, kind, successors(order), seed),
-        write(
-            folder / f"{name}-draft.{kind}.gguf",
-            draft_of(target),
-            kind,
-            mistaken(order, acceptance, seed),
-            seed + 1,
-        ),
-    )
+    if not target.exists():
+        write(target, shape, kind, successors(order), mtp_acceptance=acceptance if mtp else None)
+    if not mtp and not draft.exists():
+        write(draft, draft_of(shape), kind, mistaken(order, acceptance, 0), seed=1)
+    return str(target), "mtp" if mtp else str(draft)
 
 
 def main() -> None:
@@ -304,13 +301,9 @@ def main() -> None:
     parser.add_argument("--mtp", action="store_true", help="an MTP head in the file instead of a draft model")
     parser.add_argument("--out", type=Path, required=True, help="folder")
     arguments = parser.parse_args()
-    if arguments.mtp:
-        shape, path = SHAPES[arguments.shape], arguments.out / f"{arguments.shape}-mtp.{arguments.type}.gguf"
-        following = successors(cycle(shape.vocab_size, 0))
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        print(write(path, shape, arguments.type, following, mtp_acceptance=arguments.acceptance))
-        return
-    for path in write_pair(arguments.out, arguments.shape, arguments.type, arguments.acceptance):
+    for path in ensure(
+        arguments.out, arguments.shape, arguments.type, arguments.acceptance, mtp=arguments.mtp
+    ):
         print(path)
 
 

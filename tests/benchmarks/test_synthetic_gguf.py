@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import synthetic_gguf
-from benchmarks.synthetic_gguf import Shape, write_pair
+from benchmarks.synthetic_gguf import Shape, ensure
 from benchmarks.synthetic_pair import cycle, successors
 from tests.models import make_engine, run_engine
 from truedraft.engine.messages import SamplingParams
@@ -17,12 +17,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_pair_says_the_cycle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "mtp"), [*((name, False) for name in SHAPES), ("qwen", True)])
+def test_a_pair_says_the_cycle(name: str, mtp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, kind = SHAPES[name]
     monkeypatch.setitem(synthetic_gguf.SHAPES, name, shape)
-    target, draft = write_pair(tmp_path, name, kind, acceptance=0.8)
-    core = make_engine(str(target), str(draft), num_speculative_tokens=3, max_model_len=64)
+    method = "mtp" if mtp else "draft_model"
+    target, draft = ensure(tmp_path, name, kind, acceptance=0.8, mtp=mtp)
+    core = make_engine(target, draft, method=method, num_speculative_tokens=3, max_model_len=64)
     expected, following = [270], successors(cycle(shape.vocab_size, 0))
     for _ in range(40):
         expected.append(int(following[expected[-1]]))
