@@ -41,15 +41,24 @@ class Rotary:
 
     Angles are a function of the position alone: ``choose_rotary_factors`` leaves longrope one set of factors,
     and dynamic frequencies change beyond the context only. ``repeats``: the module gives each angle twice
-    running, not all of them twice; ``halves``: it gives each once.
+    running, not all of them twice; ``halves``: it gives each once. ``apart``: pairs that are not turned are left
+    out (``turned_pairs``), rather than turned by no angle.
     """
 
     def __init__(
-        self, module: Any, config: Any, like: torch.Tensor, *, repeats: bool = False, halves: bool = False
+        self,
+        module: Any,
+        config: Any,
+        like: torch.Tensor,
+        *,
+        repeats: bool = False,
+        halves: bool = False,
+        apart: bool = False,
     ) -> None:
         self.module = module
         self.repeats = repeats
         self.halves = halves
+        self.apart = apart
         self.config = config
         self.kinds = rotary_kinds(config)
         self.like = like
@@ -89,6 +98,6 @@ class Rotary:
         half = sin.shape[-1] // 2
         if self.repeats:
             cos, sin = (torch.cat((angles[..., ::2], angles[..., ::2]), dim=-1) for angles in (cos, sin))
-        pairs, _ = turned_pairs(self.config, kind, 2 * half)
+        pairs = turned_pairs(self.config, kind, 2 * half)[0] if self.apart else half
         kept = [*range(pairs), *range(half, half + pairs)] if pairs < half else slice(None)
         return cos[..., kept], torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[..., kept]

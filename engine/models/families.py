@@ -436,7 +436,8 @@ def norm_of(config: Any, weight: torch.Tensor, eps: float) -> Norm:
 def make_rotary(module: Any, config: Any, like: torch.Tensor) -> Rotary:
     """Makes ours of transformers' module of the angles."""
     family = FAMILIES[config.model_type]
-    return Rotary(module, config, like, repeats=family.repeats_angles, halves=family.halves_angles)
+    repeats, halves = family.repeats_angles, family.halves_angles
+    return Rotary(module, config, like, repeats=repeats, halves=halves, apart=family.own_shapes)
 
 
 def table_scale(module: Any, dtype: torch.dtype) -> float:
@@ -479,7 +480,7 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
     return AttentionShape(
         layer=index,
         num_heads=config.num_attention_heads,
-        num_kv_heads=_num_kv_heads(attention),
+        num_kv_heads=_num_kv_heads(config, attention),
         head_size=attention.head_dim,
         scaling=attention.scaling * (config.key_multiplier if family.has_multipliers else 1.0),
         sliding_window=family.window(attention),
@@ -504,8 +505,10 @@ def _own_shape(attention: Any) -> dict[str, Any]:
     }
 
 
-def _num_kv_heads(attention: Any) -> int:
-    return int(attention.config.num_attention_heads // attention.num_key_value_groups)
+def _num_kv_heads(config: Any, attention: Any) -> int:
+    if FAMILIES[config.model_type].own_shapes:
+        return int(config.num_attention_heads // attention.num_key_value_groups)
+    return int(config.num_key_value_heads)
 
 
 def _rotary(family: Family, attention: Any) -> int | None:
@@ -530,6 +533,6 @@ def _head_norm(config: Any, attention: Any) -> Norm:
         query = make_norm(config, attention.q_norm)
         return Norm(query.weight.expand(config.num_attention_heads, -1).contiguous(), query.eps)
     query, key = _norms(config, attention)
-    counts = config.num_attention_heads, _num_kv_heads(attention)
+    counts = config.num_attention_heads, _num_kv_heads(config, attention)
     weights = [each.weight.expand(count, -1) for each, count in zip((query, key), counts, strict=True)]
     return Norm(torch.cat(weights), query.eps)

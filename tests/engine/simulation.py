@@ -109,7 +109,7 @@ def _simulate_batch(
     return [tuple(texts[seed][len(PROMPT) :][:NUM_TOKENS]) for seed in seeds]
 
 
-def _propose(sampler: Sampler, lengths: list[int], stop: Stop | None) -> Drafts:
+def _propose(sampler: Sampler, lengths: list[int], stop: Stop | None = None) -> Drafts:
     """Drafts like the draft-model proposer, with look-ups for forward passes."""
     texts = [list(row.history.token_ids) for row in sampler.rows]
 

@@ -167,7 +167,7 @@ def test_the_slower_way_is_said(
 
 def test_weights_are_not_read_for_a_refusal(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hybrid's config is enough; the file of its weights could not even be opened."""
-    (copy / "config.json").write_text(json.dumps({"model_type": "falcon_h1"}))
+    (copy / "config.json").write_text(json.dumps({"model_type": "bamba"}))
     (copy / "model.safetensors").write_bytes(b"")
     assert "keep a running state" in refusal(copy)
 

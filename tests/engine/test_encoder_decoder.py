@@ -114,7 +114,7 @@ def test_sampled_is_the_targets(tiny_pairs: dict[str, Pair], family: str, verifi
 
 
 def test_sampled_one_at_a_time(tiny_pairs: dict[str, Pair]) -> None:
-    gates.sampled_is_the_targets(tiny_pairs["t5"], "rejection", in_flight=1, num_samples=500)
+    gates.sampled_is_the_targets(tiny_pairs["t5"], "rejection", in_flight=1, num_samples=1000)
 
 
 @pytest.fixture(scope="module")

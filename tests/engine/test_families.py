@@ -337,8 +337,14 @@ def test_a_recurrence_beside_attention_is_noticed_though_the_model_hides_it(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Every layer of Falcon-H1 has attention; only the logits tell of its state."""
-    _, values, _ = REFUSED["Falcon-H1, a hybrid with attention in every layer"]
-    path = save_random(tmp_path, "falcon_h1", values)
+    sizes = {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+    }
+    path = save_random(tmp_path, "falcon_h1", {**SHAPE, "head_dim": 8, **sizes})
     module = load_causal_model(path, LoadOptions(), ATTENTION_NAME)
     monkeypatch.setattr(type(module), "_is_stateful", False)
     facts = ModelFacts(module.config, module.generation_config, 0, torch.float32, torch.device("cpu"))

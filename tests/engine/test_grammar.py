@@ -118,7 +118,7 @@ def test_distribution_of_a_grammar_that_starts_late(
 
 @pytest.mark.usefixtures("needs_compiler")
 def test_a_grammar_starts_within_the_rounds_of_a_step(late: Constrained) -> None:
-    grammars.masked_distribution(late, "rejection", 8, 2000, max_rounds=3, step_seconds=1000.0)
+    grammars.masked_distribution(late, "rejection", 3, 1500, max_rounds=3, step_seconds=1000.0)
 
 
 @pytest.mark.parametrize("after", [[2], [0, 2], [2, 2]])

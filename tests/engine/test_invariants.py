@@ -29,9 +29,9 @@ class CheckedCore:
         self.inner_score = runner._score
         runner._score = self.score  # type: ignore[method-assign]
 
-    def score(self, plan: StepPlan, drafted: list[list[int]]) -> Any:
+    def score(self, plan: StepPlan, drafted: list[list[int]], forward: Any) -> Any:
         texts = [part.sequence.token_ids + ids for part, ids in zip(plan.rows, drafted, strict=True)]
-        scored = self.inner_score(plan, drafted)
+        scored = self.inner_score(plan, drafted, forward)
         logits = scored.logits
         start = 0
         for text, length in zip(texts, map(len, drafted), strict=True):

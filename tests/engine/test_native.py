@@ -261,7 +261,7 @@ def test_other_types_and_head_sizes_are_torchs() -> None:
     assert not serves(torch.float32, torch.device("cuda"), 64)
     assert not serves(torch.bfloat16, CPU, 64)
     assert not serves(torch.float32, CPU, 24)
-    assert not serves(torch.float32, CPU, 512)
+    assert not serves(torch.float32, CPU, 1024)
 
 
 def test_without_a_compiler_the_engine_runs_all_the_same(
