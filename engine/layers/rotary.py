@@ -41,8 +41,8 @@ class Rotary:
 
     Angles are a function of the position alone: ``choose_rotary_factors`` leaves longrope one set of factors,
     and dynamic frequencies change beyond the context only. ``repeats``: the module gives each angle twice
-    running, not all of them twice; ``halves``: it gives each once. ``apart``: pairs that are not turned are left
-    out (``turned_pairs``), rather than turned by no angle.
+    running, not all of them twice; ``halves``: it gives each once. ``apart``: pairs that are not turned are
+    left out (``turned_pairs``), rather than turned by no angle.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ def compile_join(capability: int, dtype: torch.dtype, size: int) -> None:
 
 def compile_small(capability: int, dtype: torch.dtype, size: int) -> None:
     constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": size, "PADDED_SIZE": triton.next_power_of_2(size)}
-    constants |= {"QUERY_STRIDE": 12 * size, "VALUE_STRIDE": 12 * size}
+    constants |= {"ROTATED": size, "QUERY_STRIDE": 12 * size, "VALUE_STRIDE": 12 * size}
     own = f"*{NAMES[dtype]}"
     check(compiled(kernels.rotate_and_store_head, capability, dtype, constants, own), capability, dtype, size)
     gate = {"SIZE": 11 * size, "TILE": kernels.GATE_TILE}
