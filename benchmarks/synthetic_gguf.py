@@ -27,7 +27,7 @@ SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Shape:
-    """Has what all architectures share; ``interval``: so many layers in a row end with attention."""
+    """Has what all architectures share. The last of every ``interval`` layers attends, where others recur."""
 
     architecture: str
     hidden: int

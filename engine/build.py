@@ -56,7 +56,7 @@ from truedraft.engine.speculation.planner import SpeculationPlanner
 # The operations of smaller models are so short that torch's other threads mostly wait. The native kernels
 # themselves wake only threads that pay.
 MIN_PARAMETERS_FOR_TORCH_THREADS = 50_000_000
-# A head that was not asked for drafts if it is expected to make so many times the target's speed.
+# A head that was not asked for drafts if its expected speed-up is at least this.
 MIN_GAIN = 1.1
 
 logger = logging.getLogger(__name__)

@@ -150,8 +150,8 @@ class SpeculationSettings(BaseModel):
     )
     draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = Field(
         "auto",
-        description="Tokens of the vocabulary that a head drafts which shares the target's output layer: so "
-        "many of the most frequent ones, or full: all, with that layer as it is. auto: what makes most "
+        description="How many tokens a head that shares the target's output layer can draft: that number of "
+        "the most frequent ones, or full: all, with that layer as it is. auto: what makes most "
         "tokens a second by passes measured at start, all or, with draft_vocab_file, fewer, and on a CPU "
         "perhaps with a copy of the layer in 4 bits. The output has the same distribution in any case.",
     )

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
+from tests.gguf_models import finish
 from truedraft.engine.models.stacks import stored_tensors
 
 ARCHITECTURES = {
@@ -132,10 +133,7 @@ def save_hybrid_gguf(path: Path, folder: str, kind: str = "F32", **more: Any) ->
                 writer.add_tensor(theirs, data, raw_dtype=number)
                 if is_linear:
                     _take_back(name, parameter, theirs, gguf.dequantize(data, number), architecture, config)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return module
 
 

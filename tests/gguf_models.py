@@ -113,11 +113,16 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_()
                 writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", buffer.numpy())
+    finish(writer)
+    return module
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Writes what has been added, and closes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return module
 
 
 def _add_experts(writer: GGUFWriter, config: Any) -> None:

@@ -14,7 +14,7 @@ from truedraft.engine.models.identity import weight_bytes
 from truedraft.engine.models.loader import load_options
 from truedraft.engine.proposers.ngram import NgramProposer
 
-# Memory is told for a text of so many tokens.
+# Cache memory is reported for a text of this length, in tokens.
 NUM_CACHED_TOKENS = 1000
 NGRAM = NgramProposer.name
 

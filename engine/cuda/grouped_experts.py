@@ -95,7 +95,7 @@ def run_grouped(
     residual: torch.Tensor | None,
     is_there: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``experts``. Tokens that are not there have none, and get what is nobody's."""
+    """Computes ``experts``. Padding tokens are routed to none; their outputs are undefined."""
     router = experts.router
     chosen, weights = kernels.choose_experts(router, run.linear(router.linear, x), is_there)
     groups = kernels.group_tokens(chosen, router.num_experts, experts.touched.counts)

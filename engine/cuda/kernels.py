@@ -273,7 +273,7 @@ def attend_rows(
 def rotate_and_store_head(
     query_key,  # [tokens, heads + kv heads, size], QUERY_STRIDE numbers from one token to the next
     value,  # [tokens, kv heads, size], VALUE_STRIDE from one to the next
-    cos,  # [tokens, ROTATED]: so many of a head's numbers are turned, the first
+    cos,  # [tokens, ROTATED]: the first ROTATED numbers of a head are turned
     sin,  # likewise, negative in the first half
     slots,  # int64 [tokens]
     keys,  # [slots, kv heads, size]

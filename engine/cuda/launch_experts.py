@@ -61,8 +61,8 @@ def group_tokens(chosen: torch.Tensor, num_experts: int, touched: torch.Tensor) 
 def multiply_experts(
     x: torch.Tensor, linear: GroupedLinear, groups: TokenGroups, pairs_of_row: int
 ) -> torch.Tensor:
-    """Returns products [tokens * chosen, out features] of rows of ``x``, each of which serves so many of a
-    token's experts as ``pairs_of_row`` says. Where no expert was chosen, numbers may be anything."""
+    """Returns products [tokens * chosen, out features] of rows of ``x``, each of which serves
+    ``pairs_of_row`` of a token's experts. Where no expert was chosen, outputs are undefined."""
     x = x.contiguous()
     num_experts, num_tokens = groups.pairs.shape
     output = torch.empty(groups.chosen.numel(), linear.out_features, dtype=x.dtype, device=x.device)

@@ -15,7 +15,7 @@ MIN_COLUMNS, MAX_COLUMNS = 16, 32
 
 
 def recur(rule: Recurrence, x: torch.Tensor, rows: StateRows, state: LayerState) -> torch.Tensor:
-    """Computes as ``LayerRun.recur``, for tokens of ``rows``; what others get is finite, and nobody's."""
+    """Computes as ``LayerRun.recur``, for tokens of ``rows``; padding gets finite, unused outputs."""
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         match rule:

@@ -5,7 +5,7 @@ however few of their tokens are there. What is computed of a token depends on it
 before it, and not on the pass that brings it or on other rows. Where a row's states are, how many tokens are
 folded and how many will be, is read on the device, so that a CUDA graph can hold it.
 
-A program takes a head of a row and some columns of its state, which nobody else reads or writes. Records are
+A program owns some columns of the state of one head of a row. Records are
 written by a launch of their own, when all programs have read those that they may overwrite. They are launched
 by ``launch_recurrent``.
 """

@@ -125,7 +125,7 @@ class TouchedExperts:
         self.counts += torch.tensor((number, 1)).to(self.counts.device)
 
     def send(self) -> None:
-        """Sends the numbers to the host after a pass. Whoever has waited for what follows it has them."""
+        """Copies the counts to the host after a pass, without waiting: they are there after the next wait."""
         if self._read is not self.counts:
             self._read.copy_(self.counts, non_blocking=True)
 

@@ -54,7 +54,7 @@ class Span:
 
 
 def folded_after(table: BlockTable, num_certain_tokens: int) -> int:
-    """Returns over how many tokens states are folded by a pass, when so many can never be taken back."""
+    """Returns the number of tokens folded into states after a pass, of those that are certain."""
     return max(table.num_folded_tokens, num_folded(num_certain_tokens))
 
 

@@ -17,6 +17,7 @@ from tests.engine.test_gemma4 import EXACT, IDS, expected_logits, logits_in
 from tests.engine.test_gguf_mutations import IDS as SHORT
 from tests.engine.test_gguf_mutations import Content, changed_keys, outcome, served
 from tests.families import GEMMA4, GEMMA4_E, GEMMA4_MOE, SHAPE, save_random
+from tests.gguf_models import finish
 from tests.llama_cpp_gemma4 import Gemma4Graph
 from tests.llama_cpp_graph import RefusedError
 from truedraft.engine.models.decoder import FusedDecoder
@@ -115,10 +116,7 @@ def save_gemma4_gguf(path: Path, folder: str, kind: str = "F32") -> Any:
         rows = own.num_key_value_heads * own.head_dim
         writer.add_tensor(f"blk.{layer}.attn_k.weight", np.ones((rows, config.hidden_size), dtype=np.float32))
         writer.add_tensor(f"blk.{layer}.attn_k_norm.weight", np.ones(own.head_dim, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return module
 
 
