@@ -24,7 +24,7 @@ from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.memory.cache_memory import total_memory
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.models.experts import EXPERT_FAMILIES
+from truedraft.engine.models.families.fit import corrected, experts_of
 from truedraft.engine.models.hf import cross_attention
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import check_served
@@ -32,7 +32,6 @@ from truedraft.engine.models.hf.layer_probe import NOT_REPLACEABLE
 from truedraft.engine.models.load_errors import has_file, stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
-from truedraft.engine.models.recurrences import keep_limits
 from truedraft.engine.models.text_part import (
     PLAIN_INSIDE,
     TextCheckpoint,
@@ -104,7 +103,7 @@ class Architecture:
         """The tensors under the names of the model of ``fused_config``; None if transformers has to find them
         or to convert them."""
         found = Checkpoint.find(self.path, allow_pickle)
-        if found is None or self.config.model_type in EXPERT_FAMILIES:
+        if found is None or experts_of(self.config) is not None:
             return found  # experts' names are known (``with_stacks``)
         if not (is_multimodal(self.config) or renames_tensors(self._text_part)):
             return found
@@ -138,7 +137,7 @@ def skeleton(
         if error.args != (ATTENTION_NAME,):
             raise
         raise ModelLoadError(NOT_REPLACEABLE.format(config.model_type)) from error
-    return keep_limits(module.eval().requires_grad_(False))
+    return corrected(module.eval().requires_grad_(False))
 
 
 def read_architecture(path: str, options: LoadOptions) -> Architecture:

@@ -16,19 +16,19 @@ from truedraft.engine.models.agreement import first_that_agrees
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.families import (
-    decoder_layer,
+from truedraft.engine.models.families.ends import (
     embedding_scale,
     embeddings_of,
     head_sizes,
     last_norm,
     logit_multiplier,
     logit_softcap,
-    make_norm,
+    make_last_norm,
     make_rotary,
     rotary_module,
 )
-from truedraft.engine.models.gemma4 import has_layer_inputs, layer_inputs
+from truedraft.engine.models.families.gemma4 import has_layer_inputs, layer_inputs
+from truedraft.engine.models.families.layer import decoder_layer
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.linear import join
 from truedraft.engine.models.options import LoadOptions
@@ -99,7 +99,7 @@ def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
     return DecoderWeights(
         DenseEmbeddings(embeddings),
         layers,
-        make_norm(module.config, last_norm(module)[1]),
+        make_last_norm(module.config, last_norm(module)[1]),
         make([module.lm_head], logit_multiplier(module.config)),
         make_rotary(rotary_module(module), module.config, embeddings.to(facts.dtype)),
         embedding_scale(module, facts.dtype),

@@ -18,7 +18,7 @@ from truedraft.engine.formats.gguf_tokenizer import Vocabulary, read_vocabulary
 from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.models.account import Account
 from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.models.families import FAMILIES
+from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.gguf_config import LONG_FACTORS, MODEL_TYPES, SHORT_FACTORS, gguf_config
 from truedraft.engine.models.gguf_experts import LAYER, stack_of, tensor_of
 from truedraft.engine.models.gguf_gemma4 import other_tensors
@@ -145,7 +145,7 @@ class GgufCheckpoint(Checkpoint):
             return tensor.view(1, -1)
         tensor = from_file(name, tensor, self.file.path)
         order = self._order(name)
-        adds_one = FAMILIES[self.config.model_type].norms_add_one and name.endswith("norm.weight")
+        adds_one = FAMILIES[self.config.model_type].norms == "plus one" and name.endswith("norm.weight")
         if adds_one and ".linear_attn." not in name:
             tensor = tensor - 1  # llama.cpp multiplies by what is stored, transformers by one more
         return tensor if order is None else tensor[torch.from_numpy(order)]

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
-from truedraft.engine.models.families import FAMILIES
+from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
 from truedraft.engine.models.gguf_gemma4 import BY_LAYER, gemma4_settings
 from truedraft.engine.models.gguf_hybrids import SETTINGS, WITH_ZEROS, hybrid_settings

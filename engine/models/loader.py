@@ -35,8 +35,15 @@ from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.eight_bit import compact_linears
-from truedraft.engine.models.experts import can_be_quantised, with_stacks
-from truedraft.engine.models.families import FAMILIES, check_settings, has_experts, has_family
+from truedraft.engine.models.families.fit import (
+    can_be_quantised,
+    check_settings,
+    corrected,
+    has_experts,
+    has_family,
+    with_stacks,
+)
+from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.fused import count, fuse_module, load_fused, multiplies_bfloat16
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
 from truedraft.engine.models.head_order import to_grouped
@@ -55,7 +62,6 @@ from truedraft.engine.models.quantization import (
     open_for_gpu,
     open_quantised,
 )
-from truedraft.engine.models.recurrences import keep_limits
 from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.linear import linear_library
 from truedraft.engine.native.linears import NativeLinears
@@ -397,7 +403,7 @@ def _module_of(
     if (factors := checkpoint.rotary_factors()) is not None:
         module.model.rotary_emb.inv_freq /= factors
     module.generation_config = generation
-    return keep_limits(module.eval().requires_grad_(False).to(options.device))
+    return corrected(module.eval().requires_grad_(False).to(options.device))
 
 
 def _load_module(found: Architecture, options: LoadOptions, attention: str) -> Any:
@@ -421,7 +427,7 @@ def _load_module(found: Architecture, options: LoadOptions, attention: str) -> A
         )
         check_loaded(path, loaded, options.allow_pickle)
     model.generation_config = found.generation_config()
-    keep_limits(model.eval().requires_grad_(False))
+    corrected(model.eval().requires_grad_(False))
     if options.device_map is not None:
         _refuse_offload(path, getattr(model, "hf_device_map", {}))
         return model

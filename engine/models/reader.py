@@ -25,20 +25,20 @@ from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import HEAD, Checkpoint
-from truedraft.engine.models.families import (
-    decoder_layer,
+from truedraft.engine.models.families.ends import (
     embedding_scale,
     embeddings_of,
     last_norm,
     logit_multiplier,
     logit_softcap,
-    make_norm,
+    make_last_norm,
     make_rotary,
     rotary_module,
     rotary_name,
     table_scale,
 )
-from truedraft.engine.models.gemma4 import (
+from truedraft.engine.models.families.fit import correct_layer
+from truedraft.engine.models.families.gemma4 import (
     PROJECTION,
     PROJECTION_NORM,
     TABLE,
@@ -46,11 +46,11 @@ from truedraft.engine.models.gemma4 import (
     layer_inputs,
     layer_table_scale,
 )
+from truedraft.engine.models.families.layer import decoder_layer
 from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.linear import Whole, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 from truedraft.engine.models.quantise import can_be_in_four_bits, quantised_to_four_bits
-from truedraft.engine.models.recurrences import restore_scales
 from truedraft.engine.models.stacks import Matrix, Quantised, stored_tensors
 
 # The output layer is converted this many rows at a time.
@@ -89,7 +89,7 @@ class Reader:
         weights = DecoderWeights(
             embeddings,
             self.layers,
-            make_norm(module.config, norm),
+            make_last_norm(module.config, norm),
             self.linears.make([head], None, logit_multiplier(module.config)),
             make_rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
             embedding_scale(module, facts.dtype),
@@ -181,7 +181,7 @@ class Reader:
 
         def before(*_: Any) -> None:
             weights.update(self._fill(layer, f"model.layers.{index}"))
-            restore_scales(layer, self.facts)
+            correct_layer(layer, self.facts)
 
         def after(*_: Any) -> None:
             make = partial(join, linears=self.linears, weights_of=weights_of)

@@ -22,8 +22,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models import loader
-from truedraft.engine.models.experts import EXPERT_FAMILIES
-from truedraft.engine.models.families import FAMILIES
+from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -273,11 +272,12 @@ Changed = tuple[dict[str, Any], Weights]
 
 
 def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
-    is_dense = config["model_type"] not in EXPERT_FAMILIES or config.get("num_local_experts") == 0
+    family = FAMILIES[config["model_type"]]
+    is_dense = family.experts is None or config.get("num_local_experts") == 0
     values_of = VALUES if is_dense or config["model_type"] == "nemotron_h" else OF_EXPERTS
     if config["model_type"] == "nemotron_h":  # transformers does not read it
         values_of = {key: values for key, values in values_of.items() if key != "time_step_limit"}
-    left_out = READ_ALIKE if FAMILIES[config["model_type"]].recurrence else ()
+    left_out = READ_ALIKE if family.recurrence else ()
     for key, values in values_of.items():
         if key in config and key not in left_out:
             yield from ((config | {key: value}, weights) for value in values if config[key] != value)
@@ -462,7 +462,7 @@ def test_mutated_checkpoints_are_transformers_or_refused(
 
 def test_every_family_is_tried_but_for_some_with_experts() -> None:
     """Each way in which checkpoints have experts is in the table."""
-    assert FAMILIES.keys() - COUNTS.keys() <= EXPERT_FAMILIES.keys()
+    assert all(FAMILIES[name].experts for name in FAMILIES.keys() - COUNTS.keys())
 
 
 def test_the_table_of_the_documentation() -> None:

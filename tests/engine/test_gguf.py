@@ -37,7 +37,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.families import has_experts
+from truedraft.engine.models.families.fit import has_experts
 from truedraft.engine.models.gguf import open_gguf
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner

@@ -23,7 +23,8 @@ from truedraft.engine.models.architecture import plain_skeleton
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.families import decoder_layer, make_rotary
+from truedraft.engine.models.families.ends import make_rotary
+from truedraft.engine.models.families.layer import decoder_layer
 from truedraft.engine.models.heads.eagle_config import EagleConfig
 from truedraft.engine.models.heads.head import Head, check_target, linears_for
 from truedraft.engine.models.linear import Source, join

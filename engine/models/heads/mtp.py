@@ -27,8 +27,9 @@ from truedraft.engine.models.architecture import plain_skeleton
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint, RenamedCheckpoint
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.experts import with_stacks
-from truedraft.engine.models.families import norm_of
+from truedraft.engine.models.families.fit import with_stacks
+from truedraft.engine.models.families.norms import norm_of
+from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.fused import load_fused
 from truedraft.engine.models.gguf import open_gguf_head
 from truedraft.engine.models.heads.head import Head, check_target, linears_for
@@ -213,7 +214,7 @@ class _PartReader:
         self._check(name, (self.size,))
         config = self.facts.config
         weight = read_tensor(self.checkpoint, name, self.linears, self.facts).to(self.facts.dtype)
-        return norm_of(config, weight, config.rms_norm_eps)
+        return norm_of(FAMILIES[config.model_type].norms, weight, config.rms_norm_eps)
 
     def projection(self, name: str) -> Linear:
         return self.linears.make([self._weight(name, (self.size, 2 * self.size))], None)

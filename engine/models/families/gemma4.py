@@ -1,5 +1,5 @@
-"""Makes what only Gemma 4's layers have: readers of other layers' keys, numbers of tokens for each layer,
-experts next to an MLP, and a last factor."""
+"""Makes what only Gemma 4 has: readers of other layers' keys, norms of values, numbers of tokens for each
+layer, experts next to an MLP, and a last factor."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,9 @@ from truedraft.engine.layers.decoder import DecoderLayer, LayerInputs, TokenBran
 from truedraft.engine.layers.linear import Embeddings
 from truedraft.engine.layers.mlp import Activation, DenseAndExperts, Experts, GatedMlp
 from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.rotary import turned_pairs
+from truedraft.engine.layers.run import AttentionShape
+from truedraft.engine.models.families.norms import make_norm
 from truedraft.engine.models.linear import Make
 
 # The table of ``LayerInputs`` in a checkpoint, and what else its module has at the top.
@@ -25,7 +28,16 @@ def fits(config: Any) -> bool:
     return has_rows and (has_inputs or not config.num_kv_shared_layers)
 
 
-def source_of(attention: Any) -> int | None:
+def complete_shape(shape: AttentionShape, attention: Any) -> AttentionShape:
+    return replace(
+        shape,
+        turned=turned_pairs(attention.config, attention.layer_type, attention.head_dim),
+        value_norm=_value_norm(attention),
+        source=_source_of(attention),
+    )
+
+
+def _source_of(attention: Any) -> int | None:
     """Returns the layer that stores what ``attention`` reads: the last one of its type that stores any; None
     if it stores its own."""
     if not attention.is_kv_shared_layer:
@@ -35,16 +47,12 @@ def source_of(attention: Any) -> int | None:
     return max(layer for layer in storing if config.layer_types[layer] == attention.layer_type)
 
 
-def value_norm(attention: Any) -> Norm:
+def _value_norm(attention: Any) -> Norm:
     weight = attention.q_norm.weight.detach()
     return Norm(torch.ones_like(weight, dtype=torch.float32), attention.q_norm.eps)
 
 
-def norm_of(module: Any) -> Norm:
-    return Norm(module.weight.detach().float(), module.eps)
-
-
-def complete(described: DecoderLayer, layer: Any, activation: Activation, make: Make) -> DecoderLayer:
+def complete_layer(described: DecoderLayer, layer: Any, activation: Activation, make: Make) -> DecoderLayer:
     """Adds to a layer what others do not have; its MLP is made of the experts, if it has some."""
     more: dict[str, Any] = {"scale": float(layer.layer_scalar)}
     if isinstance(described.mlp, Experts):
@@ -54,9 +62,13 @@ def complete(described: DecoderLayer, layer: Any, activation: Activation, make: 
             activation,
             make([layer.per_layer_input_gate], 1.0),
             make([layer.per_layer_projection], 1.0),
-            norm_of(layer.post_per_layer_input_norm),
+            _norm(layer.post_per_layer_input_norm),
         )
     return replace(described, **more)
+
+
+def _norm(module: Any) -> Norm:
+    return make_norm("float32", module)
 
 
 def _dense_and_experts(experts: Experts, layer: Any, activation: Activation, make: Make) -> DenseAndExperts:
@@ -66,11 +78,11 @@ def _dense_and_experts(experts: Experts, layer: Any, activation: Activation, mak
     return DenseAndExperts(
         dense=dense,
         experts=replace(experts, router=replace(experts.router, expert_scales=scales)),
-        dense_norm=norm_of(layer.pre_feedforward_layernorm),
-        experts_norm=norm_of(layer.pre_feedforward_layernorm_2),
+        dense_norm=_norm(layer.pre_feedforward_layernorm),
+        experts_norm=_norm(layer.pre_feedforward_layernorm_2),
         router_norm=Norm(router.scale.detach().float() * router.scalar_root_size, router.eps),
-        dense_post_norm=norm_of(layer.post_feedforward_layernorm_1),
-        experts_post_norm=norm_of(layer.post_feedforward_layernorm_2),
+        dense_post_norm=_norm(layer.post_feedforward_layernorm_1),
+        experts_post_norm=_norm(layer.post_feedforward_layernorm_2),
     )
 
 

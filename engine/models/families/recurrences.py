@@ -12,61 +12,37 @@ from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Recurrence, ShortConv
 from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.families.family import RecurrenceSpec, setting
 from truedraft.engine.models.head_order import to_tiled
 from truedraft.engine.models.linear import Make, Rows, Source
 
 
-def recurrent_mixer(
+def make_recurrence(
+    spec: RecurrenceSpec,
     module: Any,
     index: int,
-    device: torch.device,
+    facts: ModelFacts,
     make: Make,
     residual: float,
     is_tiled: bool,
-    scales: torch.Tensor | None = None,
 ) -> Recurrent:
     """Describes ``module``, the mixer ``index``; what it adds to the hidden states is multiplied by
-    ``residual``. ``is_tiled``: the linear layers have their value heads tiled. ``scales`` multiply what the
-    recurrence gets."""
+    ``residual``. ``is_tiled``: the linear layers have their value heads tiled."""
     rule, inputs = _describe(module, index, is_tiled)
+    config, device = facts.config, facts.device
     channels, width = rule.convolution.weight.shape
     return Recurrent(
         recurrence=rule,
         inputs=make(inputs, 1.0),
-        output=make([module.out_proj], residual),
+        output=make([module.out_proj], residual * setting(config, spec.output_multiplier, 1.0)),
         cache=RecurrentCache(channels, width, rule.state, device),
-        scales=scales,
+        scales=None if spec.input_scales is None else spec.input_scales(config, device),
     )
 
 
 def is_recurrence(module: nn.Module) -> bool:
     """Tells whether a mixer keeps a running state: they all have a convolution."""
     return any(isinstance(child, nn.Conv1d) for child in module.children())
-
-
-def keep_limits(module: Any) -> Any:
-    """Lets Nemotron-H's dt have the limits that its makers' code takes, in prompts and in steps alike, which
-    is ``time_step_limit``. transformers takes the least with which training began, and in prompts only.
-    Returns ``module``."""
-    if module.config.model_type == "nemotron_h":
-        for layer in module.model.layers:
-            if is_recurrence(layer.mixer):
-                layer.mixer.time_step_limit = tuple(module.config.time_step_limit)
-    return module
-
-
-def scales_of_inputs(config: Any, device: torch.device) -> torch.Tensor:
-    """Returns what Falcon-H1 multiplies [z | x | B | C | dt] by, which is a setting for each of them."""
-    inner = config.mamba_n_heads * config.mamba_d_head
-    of_groups = config.mamba_n_groups * config.mamba_d_state
-    sizes = torch.tensor([inner, inner, of_groups, of_groups, config.mamba_n_heads], device=device)
-    return torch.tensor(config.ssm_multipliers, device=device).repeat_interleave(sizes)
-
-
-def restore_scales(layer: Any, facts: ModelFacts) -> None:
-    """Gives transformers' layer of Falcon-H1 what checkpoints do not have, and the meta device does not."""
-    if facts.config.model_type == "falcon_h1":
-        layer.mamba.mup_vector = scales_of_inputs(facts.config, facts.device).to(facts.dtype)
 
 
 def _describe(module: Any, index: int, is_tiled: bool) -> tuple[Recurrence, list[Source]]:

@@ -1,0 +1,152 @@
+"""What can be said of a family: the names of its modules and settings, and which parts its layers have.
+
+The defaults are Llama's. ``table`` has a ``Family`` for each model type; its parts say of attention, MLP,
+experts and recurrence what the modules that make these (``attention``, ``mlp``, ...) go by.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+
+from truedraft.engine.layers.decoder import DecoderLayer
+from truedraft.engine.layers.mlp import Activation, Scoring
+from truedraft.engine.layers.run import AttentionShape
+from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.families.norms import NormKind
+from truedraft.engine.models.linear import Make
+from truedraft.engine.models.stacks import StoredExperts
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Says how transformers' ``module`` of a layer attends, and what it calls its parts."""
+
+    module: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    # Queries and keys are normed, each head by itself or all together.
+    head_norm: Literal["each", "whole"] | None = None
+    head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norm_after_rotary: bool = False
+    # What is attended is multiplied by sigmoids: of numbers that stand with each head's queries, or of one
+    # number for each head.
+    gate: Literal["queries", "heads"] | None = None
+    # Rotary angles turn neighbours of a head, not its halves.
+    interleaved: bool = False
+    # These say of transformers' attention whether it rotates, and how many tokens a query sees; None: all.
+    rotates: Callable[[Any], bool] = lambda attention: True
+    window: Callable[[Any], int | None] = lambda attention: None
+    # A number per head takes its share of the attention, and gives nothing.
+    has_sinks: bool = False
+    softcap: str | None = None
+    # Settings multiply what goes in, what comes out, and keys.
+    input_multiplier: str | None = None
+    output_multiplier: str | None = None
+    key_multiplier: str | None = None
+    # This adds to a shape what only some families have.
+    complete: Callable[[AttentionShape, Any], AttentionShape] = lambda shape, attention: shape
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceSpec:
+    """Names the module that layers have in the place of attention, or next to it."""
+
+    module: str
+    # This gives the multipliers of what goes in, a setting multiplies what comes out.
+    input_scales: Callable[[Any, torch.device], torch.Tensor] | None = None
+    output_multiplier: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """Says what transformers' ``module`` of a layer calls its parts, and what its activation is."""
+
+    module: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    output: str = "down_proj"
+    # The setting that names it, and its values that are known; None: it is silu.
+    activation: str | None = "hidden_act"
+    activations: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
+    # A setting has the multipliers of gates and of outputs.
+    multipliers: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Names modules, of a layer's or below its ``block``, and settings; the defaults are Qwen's."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    chosen: str = "num_experts_per_tok"
+    scoring: Scoring = "softmax"
+    renormalises: Callable[[Any], bool] = attrgetter("norm_topk_prob")
+    added_to_sum: float = 0.0
+    # This is added to scores where experts are chosen, below the block; None, and a model may lack it.
+    choice_bias: Callable[[Any], torch.Tensor | None] = lambda block: None
+    multiplier: str | None = None
+    # The parameter of all experts that makes what is gated, or what the activation is of.
+    gate_up: str = "gate_up_proj"
+    shared: str | None = None
+    shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
+    shared_gate: str | None = None
+    activation: Activation | None = None
+    # Rows of the stored matrices are gates and what they gate by turns, as in ``Matrix``.
+    reads_pairs: bool = False
+    # This says of a config whether its experts are like this.
+    fits: Callable[[Any], bool] = lambda config: True
+    stored: StoredExperts = field(default_factory=StoredExperts)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Says of what a model type's layers are made, and what comes before the first and after the last.
+    Norms after a branch are of what it adds to the hidden states. ``gguf`` names the architecture in GGUF
+    files."""
+
+    attention: AttentionSpec = AttentionSpec()
+    recurrence: RecurrenceSpec | None = None
+    mlp: MlpSpec = MlpSpec()
+    experts: ExpertSpec | None = None
+    # The MLP follows the mixer, or both get the same, with one norm; or attention and a recurrence get the
+    # same, and the MLP follows; or each layer is a mixer or an MLP, whose norm is named as a mixer's.
+    form: Literal["sequential", "parallel", "parallel mixers", "one branch"] = "sequential"
+    norms: NormKind = "plain"
+    mixer_norm: str | None = "input_layernorm"
+    mixer_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    # This adds to a layer what only some families have.
+    complete: Callable[[DecoderLayer, Any, Activation, Make], DecoderLayer] = lambda described, *_: described
+    # What a branch adds to the hidden states is multiplied by this setting.
+    residual_multiplier: str | None = None
+
+    embeddings: str = "embed_tokens"
+    # The embeddings' own module multiplies them, or whoever looks one up, or the decoder, by a setting.
+    scales_embeddings: bool = False
+    table_multiplier: str | None = None
+    embedding_multiplier: str | None = None
+    rotary: str = "rotary_emb"
+    # The module gives all angles twice, or each twice running, or each once; those of pairs that are not
+    # turned are left out.
+    angles: Literal["twice", "running", "once", "turned"] = "twice"
+    last_norm: str = "norm"
+    logit_multiplier: str | None = None
+    logit_divisor: str | None = None
+    logit_softcap: str | None = None
+
+    # These settings are known with these values only, and together if the config fits.
+    known: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    fits: Callable[[Any], bool] = lambda config: True
+    # These correct transformers' module, and a layer that has got a checkpoint's tensors.
+    correct: Callable[[Any], None] = lambda module: None
+    correct_layer: Callable[[Any, ModelFacts], None] = lambda layer, facts: None
+    gguf: str | None = None
+
+
+def setting(config: Any, name: str | None, default: float) -> float:
+    """Returns a setting's value; ``default`` where a family has none."""
+    return default if name is None else float(getattr(config, name))
