@@ -41,7 +41,7 @@ class Log:
 def server(
     model_folder: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server of this file alone: a shared one may still write the line of another file's request."""
+    """This file has a server of its own: a shared one may still write the line of another file's request."""
     with run_server(model_folder, tokenizer, tmp_path_factory.mktemp("log")) as running:
         yield running
 
