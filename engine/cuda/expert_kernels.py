@@ -9,7 +9,7 @@ bits do not depend on other tokens.
 import triton
 import triton.language as tl
 
-from truedraft.engine.cuda.quantised_kernels import block_weights
+from truedraft.engine.cuda.quantised_kernels import BLOCK, COLUMNS, block_weights
 
 
 @triton.jit
@@ -98,16 +98,8 @@ def multiply_tile(
     NUM_INPUTS: tl.constexpr,  # tells where rows are aligned
     EXPERTS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
-    BITS: tl.constexpr,  # are those of codes in blocks; 0: there are none
-    LOW_BITS: tl.constexpr,
-    SCALING: tl.constexpr,
-    OFFSET: tl.constexpr,
-    FIRST_LEVELS: tl.constexpr,
-    LAST_LEVELS: tl.constexpr,
+    KIND: tl.constexpr,  # of blocks, or DENSE
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS_OF_SUPER: tl.constexpr,
     BLOCKS_AT_A_TIME: tl.constexpr,
 ):
     expert, first = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * ROWS
@@ -120,7 +112,7 @@ def multiply_tile(
         out = tile * COLUMNS + column
         product = tl.zeros([COLUMNS, ROWS], tl.float32)
         address = addresses + expert
-        if BITS == 0:
+        if KIND[0] == 0:
             WIDTH: tl.constexpr = BLOCK * BLOCKS_AT_A_TIME
             number = tl.arange(0, WIDTH)
             weights = tl.load(address).to(tl.pointer_type(x.dtype.element_ty))
@@ -140,29 +132,13 @@ def multiply_tile(
             low = tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.uint8)), 16)
             high = tl.multiple_of(tl.load(address + EXPERTS).to(tl.pointer_type(tl.uint8)), 16)
             # Scales have 16 bits, or 8 where blocks share more.
-            SCALE_TYPE: tl.constexpr = tl.float16 if SCALING < 2 else tl.uint8
+            SCALE_TYPE: tl.constexpr = tl.float16 if KIND[2] < 2 else tl.uint8
             scales = tl.multiple_of(tl.load(address + 2 * EXPERTS).to(tl.pointer_type(SCALE_TYPE)), 16)
             supers = tl.multiple_of(tl.load(address + 3 * EXPERTS).to(tl.pointer_type(tl.float16)), 16)
             start = x + (pair // PAIRS_OF_ROW)[None, :] * NUM_INPUTS + number[:, None]
             for block in range(num_blocks):
                 w = block_weights(
-                    low,
-                    high,
-                    scales,
-                    supers,
-                    tile.to(tl.int64),
-                    column,
-                    block,
-                    num_blocks,
-                    BITS,
-                    LOW_BITS,
-                    SCALING,
-                    OFFSET,
-                    FIRST_LEVELS,
-                    LAST_LEVELS,
-                    COLUMNS,
-                    BLOCK,
-                    BLOCKS_OF_SUPER,
+                    low, high, scales, supers, tile.to(tl.int64), column, block, num_blocks, KIND
                 )
                 inputs = tl.load(start + block * BLOCK, mask=is_row[None, :], other=0.0)
                 product = tl.dot(w.to(x.dtype.element_ty), inputs, product, input_precision="ieee")

@@ -4,16 +4,16 @@ import torch
 import triton
 
 from truedraft.engine.cuda import expert_kernels
-from truedraft.engine.cuda.grouped_experts import ExpertMatrices, GroupedLinear, TokenGroups
-from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, KINDS
+from truedraft.engine.cuda.grouped_experts import GroupedLinear, TokenGroups
+from truedraft.engine.cuda.quantised import COLUMNS, KINDS
 from truedraft.engine.cuda.quantised_kernels import JOINED, row_tile
 from truedraft.engine.layers.mlp import Router
 from truedraft.engine.layers.quantised_blocks import TYPES
 
 # Tokens with their experts that are looked through at a time, and blocks of dense weights.
 LOOKED_AT, BLOCKS_AT_A_TIME = 1024, 2
-# Dense weights have none of what kernels know of blocks.
-DENSE = dict.fromkeys(KINDS[TYPES["Q8_0"]].constants, 0)
+# Dense weights are told from kinds of blocks by codes of 0 bits.
+DENSE = (0,) * len(KINDS[TYPES["Q8_0"]].constants)
 
 
 def choose_experts(
@@ -86,8 +86,11 @@ def multiply_experts(
                 NUM_INPUTS=part.in_features,
                 EXPERTS=num_experts,
                 PAIRS_OF_ROW=pairs_of_row,
+                KIND=DENSE if part.type is None else KINDS[part.type].constants,
                 ROWS=rows,
-                **_constants(part),
+                BLOCKS_AT_A_TIME=BLOCKS_AT_A_TIME,
+                num_warps=4,
+                num_stages=3,
             )
             first_output += part.rows
     return output
@@ -121,10 +124,3 @@ def join_experts(
             num_warps=4,
         )
     return output
-
-
-def _constants(part: ExpertMatrices) -> dict[str, int]:
-    """Returns what is compiled in for a kind of weights."""
-    sizes = {"COLUMNS": COLUMNS, "BLOCK": BLOCK, "BLOCKS_OF_SUPER": BLOCKS_OF_SUPER}
-    sizes |= {"BLOCKS_AT_A_TIME": BLOCKS_AT_A_TIME, "num_warps": 4, "num_stages": 3}
-    return (DENSE if part.type is None else KINDS[part.type].constants) | sizes

@@ -83,13 +83,13 @@ class Kind:
         return 8 if self.bits == 8 else 4 if self.bits >= 4 else 2
 
     @property
-    def constants(self) -> dict[str, int]:
-        """Returns what kernels know of it. Levels are bytes of two integers, plus ``LEVEL_OFFSET``."""
+    def constants(self) -> tuple[int, ...]:
+        """Returns what kernels know of it, in the order of ``block_weights``. Levels are bytes of two
+        integers, plus ``LEVEL_OFFSET``."""
         bytes_ = bytes(level + LEVEL_OFFSET for level in self.levels) or bytes(16)
         first, last = (int.from_bytes(bytes_[at : at + 8], "little", signed=True) for at in (0, 8))
         offset = LEVEL_OFFSET if self.levels else self.offset
-        known = {"BITS": self.bits, "LOW_BITS": self.low_bits, "SCALING": self.scaling, "OFFSET": offset}
-        return known | {"FIRST_LEVELS": first, "LAST_LEVELS": last}
+        return self.bits, self.low_bits, self.scaling, offset, first, last
 
 
 KINDS = {

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from truedraft.engine.cuda import quantised
 from truedraft.engine.cuda.multiprocessors import NORMED_BY_A_WARP, num_multiprocessors
-from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, PackedBlocks
+from truedraft.engine.cuda.quantised import PackedBlocks
 from truedraft.engine.layers.weight import FP8, LARGEST_FP8, LEAST_LARGEST
 
 # Sizes of a program's tile of rows; more rows take several of the largest. Products of float32 numbers have
@@ -28,6 +29,10 @@ BLOCKS_AT_A_TIME, NUM_STAGES = 4, 3
 PROGRAMS_OF_MULTIPROCESSOR, MAX_SHARES = 4, 16
 # Numbers that one program sums over the shares.
 JOINED = 1024
+# Kernels see numbers of a module only as these.
+COLUMNS = tl.constexpr(quantised.COLUMNS)
+BLOCK = tl.constexpr(quantised.BLOCK)
+BLOCKS_OF_SUPER = tl.constexpr(quantised.BLOCKS_OF_SUPER)
 # What differs from layer to layer must not be compiled in: all is compiled at load, by one small layer.
 _VARIES = ("num_blocks", "num_rows", "first_output", "num_outputs", "out_features")
 
@@ -42,17 +47,15 @@ def block_weights(
     column,  # in the tile, of each row
     block,
     num_blocks,
-    BITS: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    SCALING: tl.constexpr,  # SCALE and others of quantised.py
-    OFFSET: tl.constexpr,
-    FIRST_LEVELS: tl.constexpr,  # bytes, or 0 where codes are numbers
-    LAST_LEVELS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS_OF_SUPER: tl.constexpr,
+    KIND: tl.constexpr,  # what Kind.constants returns
 ):
     """Returns float32 [rows, 32]; zeros where there is no such block."""
+    BITS: tl.constexpr = KIND[0]
+    LOW_BITS: tl.constexpr = KIND[1]
+    SCALING: tl.constexpr = KIND[2]  # SCALE and others of quantised.py
+    OFFSET: tl.constexpr = KIND[3]
+    FIRST_LEVELS: tl.constexpr = KIND[4]  # bytes, or 0 where codes are numbers
+    LAST_LEVELS: tl.constexpr = KIND[5]
     number = tl.arange(0, BLOCK)
     is_block = 0 * column + block < num_blocks  # the interpreter takes no single number for a mask
     # The blocks that lie over each other in a byte of ``low`` and ``high``.
@@ -127,17 +130,9 @@ def multiply_share(
     first_output,  # where this part of the layer begins
     num_outputs,
     out_features,
-    BITS: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    SCALING: tl.constexpr,
-    OFFSET: tl.constexpr,
-    FIRST_LEVELS: tl.constexpr,
-    LAST_LEVELS: tl.constexpr,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS_AT_A_TIME: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS_OF_SUPER: tl.constexpr,
 ):
     tile, share, num_shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     column = tl.arange(0, COLUMNS)
@@ -152,23 +147,7 @@ def multiply_share(
         for i in tl.static_range(BLOCKS_AT_A_TIME):
             block = unit * BLOCKS_AT_A_TIME + i
             weights = block_weights(
-                low,
-                high,
-                scales,
-                supers,
-                tile.to(tl.int64),
-                column,
-                block,
-                num_blocks,
-                BITS,
-                LOW_BITS,
-                SCALING,
-                OFFSET,
-                FIRST_LEVELS,
-                LAST_LEVELS,
-                COLUMNS,
-                BLOCK,
-                BLOCKS_OF_SUPER,
+                low, high, scales, supers, tile.to(tl.int64), column, block, num_blocks, KIND
             )
             is_input = is_row[None, :] & (number + block * BLOCK < num_blocks * BLOCK)[:, None]
             inputs = tl.load(start + block * BLOCK, mask=is_input, other=0.0)
@@ -220,16 +199,8 @@ def unpack_block(
     first,
     num_rows,
     HAS_IDS: tl.constexpr,
-    BITS: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    SCALING: tl.constexpr,
-    OFFSET: tl.constexpr,
-    FIRST_LEVELS: tl.constexpr,
-    LAST_LEVELS: tl.constexpr,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS_OF_SUPER: tl.constexpr,
 ):
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = place < num_rows
@@ -240,25 +211,8 @@ def unpack_block(
     number = tl.arange(0, BLOCK)
     for i in tl.static_range(BLOCKS_OF_SUPER):
         block = tl.program_id(1) * BLOCKS_OF_SUPER + i
-        weights = block_weights(
-            low,
-            high,
-            scales,
-            supers,
-            row // COLUMNS,
-            row % COLUMNS,
-            block,
-            num_blocks,
-            BITS,
-            LOW_BITS,
-            SCALING,
-            OFFSET,
-            FIRST_LEVELS,
-            LAST_LEVELS,
-            COLUMNS,
-            BLOCK,
-            BLOCKS_OF_SUPER,
-        )
+        tile, column = row // COLUMNS, row % COLUMNS
+        weights = block_weights(low, high, scales, supers, tile, column, block, num_blocks, KIND)
         at = (place.to(tl.int64) * num_blocks + block)[:, None] * BLOCK + number[None, :]
         is_number = is_row[:, None] & (number + block * BLOCK < num_blocks * BLOCK)[None, :]
         tl.store(output + at, weights.to(output.dtype.element_ty), mask=is_number)
@@ -304,7 +258,7 @@ def multiply(
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         for part in parts:
-            grid = triton.cdiv(part.rows, COLUMNS), num_shares, triton.cdiv(num_rows, rows)
+            grid = triton.cdiv(part.rows, quantised.COLUMNS), num_shares, triton.cdiv(num_rows, rows)
             multiply_share[grid](
                 shares,
                 x,
@@ -318,9 +272,10 @@ def multiply(
                 part.rows,
                 out_features,
                 ROWS=rows,
+                KIND=part.kind.constants,
                 BLOCKS_AT_A_TIME=BLOCKS_AT_A_TIME,
                 num_stages=NUM_STAGES,
-                **_constants(part),
+                num_warps=4,
             )
             first_output += part.rows
         join_products[num_rows, triton.cdiv(out_features, JOINED)](
@@ -347,8 +302,8 @@ def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor)
     if not len(rows):
         return output
     has_ids = isinstance(rows, torch.Tensor)
-    tile = MIN_ROWS if has_ids else COLUMNS
-    grid = triton.cdiv(len(rows), tile), triton.cdiv(packed.num_blocks, BLOCKS_OF_SUPER)
+    tile = MIN_ROWS if has_ids else quantised.COLUMNS
+    grid = triton.cdiv(len(rows), tile), triton.cdiv(packed.num_blocks, quantised.BLOCKS_OF_SUPER)
     with torch.cuda.device_of(output):  # type: ignore[no-untyped-call]
         unpack_block[grid](
             output,
@@ -361,8 +316,9 @@ def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor)
             0 if isinstance(rows, torch.Tensor) else rows.start,
             len(rows),
             HAS_IDS=has_ids,
+            KIND=packed.kind.constants,
             ROWS=tile,
-            **_constants(packed),
+            num_warps=4,
         )
     return output
 
@@ -387,12 +343,6 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scales
 
 
-def _constants(packed: PackedBlocks) -> dict[str, int]:
-    """Returns what is compiled in for a kind of blocks."""
-    sizes = {"COLUMNS": COLUMNS, "BLOCK": BLOCK, "BLOCKS_OF_SUPER": BLOCKS_OF_SUPER, "num_warps": 4}
-    return {**packed.kind.constants, **sizes}
-
-
 def row_tile(num_rows: int, dtype: torch.dtype) -> int:
     """Returns how many of ``num_rows`` one program multiplies."""
     largest = MIN_ROWS if dtype == torch.float32 else MOST_ROWS
@@ -401,5 +351,5 @@ def row_tile(num_rows: int, dtype: torch.dtype) -> int:
 
 def shares_of(out_features: int, in_features: int, device: torch.device) -> int:
     """Returns in how many shares the inputs of a layer are divided, by the layer and the device alone."""
-    wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // -(-out_features // COLUMNS)
-    return max(1, min(wanted, -(-in_features // (BLOCK * BLOCKS_AT_A_TIME)), MAX_SHARES))
+    wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // -(-out_features // quantised.COLUMNS)
+    return max(1, min(wanted, -(-in_features // (quantised.BLOCK * BLOCKS_AT_A_TIME)), MAX_SHARES))

@@ -14,8 +14,7 @@ from triton.compiler import ASTSource
 from tests.engine.triton_compile import NAMES, check
 from truedraft.engine.cuda import expert_kernels, launch_experts
 from truedraft.engine.cuda import quantised_kernels as kernels
-from truedraft.engine.cuda.grouped_experts import ExpertMatrices
-from truedraft.engine.cuda.quantised import BLOCK, BLOCKS_OF_SUPER, COLUMNS, KINDS, SCALE, SCALE_MIN, Kind
+from truedraft.engine.cuda.quantised import COLUMNS, KINDS, SCALE, SCALE_MIN, Kind
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.layers.weight import LARGEST_FP8, LEAST_LARGEST
 
@@ -24,8 +23,7 @@ def compiled(
     kernel: Any, capability: int, kind: Kind, dtype: torch.dtype, output: torch.dtype, **constants: Any
 ) -> Any:
     names = kernel.arg_names
-    constants |= {"COLUMNS": COLUMNS, "BLOCK": BLOCK, "BLOCKS_OF_SUPER": BLOCKS_OF_SUPER}
-    constants |= kind.constants
+    constants["KIND"] = kind.constants
     scales = "*fp16" if kind.scaling in (SCALE, SCALE_MIN) else "*u8"
     types = {"x": f"*{NAMES[dtype]}", "output": f"*{NAMES[output]}", "shares": "*fp32", "ids": "*i64"}
     types |= {"low": "*u8", "high": "*u8", "scales": scales, "supers": "*fp16"}
@@ -73,10 +71,10 @@ def compile_rounding(capability: int) -> None:
 
 def compile_experts(capability: int, name: str | None, dtype: torch.dtype, rows: int) -> None:
     """Compiles products with weights at addresses in a table, and what comes before and after them."""
-    part = ExpertMatrices(0, 0, None if name is None else TYPES[name], torch.empty(0))
-    product = launch_experts._constants(part) | {"EXPERTS": 128, "PAIRS_OF_ROW": 8, "ROWS": rows}
-    product["NUM_INPUTS"] = 2048
-    options = {each: product.pop(each) for each in ("num_warps", "num_stages")}
+    kind = launch_experts.DENSE if name is None else KINDS[TYPES[name]].constants
+    product = {"NUM_INPUTS": 2048, "EXPERTS": 128, "PAIRS_OF_ROW": 8, "KIND": kind, "ROWS": rows}
+    product["BLOCKS_AT_A_TIME"] = launch_experts.BLOCKS_AT_A_TIME
+    options = {"num_warps": 4, "num_stages": 3}
     router = {"EXPERTS": 512, "PADDED_EXPERTS": 512, "CHOSEN": 10, "IS_SOFTMAX": True, "RENORMALISES": True}
     join = {"CHOSEN": 8, "SIZE": 2048, "TILE": kernels.JOINED, "HAS_SHARED": True, "HAS_RESIDUAL": True}
     for kernel, constants in (
