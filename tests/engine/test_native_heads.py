@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from msgspec import structs
 from tests.engine.hybrid_models import KINDS, hybrid, hybrid_engine, hybrid_head
 from tests.engine.native_pair import VOCAB_SIZE, make_twins
 from tests.engine.planners import FixedPlanner, phases_of, use_planner
+from tests.engine.test_eagle import HIDDEN
+from tests.engine.test_eagle import SHAPES as OF_LAYOUTS
 from tests.engine.test_native import plant
 from tests.engine.test_native_rounds import run
 from tests.heads import Shape, fitted, random_head, save_head
@@ -35,21 +37,10 @@ from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
-HIDDEN = 64
-MOST = tuple(range(0, VOCAB_SIZE, 2)) + (1, 3, 5)
 SHAPES = {
     "plain": Shape(HIDDEN, VOCAB_SIZE),
-    "few tokens": Shape(HIDDEN, VOCAB_SIZE, MOST, (2, 3), has_parts=True, norm_before_residual=True),
-    "norms": Shape(
-        HIDDEN,
-        VOCAB_SIZE,
-        None,
-        (3, 2, 4),
-        fc_norm=True,
-        norm_before_fc=True,
-        norm_output=True,
-        has_embeddings=True,
-    ),
+    "few tokens": OF_LAYOUTS["speculators"],
+    "norms": replace(OF_LAYOUTS["norms"], has_embeddings=True),
 }
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(40)), [2, 2]]
 GREEDY = SamplingParams(max_tokens=24, temperature=0, seed=4)
