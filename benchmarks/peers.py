@@ -13,7 +13,9 @@ arithmetic of Truedraft, transformers and OpenVINO, with ``--gguf BF16`` llama.c
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -43,6 +45,7 @@ from benchmarks.contestants import (
     truedraft,
     vllm_cpu,
 )
+from benchmarks.engine_runs import Variants
 from benchmarks.pairs import BUNDLED, Pair, add_pair_options, chat_prompt_ids, prompt_ids, resolve_pair
 from benchmarks.plots import bars
 from benchmarks.result_file import Figure, record
@@ -149,9 +152,18 @@ def measured_ratios(runs: Runs) -> list[dict[str, Any]]:
     ]
 
 
-def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict[str, Any]:
-    """Everything that the tables show, as one document."""
-    busy = warn_if_busy()
+@dataclass(frozen=True)
+class Contest:
+    """Has what is run, and what is needed to judge it: ``model`` is transformers', if it takes part, and
+    ``process_ids`` are of those that run elsewhere."""
+
+    variants: Variants
+    prompts: list[list[int]]
+    model: Any | None
+    process_ids: list[int]
+
+
+def check_options(arguments: argparse.Namespace) -> None:
     if arguments.gguf and not arguments.llama_cpp_bin:
         raise SystemExit("--gguf needs --llama-cpp-bin, for llama-quantize")
     if arguments.gguf and arguments.quantize:
@@ -162,16 +174,21 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         raise SystemExit("llama.cpp quantises nothing at load: name --gguf instead of --quantize")
     if arguments.vllm_python and (arguments.gguf or arguments.quantize):
         raise SystemExit("--vllm-python runs in float32 only: no --gguf, no --quantize")
+
+
+def prepare(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> Contest:
+    """Makes the files, loads what runs here, and starts what runs in processes of its own."""
+    check_options(arguments)
     pair = resolve_pair(arguments, arguments.pair, work)
     if pair.is_gguf and (arguments.gguf or arguments.quantize or arguments.openvino_python):
         raise SystemExit(
             f"{pair.target} is quantised already: no --gguf, no --quantize, no --openvino-python"
         )
-    k, threads, concurrency = arguments.num_speculative_tokens, arguments.threads, arguments.concurrency
     gguf = gguf_files(arguments, pair, work) if arguments.llama_cpp_bin else None
     exported = openvino_folders(arguments, pair, work) if arguments.openvino_python else None
     if arguments.prepare:
         raise SystemExit(f"Prepared {work}")
+    k, threads, concurrency = arguments.num_speculative_tokens, arguments.threads, arguments.concurrency
     set_num_threads(threads)
     is_float32 = not (arguments.gguf or arguments.quantize or pair.is_gguf)
     dtype = arguments.dtype or ("float32" if is_float32 else "auto")
@@ -198,62 +215,90 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         )
         model = peer.target
         variants |= peer.variants(prompts, arguments.max_tokens)
-    process_ids = []
+    length, process_ids = max(map(len, prompts)) + arguments.max_tokens, []
     if gguf is not None:
-        context = max(map(len, prompts)) + arguments.max_tokens + 64
         answered = {token for row in variants[truedraft.PLAIN]().token_ids for token in row}
         unsaid = max(set(range(ours.core.target.vocab_size)) - answered)
         # In float32 all keep float32 in their caches; a quantised file is run as llama.cpp does best.
         cache_type = "f32" if is_float32 else "f16"
-        servers = [
-            stack.enter_context(
-                closing(
-                    llama_cpp.LlamaServer(
-                        *(arguments.llama_cpp_bin, gguf[0], file, k, threads, context, unsaid, cache_type),
-                        concurrency,
-                    )
-                )
-            )
-            for file in (None, gguf[1])[: 1 if gguf[1] is None else 2]
-        ]
-        process_ids += [server.process.pid for server in servers]
+        servers = start_llama_servers(arguments, gguf, length + 64, unsaid, cache_type, stack)
         variants |= llama_cpp.variants(servers, prompts, arguments.max_tokens)
+        process_ids += [server.process.pid for server in servers]
+    processes = start_environments(arguments, pair.target, exported, dtype, length, stack)
+    variants |= other_environment.variants(processes, prompts, arguments.max_tokens)
+    process_ids += [process.process.pid for process in processes]
+    return Contest(variants, prompts, model, process_ids)
+
+
+def start_llama_servers(
+    arguments: argparse.Namespace,
+    gguf: Sequence[Path | None],
+    context: int,
+    unsaid: int,
+    cache_type: str,
+    stack: ExitStack,
+) -> list[llama_cpp.LlamaServer]:
+    """Starts one without the draft, and one with it, if there is one."""
+    k, threads, concurrency = arguments.num_speculative_tokens, arguments.threads, arguments.concurrency
+    target, draft = gguf
+    assert target is not None
+    servers = []
+    for file in (None, draft)[: 1 if draft is None else 2]:
+        server = llama_cpp.LlamaServer(
+            arguments.llama_cpp_bin, target, file, k, threads, context, unsaid, cache_type, concurrency
+        )
+        servers.append(stack.enter_context(closing(server)))
+    return servers
+
+
+def start_environments(
+    arguments: argparse.Namespace,
+    checkpoint: str,
+    exported: Sequence[Path | None] | None,
+    dtype: str,
+    length: int,
+    stack: ExitStack,
+) -> list[other_environment.OtherProcess]:
+    """Starts OpenVINO without the draft, and with it, and vLLM, where their environments are named."""
+    k, threads, concurrency = arguments.num_speculative_tokens, arguments.threads, arguments.concurrency
     processes = []
     if exported is not None:
-        processes = [
-            stack.enter_context(
-                closing(
-                    openvino_pipeline.process(
-                        *(arguments.openvino_python, exported[0], folder, k, threads, concurrency, dtype),
-                    )
-                )
+        target, draft = exported
+        assert target is not None
+        for folder in (None, draft)[: 1 if draft is None else 2]:
+            process = openvino_pipeline.process(
+                arguments.openvino_python, target, folder, k, threads, concurrency, dtype
             )
-            for folder in (None, exported[1])[: 1 if exported[1] is None else 2]
-        ]
+            processes.append(stack.enter_context(closing(process)))
     if arguments.vllm_python:
-        length = max(map(len, prompts)) + arguments.max_tokens
-        vllm = vllm_cpu.process(arguments.vllm_python, pair.target, threads, concurrency, length)
-        processes.append(stack.enter_context(closing(vllm)))
-    process_ids += [process.process.pid for process in processes]
-    variants |= other_environment.variants(processes, prompts, arguments.max_tokens)
+        process = vllm_cpu.process(arguments.vllm_python, checkpoint, threads, concurrency, length)
+        processes.append(stack.enter_context(closing(process)))
+    return processes
+
+
+def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict[str, Any]:
+    """Everything that the tables show, as one document."""
+    busy = warn_if_busy()
+    contest = prepare(arguments, work, stack)
     note("One run of each to warm up")
-    interleave(variants, 1)
+    interleave(contest.variants, 1)
     note("Measuring")
-    watch = CpuWatch(process_ids)
-    runs = interleave(variants, arguments.repeats)
+    watch = CpuWatch(contest.process_ids)
+    runs = interleave(contest.variants, arguments.repeats)
     others = warn_of_others(watch)
 
-    reference = transformers_generate.GENERATE if model is not None else truedraft.PLAIN
+    reference = transformers_generate.GENERATE if contest.model is not None else truedraft.PLAIN
     outputs = {name: repeats[0].token_ids for name, repeats in runs.items()}
     rows = summary(runs, {"to_generate": dict.fromkeys(runs, reference)})
     for row, same in zip(rows, identity.same_text(outputs, reference).values(), strict=True):
         row["same_text"] = same
+    misses = identity.misses(outputs, reference, contest.prompts, contest.model)
     plain, speculative = runs[truedraft.PLAIN], runs.get(truedraft.SPECULATIVE)
     # The only token of an answer comes with its prompt.
     has_rounds = arguments.max_tokens > 1
     return {
         "machine": machine()
-        | {"torch": torch.__version__, "threads": threads, "busy": busy, "others": others},
+        | {"torch": torch.__version__, "threads": arguments.threads, "busy": busy, "others": others},
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
         "results": rows,
         "ratios": measured_ratios(runs),
@@ -263,7 +308,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
             for name, repeats in (("plain", plain), ("speculative", speculative))
             if has_rounds and repeats
         ],
-        "misses": [miss._asdict() for miss in identity.misses(outputs, reference, prompts, model)],
+        "misses": [miss._asdict() for miss in misses],
         "tokens_per_second": {
             name: [run.tokens_per_second for run in repeats] for name, repeats in runs.items()
         },
