@@ -77,20 +77,9 @@ async def structured_grammar(
     Raises ``InvalidRequestError`` with the reason if there is no such text or it cannot be found out within
     the limits. What is not strict is made looser before that.
     """
-    wanted = _wanted(request)
-    if tools is not None:
-        wanted = _with_tools(wanted)
-    if not wanted:
-        if request.speculation is not None and request.speculation.method == "grammar":
-            raise InvalidRequestError(
-                "speculation.method 'grammar' needs a structured output or tools.", param="speculation.method"
-            )
+    wanted = _wanted(request, tools)
+    if wanted is None:
         return NO_GRAMMAR
-    if len(wanted) > 1:
-        names = " and ".join(each.param for each in wanted)
-        raise InvalidRequestError(f"{names} cannot be used together.", param=wanted[1].param)
-    _check_others(request)
-    (asked,) = wanted
 
     async def error_alone(function: FunctionDefinition) -> str:
         assert tools is not None
@@ -102,7 +91,7 @@ async def structured_grammar(
             return str(error)
 
     async def checked(*, patterns: bool = True) -> Grammar:
-        reader = _Reader(asked, checks.max_size, leniency, tools, patterns=patterns)
+        reader = _Reader(wanted, checks.max_size, leniency, tools, patterns=patterns)
         text, after = await run(READING_BYTES, key, lambda: on_deep_stack(reader.read)), list[int]()
         if reasoning is not None:
             text, after = reasoning.before(text, has_header=tools is not None)
@@ -117,14 +106,32 @@ async def structured_grammar(
             is_looser = tools is not None and await loosen(
                 tools.functions, tools.places, error_alone, leniency
             )
-            if not is_looser and not asked.may_lose_patterns:
+            if not is_looser and not wanted.may_lose_patterns:
                 raise
-            return await checked(patterns=not asked.may_lose_patterns)
+            return await checked(patterns=not wanted.may_lose_patterns)
     except ValueError as error:
-        param = error.place if isinstance(error, SchemaError) else asked.param
+        param = error.place if isinstance(error, SchemaError) else wanted.param
         raise InvalidRequestError(
             f"{param} cannot be used: {str(error).strip()}", param=param, code="invalid_grammar"
         ) from error
+
+
+def _wanted(request: SamplingRequest, tools: ToolUse | None) -> Wanted | None:
+    """Returns the one thing that the text must match; None if it may be any."""
+    wanted = _formats(request)
+    if tools is not None:
+        wanted = _with_tools(wanted)
+    if not wanted:
+        if request.speculation is not None and request.speculation.method == "grammar":
+            raise InvalidRequestError(
+                "speculation.method 'grammar' needs a structured output or tools.", param="speculation.method"
+            )
+        return None
+    if len(wanted) > 1:
+        names = " and ".join(each.param for each in wanted)
+        raise InvalidRequestError(f"{names} cannot be used together.", param=wanted[1].param)
+    _check_others(request)
+    return wanted[0]
 
 
 def _with_tools(wanted: list[Wanted]) -> list[Wanted]:
@@ -136,7 +143,7 @@ def _with_tools(wanted: list[Wanted]) -> list[Wanted]:
     return [Wanted("tools", "tools", {"x-guidance": JSON_OPTIONS} | wanted[0].source, wanted[0].strict)]
 
 
-def _wanted(request: SamplingRequest) -> list[Wanted]:
+def _formats(request: SamplingRequest) -> list[Wanted]:
     """Returns what the fields of the request ask for."""
     found = []
     if request.structured_outputs is not None:
