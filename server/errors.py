@@ -62,10 +62,6 @@ class ThreadUnsupportedError(InvalidRequestError):
     code = "thread_unsupported_request"
 
 
-class UnknownParameterError(InvalidRequestError):
-    code = "unknown_parameter"
-
-
 class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
@@ -186,9 +182,8 @@ class InternalError(ApiError):
 
 # Codes of errors that are raised with one of their own, those of ``Failed`` from the engine included.
 OTHER_CODES = frozenset(
-    {"context_length_exceeded", "duplicate_key", "empty_prompt", "invalid_grammar", "invalid_json"}
-    | {"invalid_logits", "invalid_token_id", "invalid_type", "missing_required_parameter"}
-    | {"speculation_unavailable", "unsupported_parameter"}
+    {"duplicate_key", "empty_prompt", "invalid_grammar", "invalid_json", "invalid_logits", "invalid_token_id"}
+    | {"invalid_type", "missing_required_parameter", "speculation_unavailable", "unknown_parameter"}
 )
 
 
