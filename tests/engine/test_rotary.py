@@ -1,6 +1,5 @@
 """The table of angles grows with the positions that texts reach, and its bits do not depend on how."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
