@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 # A table of angles has at most this many positions, or else this many numbers.
 MAX_TABLE_POSITIONS, MAX_TABLE_NUMBERS = 1 << 17, 1 << 24
+# On a CPU it has angles of so many positions more each time that one is reached which it does not have.
+GROWTH = 512
 
 
 def rotary_kinds(config: Any) -> list[str | None]:
@@ -65,9 +67,10 @@ class Rotary:
         # Numbers of a head that are rotated, the first ones; where kinds differ, the most.
         self.size = self.compute(torch.zeros(1, dtype=torch.int64, device=like.device))[0].shape[-1]
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.num_reached = 0  # positions whose angles are in the table
         num_positions = int(config.max_position_embeddings)
         if num_positions <= MAX_TABLE_POSITIONS or num_positions * self.size <= MAX_TABLE_NUMBERS:
-            self.table = self.compute(torch.arange(num_positions, device=like.device))
+            self.table = self._make_table(num_positions)
         # Dynamic frequencies are looked after by the host, which must not take part in a captured graph.
         types = module.rope_type.values() if isinstance(module.rope_type, dict) else [module.rope_type]
         self.needs_host = self.table is None and any("dynamic" in each for each in types)
@@ -77,7 +80,35 @@ class Rotary:
         if self.table is None:
             return self.compute(positions)
         cos, sin = self.table
+        if self.num_reached < cos.shape[1]:
+            self.reach(int(positions.max()) + 1)
         return cos.index_select(1, positions), sin.index_select(1, positions)
+
+    def reach(self, num_positions: int) -> int:
+        """Has the table grow to this many positions, as far as it goes; returns how many there are."""
+        if num_positions > self.num_reached:
+            self._grow(num_positions)
+        return self.num_reached
+
+    def _make_table(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the whole table on a device, whose graphs look into it by themselves. In the host's memory
+        it has a place that takes none before it is written to."""
+        if self.like.device.type != "cpu":
+            self.num_reached = num_positions
+            return self.compute(torch.arange(num_positions, device=self.like.device))
+        cos, sin = self.compute(torch.zeros(1, dtype=torch.int64))
+        shape = len(cos), num_positions, self.size
+        return cos.new_empty(shape), sin.new_empty(shape)
+
+    @torch.inference_mode()
+    def _grow(self, num_positions: int) -> None:
+        assert self.table is not None
+        end = min(-(-num_positions // GROWTH) * GROWTH, self.table[0].shape[1])
+        for first in range(self.num_reached, end, GROWTH):
+            positions = torch.arange(first, min(first + GROWTH, end))
+            for kept, angles in zip(self.table, self.compute(positions), strict=True):
+                kept[:, first : first + len(positions)] = angles
+        self.num_reached = max(end, self.num_reached)
 
     def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same without the table."""

@@ -6,6 +6,7 @@ The processor looks up where each page lies, and remembers some: few of 4 KB, as
 import ctypes
 import math
 import mmap
+from weakref import WeakSet
 
 import torch
 
@@ -30,6 +31,7 @@ class HugePages:
     def __init__(self) -> None:
         self._chunk: mmap.mmap | None = None
         self._start = self._end = 0
+        self._chunks: WeakSet[mmap.mmap] = WeakSet()
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
         """``torch.zeros``, and just that on other devices and where huge pages cannot be had."""
@@ -41,6 +43,11 @@ class HugePages:
         flat = torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=self._start)
         self._start += size
         return flat.view(shape)
+
+    def discard(self) -> None:
+        """Gives back the memory of all tensors that lie in huge pages: they are zeros again."""
+        for chunk in self._chunks:
+            chunk.madvise(mmap.MADV_DONTNEED)
 
     def _make_room(self, size: int) -> bool:
         """Returns whether the chunk, or a new one, has this many bytes left."""
@@ -54,6 +61,7 @@ class HugePages:
             chunk.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             return False
+        self._chunks.add(chunk)
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
         self._chunk, self._start, self._end = chunk, -address % PAGE_BYTES, length
         return True

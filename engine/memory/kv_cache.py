@@ -55,7 +55,7 @@ class KVCache:
         self.block_size = block_size
         num_slots = num_blocks * block_size
         # Zeros, not empty: masked slots are multiplied by zero, which does not silence a NaN.
-        pages = HugePages()
+        self._pages = HugePages()
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.states: dict[int, LayerState] = {}
@@ -64,9 +64,9 @@ class KVCache:
             if isinstance(spec, AttentionCache):
                 key, value, dtype = spec.key, spec.value, spec.dtype
             else:
-                self.states[layer] = LayerState.zeros(spec, num_state_slots, pages)
-            self.keys.append(pages.zeros(num_slots, *key, dtype=dtype, device=spec.device))
-            self.values.append(pages.zeros(num_slots, *value, dtype=dtype, device=spec.device))
+                self.states[layer] = LayerState.zeros(spec, num_state_slots, self._pages)
+            self.keys.append(self._pages.zeros(num_slots, *key, dtype=dtype, device=spec.device))
+            self.values.append(self._pages.zeros(num_slots, *value, dtype=dtype, device=spec.device))
         self._touch()
         self._by_head = [
             (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
@@ -79,6 +79,12 @@ class KVCache:
         size = sum(tensor.nbytes for tensor in tensors)
         for tensor in tensors:
             tensor[: -(-len(tensor) * TOUCHED_BYTES // max(size, TOUCHED_BYTES))].zero_()
+
+    def forget(self) -> None:
+        """Gives back the memory of what was written, which nobody reads again. Rows that run together are
+        stored far apart: a few tokens of each have every layer write to pages of its own."""
+        self._pages.discard()
+        self._touch()
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies what one state slot holds to another."""

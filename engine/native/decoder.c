@@ -47,7 +47,7 @@ static void look_up(float *to, const void *table, int64_t kept_in, int64_t row, 
 static void embed(float *to, float *given, const Decoder *decoder, int64_t token_id, int64_t position) {
     const LayerInputs *inputs = decoder->layer_inputs;
     const int64_t size = decoder->hidden_size, num_given = inputs ? decoder->num_layers * inputs->size : 0;
-    if (token_id < 0 || token_id >= decoder->vocab_size || position >= decoder->num_angles) {
+    if (token_id < 0 || token_id >= decoder->vocab_size || position >= decoder->num_reached) {
         for (int64_t i = 0; i < size; i++) to[i] = NAN;
         for (int64_t i = 0; i < num_given; i++) given[i] = NAN;
         return;

@@ -55,6 +55,7 @@ class PackedTokens:
 
     def __init__(self, spans: Sequence[Span], block_size: int) -> None:
         counts, stored, wanted, first_blocks = [], [], [], []
+        self.end = 0  # of the longest text
         token_ids: list[int] = []
         blocks: list[int] = []
         for span in spans:
@@ -70,6 +71,7 @@ class PackedTokens:
             first_blocks.append(len(blocks))
             token_ids += span.token_ids
             blocks += span.table.block_ids
+            self.end = max(self.end, end)
         self.num_logits = sum(wanted)
         states = state_columns(spans)
         numbers = [*counts, *stored, *wanted, *first_blocks, *states, *token_ids, *blocks]
@@ -115,6 +117,7 @@ class NativeDecoder:
             self.inputs = _layer_inputs(weights.layer_inputs, len(parts), vocab_size, hidden_size)
         # These are kept as long as C has their addresses, which are checked here, once.
         self._kept = parts, layers, weights, cache
+        self._rotary = weights.rotary
         self.decoder = Decoder(
             num_layers=len(parts),
             vocab_size=vocab_size,
@@ -153,6 +156,7 @@ class NativeDecoder:
         if not self.holds(spans):
             return None
         packed = PackedTokens(spans, self.decoder.block_size)
+        self.reach(packed.end)
         num_tokens = sum(len(span.token_ids) for span in spans)
         if (given := states_of(spans)) is not None:
             packed.new.states = address(given, FLOAT, (num_tokens, self.hidden_size))
@@ -162,6 +166,15 @@ class NativeDecoder:
         if not self.library.decode(byref(self.decoder), byref(packed.new), at_taps, place):
             raise MemoryError("no memory for a pass of the model, or no such blocks in its cache")
         return logits, states
+
+    def reach(self, num_positions: int) -> None:
+        """Lets C have the angles of this many positions, as far as there are any; those behind are NaN."""
+        if num_positions > self.decoder.num_reached:
+            self.decoder.num_reached = min(self._rotary.reach(num_positions), self.decoder.num_angles)
+
+    def reach_blocks(self, num_blocks: int) -> None:
+        """Does the same for all positions that so many blocks hold."""
+        self.reach(num_blocks * self.decoder.block_size)
 
     def _taps(self, taps: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, Taps]:
         """Returns the tensor that C writes the states of some layers to, and its description in C."""

@@ -209,6 +209,7 @@ typedef struct {
     int64_t num_blocks, block_size; /* of the cache */
     int64_t num_state_slots;      /* of layers with a running state; 0: there are none */
     int64_t num_angles, rotary_size; /* as in Spans */
+    int64_t num_reached;          /* positions that have angles; of others the table may hold anything */
     int64_t embedding_type;
     const DecoderLayer *layers;
     const void *embeddings;       /* [vocab, hidden_size] */

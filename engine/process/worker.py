@@ -72,22 +72,28 @@ class Worker:
         if isinstance(core.runner, LaunchingRunner):
             core.runner.when_launched = self._send_rest
         self.heartbeat = Heartbeats()
+        self.is_trimmed = False  # what passes took and freed has been given back
         # Each request has itself, its grammar while that is compiled, and what was aborted of it meanwhile.
         self.compiling: dict[str, tuple[Generate, Future[Any], list[Abort]]] = {}
 
     def run(self) -> None:
         try:
             while self.running:
-                self.heartbeat.beat()
-                self._drain_inbox()
-                if self.core.has_work:
-                    results = self.core.step()
-                    self._send_rest()  # if nothing was launched
-                    self._send_step(results)
+                self.turn()
         finally:  # an error leaves what was computed before as good as ever
             self._send_rest()
             if left := self.outbox.empty():
                 self.connection.send(StepOutput(left, self.core.snapshot()))
+
+    def turn(self) -> None:
+        """Reads what has come, and makes a step if there is work."""
+        self.heartbeat.beat()
+        self._drain_inbox()
+        if self.core.has_work:
+            self.is_trimmed = False
+            results = self.core.step()
+            self._send_rest()  # if nothing was launched
+            self._send_step(results)
 
     def _send_step(self, results: list[TokenOutput | Failed]) -> None:
         failures = [result for result in results if isinstance(result, Failed)]
@@ -120,6 +126,9 @@ class Worker:
                 timeout = 0
         except EOFError:
             self.running = False
+        if timeout == IDLE_POLL_MILLISECONDS and not self.is_trimmed:  # nothing has come in all that time
+            trim_heap()
+            self.is_trimmed = True
         for request, compiled, aborts in [*self.compiling.values()]:
             if compiled.done():
                 del self.compiling[request.request_id]

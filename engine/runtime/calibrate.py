@@ -1,4 +1,4 @@
-"""Measures at start what passes of different sizes take, on scratch blocks that are given back.
+"""Measures at start what passes of different sizes take, on scratch blocks, whose memory is given back.
 
 Forwards without sampling: measured rounds bring the rest in. Bounded in time: a slow model gets fewer points,
 but always the smallest ones. Every point is the fastest of several runs, spread over the whole time: whatever
@@ -57,6 +57,8 @@ def calibrate(
     score = _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds)
     routing = _count_experts(target, target_pool, max_tokens)
     measured = {name: _measure(*draft, 1, max_tokens, seconds) for name, draft in drafts.items()}
+    for model in (target, *(draft for draft, _ in drafts.values())):
+        model.cache.forget()
     return Costs(score, measured, step_seconds, routing=routing)
 
 

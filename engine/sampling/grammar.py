@@ -17,6 +17,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from truedraft.engine.machine.deep_stack import start_on_deep_stack
+from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.memory.pointers import address
 from truedraft.engine.sampling.grammar_compiler import GrammarError, compile_grammar, error_of
 from truedraft.engine.sampling.heap import heap_in_use
@@ -159,6 +160,7 @@ class Grammars:
     def _preload(self) -> None:
         with suppress(GrammarError):
             _ = self.tokenizer
+        trim_heap()
 
     def compile_beside(self, grammar: str) -> Future[LLMatcher] | None:
         """In a thread of its own, for ``matcher``, which is to be called then; None if it is compiled."""

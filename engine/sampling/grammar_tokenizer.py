@@ -16,7 +16,8 @@ def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> 
         raise GrammarError("the model has no end-of-sequence token to end a match with")
     try:
         tokenizer = load_pretrained_tokenizer(path)
-        plain = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos)
+        # No masks are made with it, so that it needs no slices, which are tries of most tokens.
+        plain = from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), eos, slices=[])
     except (OSError, ValueError) as error:
         raise GrammarError(f"the model's tokenizer cannot be used for grammars: {error}") from error
     return LLTokenizer(TokenizerWrapper(_TextTokenizer(plain)), n_vocab=plain.vocab_size, eos_token=eos)

@@ -23,6 +23,9 @@ def pass_seconds(unit: float, row_lengths: list[int], num_stored: int) -> float:
 def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
     cleared: set[int] = set()
 
+    def forget() -> None:
+        cleared.clear()
+
     def fake(model: Any, pool: Any, row_lengths: list[int], num_stored: int = 0) -> float:
         with calibrate._scratch(pool, [num_stored + length for length in row_lengths]) as tables:
             blocks = {block for table in tables for block in table.block_ids}
@@ -32,11 +35,12 @@ def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
     monkeypatch.setattr(calibrate, "pass_seconds", fake)
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
-        cache=SimpleNamespace(clear=cleared.update),
+        cache=SimpleNamespace(clear=cleared.update, forget=forget),
     )
     pool = BlockPool(num_blocks=200, block_size=16)
     costs = calibrate.calibrate(model, pool, {}, max_tokens=128).score
     assert pool.num_free == 200
+    assert not cleared, "what was written for the measurement stays in memory"
     return costs
 
 
@@ -66,7 +70,7 @@ def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatc
     cleared: set[int] = set()
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
-        cache=SimpleNamespace(clear=cleared.update),
+        cache=SimpleNamespace(clear=cleared.update, forget=lambda: None),
     )
     costs = calibrate.calibrate(model, BlockPool(num_blocks=20, block_size=16), {}, max_tokens=128)
     assert len(cleared) == 20
@@ -82,7 +86,7 @@ def test_a_row_reads_its_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "pass_seconds", seconds)
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
-        cache=SimpleNamespace(clear=lambda _: None),
+        cache=SimpleNamespace(clear=lambda _: None, forget=lambda: None),
     )
     slots = StateSlots(99, lambda *_: None)
     with_states = calibrate.calibrate(model, BlockPool(200, 16, slots), {}, max_tokens=128).score
@@ -103,7 +107,7 @@ def test_tokens_of_a_pass_are_distinct(vocab_size: int) -> None:
 
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
-        cache=SimpleNamespace(clear=lambda _: None),
+        cache=SimpleNamespace(clear=lambda _: None, forget=lambda: None),
         device=SimpleNamespace(type="cpu"),
         vocab_size=vocab_size,
         forward=forward,

@@ -56,6 +56,19 @@ def test_memory_is_given_back() -> None:
     assert chunk() is None
 
 
+@has_huge_pages
+def test_discarded_tensors_are_zeros_again() -> None:
+    pages = HugePages()
+    tensors = [pages.zeros(size, dtype=torch.float32) for size in (1000, huge_pages.PAGE_BYTES)]
+    gone = pages.zeros(huge_pages.CHUNK_BYTES, dtype=torch.uint8)
+    del gone  # and its chunk
+    for number in (1.0, 2.0):
+        for tensor in tensors:
+            assert not tensor.any()
+            tensor.fill_(number)
+        pages.discard()
+
+
 class Refusing(mmap.mmap):
     def madvise(self, *arguments: int) -> None:
         raise OSError("the system was built without them")

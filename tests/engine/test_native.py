@@ -67,6 +67,9 @@ class TableOfAngles:
 
     angles = compute
 
+    def reach(self, num_positions: int) -> int:
+        return self.all[0].shape[1]
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

@@ -214,7 +214,7 @@ def layer_operations() -> dict[str, Operation]:
         if batch is not None:
             cache.keys, cache.values = [given["keys"]], [given["values"]]
         batch = batch or ForwardBatch.build(spans, block_size, CPU)
-        rotary: Any = SimpleNamespace(table=(given["cos"], given["sin"]))
+        rotary: Any = SimpleNamespace(table=(given["cos"], given["sin"]), reach=lambda _: 8)
         return NativeKernels(library)(batch, cache, rotary)
 
     def attend(library: Any, given: Tensors) -> list[torch.Tensor]:
@@ -312,7 +312,7 @@ def decode_operation(folder: Path) -> Operation:
             mixer=dataclasses.replace(mixer, shape=shape),
             mlp_norm=Norm(given["mlp"], 1e-6),
         )
-        rotary: Any = SimpleNamespace(table=(given["cos"], given["sin"]))
+        rotary: Any = SimpleNamespace(table=(given["cos"], given["sin"]), reach=lambda _: 8)
         changed = dataclasses.replace(
             weights,
             embeddings=DenseEmbeddings(given["embeddings"]),
@@ -335,6 +335,7 @@ def decode_operation(folder: Path) -> Operation:
     assert mlp_norm is not None
     assert isinstance(weights.embeddings, DenseEmbeddings)
     cos, sin = weights.rotary.table
+    weights.rotary.reach(8)
     stored = torch.randn(12, *kept.key)
     tensors = {
         "embeddings": weights.embeddings.weight,

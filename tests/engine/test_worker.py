@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,9 @@ from truedraft.engine.messages import (
     ToWorker,
     decode_from_worker,
 )
+from truedraft.engine.process import worker as worker_process
 from truedraft.engine.process.connection import Connection
+from truedraft.engine.process.outbox import Outbox
 
 # A busy machine takes its time: a process has torch to load. Only a failure takes so long.
 TIMEOUT_SECONDS = 300
@@ -168,3 +172,17 @@ def test_a_worker_without_its_front_end_leaves(models: Models) -> None:
         worker.connection.close()
         _, stderr = worker.process.communicate(timeout=TIMEOUT_SECONDS)
         assert (worker.process.returncode, stderr) == (0, "")
+
+
+def test_memory_is_given_back_once_after_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between passes, nor again and again while nothing comes."""
+    trimmed: list[int] = []
+    works = iter([True] * 3 + [False] * 4 + [True] + [False] * 2)
+    steps: list[int] = []
+    core: Any = SimpleNamespace(runner=None, step=lambda: steps.append(len(trimmed)))
+    worker = worker_process.Worker(core, SimpleNamespace(receive=lambda timeout: []), Outbox(1))  # type: ignore[arg-type]
+    monkeypatch.setattr(worker_process, "trim_heap", lambda: trimmed.append(len(steps)))
+    monkeypatch.setattr(worker, "_send_step", lambda results: None)
+    for core.has_work in works:
+        worker.turn()
+    assert (steps, trimmed) == ([0, 0, 0, 1], [3, 4])

@@ -131,6 +131,9 @@ class NativeRunner:
         drafter = self.drafter
         if drafter is not None and drafter.need not in plan.needs and not any(row.waiting for row in rows):
             drafter = None
+        self.target.reach_blocks(max(row.row.num_blocks for row in rows))
+        if drafter is not None:
+            drafter.model.reach_blocks(max(row.row.num_draft_blocks for row in rows))
         num_done = self.target.library.run_rounds(
             byref(self.target.decoder),
             None if drafter is None else byref(drafter.struct),
