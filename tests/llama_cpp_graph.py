@@ -289,6 +289,8 @@ class Graph:
 
     def rotate(self, x: Array, layer: int) -> Array:
         """``x`` [tokens, heads, size]."""
+        if self.architecture in GRANITE and not self.says("rope.scaling.finetuned", True):
+            return x
         base, count = float(self.says("rope.freq_base", 10000.0)), self.rotated // 2
         kind = self.says("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn", "longrope"):
