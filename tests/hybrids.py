@@ -99,6 +99,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             **HYBRID,
             "num_hidden_layers": 4,
             "head_dim": 16,
+            "attention_bias": True,  # gates have none
             "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
             "sliding_window": 8,
         },

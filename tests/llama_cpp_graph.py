@@ -50,7 +50,9 @@ class Graph:
         self.further = int(self.says("nextn_predict_layers", 0)) if architecture == "glm4moe" else 0
         self.head_size = self.says("attention.key_length", self.hidden_size // self.heads(0))
         self.rotated = self.says("rope.dimension_count", self.head_size)
-        if architecture not in ("phi3", "qwen35", "qwen3next", "glm4moe") and self.rotated != self.head_size:
+        # Others turn whole heads, or nothing.
+        is_free = architecture in ("phi3", "qwen35", "qwen3next", "glm4moe", "nemotron_h", "nemotron_h_moe")
+        if not is_free and self.rotated != self.head_size:
             raise RefusedError("rope.dimension_count")
         if self.says("attention.value_length", self.head_size) != self.head_size:
             raise RefusedError("attention.value_length")
@@ -287,6 +289,8 @@ class Graph:
 
     def rotate(self, x: Array, layer: int) -> Array:
         """``x`` [tokens, heads, size]."""
+        if self.architecture in GRANITE and not self.says("rope.scaling.finetuned", True):
+            return x
         base, count = float(self.says("rope.freq_base", 10000.0)), self.rotated // 2
         kind = self.says("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn", "longrope"):

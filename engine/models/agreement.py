@@ -24,6 +24,9 @@ from truedraft.engine.native.native_run import NativeKernels
 # Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
 # 4e-2 of it; a wrong mask or position makes 0.3 and more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
+# Where experts score alike, rounding sends a token to others: this share of a text's tokens may deviate. A
+# wrong window changes half as many again of the text that is longer than it.
+REROUTED = 0.1
 # Largest deviation of quantised layers' logits, on average over a text's tokens, as a share of their spread.
 # Rounding inputs to 8 bits makes 0.05 of it in a real model, a wrong mask or position 0.5 and more.
 QUANTISED_TOLERANCE = 0.25
@@ -106,13 +109,20 @@ def _comparison(model: FusedDecoder) -> Callable[[torch.Tensor, torch.Tensor], b
     if model.rounds_inputs or any(isinstance(linear, ModuleLinear) for linear in model.weights.linears):
         return roughly_same_logits
     tolerance = max(TOLERANCES[model.arithmetic], TOLERANCES[model.cache_dtype])
-    return partial(same_logits, tolerance=tolerance)
+    return partial(same_logits, tolerance=tolerance, may_reroute=model.has_experts)
 
 
-def same_logits(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
-    """Tells whether logits are equal but for rounding; they themselves are float32."""
+def same_logits(
+    ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, *, may_reroute: bool = False
+) -> bool:
+    """Tells whether logits [tokens, vocab] are equal but for rounding, which ``may_reroute`` some tokens to
+    other experts; they themselves are float32."""
     scale = theirs.abs().max().clamp(min=1e-6)
-    return bool(((ours - theirs).abs().max() <= tolerance * scale).item())
+    deviations = (ours - theirs).abs().amax(-1)
+    if not deviations.isfinite().all():
+        return False
+    allowed = max(1, int(REROUTED * len(deviations))) if may_reroute else 0
+    return int((deviations > tolerance * scale).sum()) <= allowed
 
 
 def roughly_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -52,6 +52,7 @@ LARGEST = {
     "n_routed_experts": 1 << 16,
     "hidden_size": 1 << 24,
     "intermediate_size": 1 << 24,
+    "shared_expert_intermediate_size": 1 << 24,
     "vocab_size": 1 << 31,
     "max_position_embeddings": 1 << 40,
 }

@@ -43,6 +43,7 @@ class FusedDecoder(Model):
     ) -> None:
         super().__init__(facts, [mixer.cache for mixer in weights.mixers])
         experts = [each for layer in weights.layers if (each := _experts(layer)) is not None]
+        self.has_experts = bool(experts)
         self._counted = TouchedExperts(facts.device) if experts else None
         if self._counted is not None:
             self.touched = self._counted

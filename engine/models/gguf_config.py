@@ -91,6 +91,8 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "router_logit_softcapping": (0.0,),
     "use_parallel_residual": (False,),
 }
+# Granite 4 without a running state says how large one would be.
+STATE_SIZES = ("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
 # These keys tell of the file, not of the model.
 INFORMATION = ("tensor_data_layout", "rope.scaling.finetuned")
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -155,6 +157,11 @@ def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[st
         raise GgufError(f"{file.path} has a sliding window of {window}, which {architecture} does not use")
     if architecture in ("granite", "granitemoe"):
         keys.needed("logit_scale", float)
+        keys.expect("rope.scaling.finetuned", True)  # else nothing is rotated
+        for key in STATE_SIZES:
+            keys.says(key)
+        if architecture == "granite":
+            keys.says("expert_shared_feed_forward_length")
         biases = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
         return granite_multipliers(keys, found["head_dim"]) | biases
     return {}

@@ -245,7 +245,8 @@ def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
     mixers, mlps = (_per_layer(keys, found, key) for key in PER_LAYER)
     mlp = "moe" if file.architecture == "nemotron_h_moe" else "mlp"
     kinds = [mlp if size else FULL if count else LINEAR for count, size in zip(mixers, mlps, strict=True)]
-    found.pop("rope_parameters")  # nothing is rotated
+    found.pop("rope_parameters")  # nothing is rotated, whatever part of a head is named
+    keys.says("rope.dimension_count")
     return found | {
         **numbers,
         "layers_block_type": kinds[: numbers["num_hidden_layers"]],

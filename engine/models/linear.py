@@ -91,15 +91,25 @@ def join(
     if not all(type(whole) in (nn.Linear, Conv1D, Matrix) for whole in wholes):
         return ModuleLinear([source for source in sources if isinstance(source, nn.Module)], multiplier)
     weights: list[Weight] = []
-    biases: list[torch.Tensor] = []
+    biases: list[torch.Tensor | int] = []
     for source, whole in zip(sources, wholes, strict=True):
         found, bias = weights_of(whole), whole.bias
         rows = source.numbers if isinstance(source, Rows) else None
-        weights += found if rows is None else [weight.take(rows) for weight in found]
+        taken = found if rows is None else [weight.take(rows) for weight in found]
+        weights += taken
         if isinstance(bias, torch.Tensor):
             biases.append(bias.detach() if rows is None else bias.detach()[torch.from_numpy(rows)])
-    assert len(biases) in (0, len(sources))
-    return linears.make(weights, torch.cat(biases) if biases else None, multiplier)
+        else:
+            biases.append(sum(weight.shape[0] for weight in taken))
+    return linears.make(weights, _joined(biases), multiplier)
+
+
+def _joined(biases: Sequence[torch.Tensor | int]) -> torch.Tensor | None:
+    """Returns one bias; a number is that of the outputs of a layer without one, which gets zeros."""
+    like = next((bias for bias in biases if isinstance(bias, torch.Tensor)), None)
+    if like is None:
+        return None
+    return torch.cat([like.new_zeros(bias) if isinstance(bias, int) else bias for bias in biases])
 
 
 def replace_linears(model: nn.Module, linears: Linears) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_random
+from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_family, save_random
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
 from truedraft.engine.layers.mlp import UNGATED, Activation, Experts, GatedMlp, Router
@@ -18,10 +18,12 @@ from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.pointers import PointerError
+from truedraft.engine.models import agreement
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.probe_texts import packed_logits
 from truedraft.engine.native import library
 from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.mlp import NativeExperts
@@ -296,3 +298,34 @@ def test_the_definition_notices(variant: str, bug: Callable[[Experts], Experts])
     part, x = experts(linears, VARIANTS[variant]), rows()
     wrong = bug(part)(x, run, None).double().numpy()
     assert not np.allclose(wrong, definition(part, x).numpy(), rtol=1e-4, atol=1e-4)
+
+
+def deviate(rows: slice, by: float) -> Callable[..., list[torch.Tensor]]:
+    """Returns a way to compute the probe texts' logits that adds ``by`` to some rows of each text."""
+
+    def computed(*args: Any) -> list[torch.Tensor]:
+        found = packed_logits(*args)
+        for logits in found:
+            logits[rows] += by
+        return found
+
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "by", "is_fused"),
+    [
+        ("Mixtral in C", slice(3, 4), 0.5, True),
+        ("OLMo 2 in C", slice(3, 4), 0.5, False),
+        ("Mixtral in C", slice(-7, None), 0.5, False),  # what a wrong window changes
+        ("Mixtral in C", slice(3, 4), torch.nan, False),
+    ],
+)
+def test_a_token_may_go_to_other_experts(
+    family: str, rows: slice, by: float, is_fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding decides where two experts score alike; of other models no token may deviate."""
+    path = save_family(tmp_path, family)
+    monkeypatch.setattr(agreement, "packed_logits", deviate(rows, by))
+    model = load_model(path, LoadOptions(compact_weights=False))
+    assert isinstance(model, FusedDecoder) == is_fused

@@ -161,6 +161,8 @@ def _sizes(architecture: str) -> dict[str, Any]:
     }
     if architecture.startswith("nemotron_h"):
         del found["attention.layer_norm_rms_epsilon"]
+        # Converters write this of models that turn nothing, whose heads may have another size.
+        found["rope.dimension_count"] = HIDDEN // HEADS
     return found
 
 
@@ -314,8 +316,8 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "lfm2moe": [(5, 26), (0, 5), (0, 9), (0, 13)],
     "qwen3next": [(9, 23), (0, 12), (0, 21), (2, 12)],
     "falcon-h1": [(8, 46), (2, 17), (0, 31), (1, 11)],
-    "nemotron_h": [(11, 46), (1, 13), (0, 23), (1, 12)],
-    "nemotron_h_moe": [(5, 25), (0, 6), (0, 11), (1, 12)],
+    "nemotron_h": [(11, 45), (1, 13), (0, 23), (1, 12)],
+    "nemotron_h_moe": [(5, 24), (0, 6), (0, 11), (1, 12)],
     "granitehybrid with experts": [(4, 27), (0, 9), (0, 16), (1, 11)],
 }
 

@@ -171,9 +171,15 @@ def base(architecture: str) -> Content:
             "embedding_scale": 3.0,
             "residual_scale": 0.5,
             "logit_scale": 2.0,
+            # Granite 4 without a running state has the keys of one.
+            "expert_shared_feed_forward_length": INNER,
+            "rope.scaling.finetuned": True,
+            "ssm.conv_kernel": 4,
+            "ssm.group_count": 1,
+            "ssm.inner_size": 2 * HIDDEN,
+            "ssm.state_size": 16,
+            "ssm.time_step_rank": 4,
         }
-    if architecture == "granitemoe":
-        metadata["expert_shared_feed_forward_length"] = INNER
     if architecture == "glm4moe":
         metadata |= {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.5}
         metadata["rope.dimension_count"] = HEAD_SIZE // 2
@@ -211,6 +217,7 @@ IF_THERE: dict[str, list[Any]] = {
     "expert_weights_norm": [False],
     "expert_weights_scale": [2.0, None],
     "expert_shared_count": [2, None],
+    "rope.scaling.finetuned": [False],
 }
 # Other values of keys than those that the file has; None removes it.
 VALUES: dict[str, list[Any]] = {
@@ -254,6 +261,7 @@ VALUES: dict[str, list[Any]] = {
     "rope.dimension_count": [8, 7, None],
     "rope.dimension_count_swa": [8],
     "rope.dimension_sections": [[2, 3, 3, 0]],
+    "rope.scaling.finetuned": [False],
     "rope.scaling.type": ["su"],
     "rope.scaling.factor": [4.0],
     "rope.scale_linear": [4.0],
@@ -431,20 +439,20 @@ MUTATIONS: dict[str, Callable[[Content], Iterator[Content]]] = {
 
 # Files served as by llama.cpp, and refused, by kind of mutation.
 COUNTS = {
-    "llama": [(18, 66), (1, 11), (0, 19), (4, 27)],
-    "qwen2": [(17, 67), (1, 14), (0, 22), (4, 27)],
-    "qwen3": [(17, 67), (1, 13), (0, 21), (2, 29)],
-    "phi3": [(15, 70), (1, 8), (0, 14), (4, 25)],
-    "gemma2": [(26, 61), (0, 13), (0, 19), (0, 31)],
-    "gemma3": [(20, 65), (1, 15), (0, 23), (2, 29)],
+    "llama": [(19, 66), (1, 11), (0, 19), (4, 27)],
+    "qwen2": [(18, 67), (1, 14), (0, 22), (4, 27)],
+    "qwen3": [(18, 67), (1, 13), (0, 21), (2, 29)],
+    "phi3": [(16, 70), (1, 8), (0, 14), (4, 25)],
+    "gemma2": [(27, 61), (0, 13), (0, 19), (0, 31)],
+    "gemma3": [(21, 65), (1, 15), (0, 23), (2, 29)],
     "qwen2moe": [(7, 31), (0, 11), (0, 19), (3, 22)],
     "qwen3moe": [(6, 32), (1, 6), (0, 12), (4, 15)],
     "olmoe": [(5, 32), (0, 7), (0, 12), (3, 16)],
     "gpt-oss": [(10, 29), (0, 11), (0, 19), (7, 18)],
     "llama with experts": [(6, 31), (1, 6), (0, 12), (4, 15)],
-    "granite": [(21, 63), (1, 11), (0, 19), (2, 29)],
+    "granite": [(22, 63), (1, 11), (0, 19), (2, 29)],
     "glm4moe": [(10, 30), (1, 8), (0, 17), (4, 21)],
-    "granitemoe": [(12, 33), (1, 9), (0, 18), (4, 21)],
+    "granitemoe": [(12, 34), (1, 9), (0, 18), (4, 21)],
 }
 
 

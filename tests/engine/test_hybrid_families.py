@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import VOCAB_SIZE, save_random
 from tests.hybrids import HYBRIDS
@@ -91,10 +91,36 @@ def test_steps_have_the_limits_of_the_makers(folder: Callable[[str], str], tmp_p
     assert (found[0] - found[2]).abs().max() > 0.1
 
 
-def test_gates_that_transformers_ignores_are_refused(tmp_path: Path) -> None:
-    model_type, values = HYBRIDS["Qwen3.5, a value head for each key head"]
-    path = save_random(tmp_path, model_type, {**values, "output_gate_type": "swish"})
-    check_config(path, LoadOptions())
-    path = save_random(tmp_path, model_type, {**values, "output_gate_type": "sigmoid"})
-    with pytest.raises(ModelLoadError, match="output_gate_type 'sigmoid' cannot be served: only silu"):
-        check_config(path, LoadOptions())
+QWEN, NEMOTRON = "Qwen3.5, a value head for each key head", "Nemotron-H with experts"
+# Changes of configs, and what is said of them. transformers' own layers cannot serve the model, either.
+UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
+    (QWEN, {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' cannot be served: only silu"),
+    (QWEN, {"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be served: only silu"),
+    (QWEN, {"layer_types": ["linear_attention"] * 3}, "without a layer of attention cannot be served"),
+    ("Qwen3-Next", {"shared_expert_intermediate_size": 0}, "has shared_expert_intermediate_size 0"),
+    ("Granite 4 H", {"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be served: only silu"),
+    (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' cannot be served: only relu2"),
+    (NEMOTRON, {"moe_latent_size": 16}, "moe_latent_size 16 cannot be served: only None"),
+    (NEMOTRON, {"n_group": 2}, "n_group 2 cannot be served: only 1"),
+    (
+        "Falcon-H1",
+        {"mamba_rms_norm": True},
+        "with mamba_rms_norm and mamba_norm_before_gate cannot be served",
+    ),
+    ("Falcon-H1", {"attention_bias": True}, "with attention_bias and attention_in_multiplier 1.3 cannot be"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "words"), UNKNOWN)
+def test_settings_that_are_not_known_are_named(
+    family: str, change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model_type, values = HYBRIDS[family]
+    path = tmp_path / "config.json"
+    (tmp_path / "model.safetensors").touch()
+    config = AutoConfig.for_model(model_type, **values)
+    config.save_pretrained(tmp_path)
+    check_config(str(tmp_path), LoadOptions())
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelLoadError, match=words):
+        check_config(str(tmp_path), LoadOptions())

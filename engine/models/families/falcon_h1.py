@@ -4,17 +4,27 @@ from typing import Any
 
 import torch
 
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.base import ModelFacts
 
 
-def fits(config: Any) -> bool:
-    """Tells whether norms come after gates, and there are no biases where inputs are multiplied: those are
+def check(config: Any) -> None:
+    """Raises ``ModelLoadError`` for norms before gates, and for biases where inputs are multiplied, which are
     not."""
-    return not (
-        (config.mamba_rms_norm and config.mamba_norm_before_gate)
-        or (config.attention_bias and config.attention_in_multiplier != 1)
-        or (config.mamba_proj_bias and config.ssm_in_multiplier != 1)
-    )
+    if config.mamba_rms_norm and config.mamba_norm_before_gate:
+        raise ModelLoadError(
+            "falcon_h1 models with mamba_rms_norm and mamba_norm_before_gate cannot be served: only norms "
+            "after gates are known"
+        )
+    for bias, multiplier in (
+        ("attention_bias", "attention_in_multiplier"),
+        ("mamba_proj_bias", "ssm_in_multiplier"),
+    ):
+        if getattr(config, bias) and getattr(config, multiplier) != 1:
+            raise ModelLoadError(
+                f"falcon_h1 models with {bias} and {multiplier} {getattr(config, multiplier)} cannot be "
+                "served: only 1.0 is known with a bias"
+            )
 
 
 def input_scales(config: Any, device: torch.device) -> torch.Tensor:

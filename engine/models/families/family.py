@@ -138,8 +138,10 @@ class Family:
     logit_divisor: str | None = None
     logit_softcap: str | None = None
 
-    # These settings are known with these values only, and together if the config fits.
+    # These settings are known with these values only; ``check`` raises ``ModelLoadError`` for others that are
+    # not known together, and layers of transformers' own compute a model whose config does not fit.
     known: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    check: Callable[[Any], None] = lambda config: None
     fits: Callable[[Any], bool] = lambda config: True
     # These correct transformers' module, and a layer that has got a checkpoint's tensors.
     correct: Callable[[Any], None] = lambda module: None

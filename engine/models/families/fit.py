@@ -10,6 +10,9 @@ from truedraft.engine.models.families.mlp import activation_of
 from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.stacks import StackedCheckpoint
 
+# What configs call layers without attention.
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
+
 
 def has_family(module: Any) -> bool:
     """Tells whether ``module``, with or without weights, has layers as the table says."""
@@ -28,14 +31,22 @@ def has_family(module: Any) -> bool:
 
 def check_settings(config: Any) -> None:
     """Raises ``ModelLoadError`` for a value of a setting that is not known, though transformers may ignore
-    it."""
-    for name, values in FAMILIES[config.model_type].known:
+    it. Models with a running state are served by layers of ours alone, which must know all settings."""
+    family = FAMILIES[config.model_type]
+    known = family.known
+    if family.recurrence is not None:
+        known += ((family.mlp.activation, family.mlp.activations),) if family.mlp.activation else ()
+    for name, values in known:
         value = getattr(config, name, None)
         if value not in values:
-            served = " or ".join(str(each) for each in values if each is not None)
+            served = " or ".join(str(each) for each in values if each is not None) or "None"
             raise ModelLoadError(
                 f"{config.model_type} models with {name} {value!r} cannot be served: only {served} is known"
             )
+    family.check(config)
+    types = getattr(config, "layer_types", None)
+    if family.recurrence is not None and types and WITHOUT_ATTENTION.issuperset(types):
+        raise ModelLoadError(f"{config.model_type} models without a layer of attention cannot be served")
 
 
 def experts_of(config: Any) -> ExpertSpec | None:

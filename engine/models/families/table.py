@@ -245,7 +245,7 @@ FAMILIES: dict[str, Family] = {
         table_multiplier="embedding_multiplier",
         last_norm="final_layernorm",
         logit_multiplier="lm_head_multiplier",
-        fits=falcon_h1.fits,
+        check=falcon_h1.check,
         correct_layer=falcon_h1.restore_scales,
         gguf="falcon-h1",
     ),
@@ -263,9 +263,6 @@ FAMILIES: dict[str, Family] = {
             gate_up="up_proj",
             shared="mixer.shared_experts",
             shared_gate_up=("up_proj",),
-            fits=lambda config: (
-                "moe" not in config.layer_types or (config.moe_latent_size is None and config.n_group == 1)
-            ),
             stored=StoredExperts((("model.", "backbone."),), ("up_proj",)),
         ),
         form="one branch",
@@ -273,7 +270,12 @@ FAMILIES: dict[str, Family] = {
         mlp_norm=None,
         embeddings="embeddings",
         last_norm="norm_f",
-        known=(("mamba_hidden_act", ("silu",)), ("tie_word_embeddings", (False,))),
+        known=(
+            ("mamba_hidden_act", ("silu",)),
+            ("tie_word_embeddings", (False,)),
+            ("moe_latent_size", (None,)),
+            ("n_group", (1,)),
+        ),
         correct=nemotron_h.keep_limits,
         gguf="nemotron_h",
     ),

@@ -17,7 +17,7 @@ from truedraft.engine.models.probe_texts import ProbeText, packed_logits, probe_
 
 # Largest deviation of a row of logits, as a share of that row's spread. Rounding makes some 1e-5 in float32
 # and 1e-2 in bfloat16; a wrong mask or position makes 0.1 to 1.
-MOST_ROWS = 0.85  # 16 bits may spoil the rest of a text
+MOST_ROWS = 0.85  # 16 bits may spoil the rest of a text, and so may a token that goes to other experts
 TOLERANCES = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 
@@ -32,8 +32,9 @@ def self_check(model: DecoderModel) -> None:
             f"the model's own logits are not finite in {str(model.dtype).removeprefix('torch.')}: "
             "its weights are broken, or it needs another dtype"
         )
-    # In 16 bits rounding sends a token to other experts now and then, which changes it altogether.
-    share = 1.0 if model.dtype == torch.float32 else MOST_ROWS
+    # Rounding sends a token to other experts now and then, which changes it altogether.
+    has_experts = any(name.endswith("experts") for name, _ in model.module.named_modules())
+    share = 1.0 if model.dtype == torch.float32 and not has_experts else MOST_ROWS
     found = [*map(_deviations, packed_logits(model, texts), expected)]
     deviation = max(float(rows.quantile(share)) for rows in found)
     if any(rows.isnan().any() for rows in found):
