@@ -45,12 +45,16 @@ class MtpModule(nn.Module):
 
     def _through_layer(self, x: torch.Tensor, step: int, kept: "_Kept") -> torch.Tensor:
         places = torch.arange(x.shape[1], device=x.device)
-        angles = self.rotary(x, (step + places)[None])
         is_hidden = places > places[:, None], *(places != places[:, None] for _ in range(step))
         mask = torch.zeros(len(places), (1 + step) * len(places), dtype=x.dtype, device=x.device)
         mask = mask.masked_fill(torch.cat(is_hidden, dim=1), -torch.inf)[None, None]
-        found: Any = self.layer(x, position_embeddings=angles, attention_mask=mask, past_key_values=kept)
+        found: Any = self.layer(
+            x, position_embeddings=self._angles(x, step), attention_mask=mask, past_key_values=kept
+        )
         return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+    def _angles(self, x: torch.Tensor, step: int) -> Any:
+        return self.rotary(x, (step + torch.arange(x.shape[1], device=x.device))[None])
 
 
 class _Kept:
