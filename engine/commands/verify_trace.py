@@ -115,9 +115,9 @@ def _check_heads(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None
             continue
         if round_.head_output == "fewer":
             raise TraceFileError(
-                "a head has drawn some of its rounds from fewer tokens than the target has, and the trace does "
-                'not say which: ask again with draft_sample_method "greedy", which draws nothing, or serve with '
-                "draft_vocab_size full"
+                "a head has drawn some of its rounds from fewer tokens than the target has, and the trace "
+                'does not say which: ask again with draft_sample_method "greedy", which draws nothing, or '
+                "serve with draft_vocab_size full"
             )
         raise TraceFileError(
             f"it has rounds that a head has drawn: name that {round_.source} head with --draft"
