@@ -27,9 +27,9 @@ class ModelSettings(BaseModel):
     draft: str | None = Field(
         None,
         description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'mtp' (the head in "
-        "the target's own checkpoint) or a GGUF file of such a head, 'self:int4' or 'self:int8' (on a CPU: "
-        "the target's own weights in 4 or 8 bits), 'auto' (on a CPU 'mtp', where the target's checkpoint has "
-        "such a head and it pays by passes measured at start, else none), or 'none'. "
+        "the target's own checkpoint) or a file or folder of such a head, 'self:int4' or 'self:int8' (on a "
+        "CPU: the target's own weights in 4 or 8 bits), 'auto' (on a CPU 'mtp', where the target's "
+        "checkpoint has such a head and it pays by passes measured at start, else none), or 'none'. "
         "Default: the bundled draft with the bundled target, else none.",
     )
     device: str = Field(

@@ -29,6 +29,8 @@ Method = Literal["auto"] | Source
 # The settings name one of these: predictions and grammars come with requests.
 DefaultMethod = Literal["auto", "draft_model", "eagle", "mtp", "ngram", "none"]
 NgramChoice = Literal["most_recent", "most_frequent"]
+# A head drafts with the output layer that it was loaded with, a copy of it in 4 bits, or one of fewer tokens.
+HeadOutput = Literal["own", "int4", "fewer"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +172,8 @@ class RoundTrace(msgspec.Struct, frozen=True):
 
     ``target_probs`` and ``draft_probs`` are those of each drafted token, as processed by the request's
     parameters (one-hot at temperature 0), ``next_target_prob`` that of the token drawn after them.
-    ``position`` is the absolute index of the round's first token.
+    ``position`` is the absolute index of the round's first token, and ``head_output`` the output layer of the
+    head that drafted.
     """
 
     position: int
@@ -182,6 +185,7 @@ class RoundTrace(msgspec.Struct, frozen=True):
     num_accepted: int
     next_token: int
     next_target_prob: float | None = None
+    head_output: HeadOutput | None = None
 
 
 class RoundOrigin(msgspec.Struct, frozen=True, array_like=True):

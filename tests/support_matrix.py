@@ -240,7 +240,7 @@ def _trace(pair: Pair, proposer: str, rule: str) -> str:
     rounds = []
     while core.has_work:
         rounds += [TracedRound.of(output.trace) for output in stepped(core) if output.trace]
-    replayer = Replayer(pair.target, pair.draft, params, tolerance=1e-4)
+    replayer = Replayer(pair.target, {("draft_model", None): pair.draft}, params, tolerance=1e-4)
     reports = list(replayer.replay(TracedChoice(PROMPT, 3, rounds)))
     return VERIFIED if all(report.outcome is not Outcome.WRONG for report in reports) else NO
 

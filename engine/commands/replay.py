@@ -1,25 +1,30 @@
 """Replays a traced answer offline: every draft, every verdict and every drawn token, decided again.
 
-Fresh forwards (no cache, no batch) give both models' distributions, the seed gives the random numbers, and
-each decision of the trace is compared with what the rules say (``replay_round``). Knows nothing of files
-and output; ``replay_command`` prints the result.
+Fresh forwards (no cache, no batch) give the distributions of the target and of who drafted, the seed gives
+the random numbers, and each decision of the trace is compared with what the rules say (``replay_round``).
+Knows nothing of files and output; ``verify_trace`` prints the result.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import msgspec
 
-from truedraft.engine.commands.replay_round import Finding, Outcome, RoundCheck
+from truedraft.engine.commands.replay_round import Finding, Fresh, Outcome, RoundCheck
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
-from truedraft.engine.messages import SamplingParams
+from truedraft.engine.messages import DRAFT_MODEL, HEADS, HeadOutput, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.grammar import Grammars, Matcher
 from truedraft.engine.sampling.sampler import Rule
 
-DRAFT_MODEL = DraftModelProposer.name
+# Who drafts, and with which output layer if it is a head.
+DraftKey: TypeAlias = tuple[str, HeadOutput | None]
+
+
+def key_of(round_: TracedRound) -> DraftKey:
+    return round_.source, round_.head_output
 
 
 @dataclass(frozen=True)
@@ -36,19 +41,20 @@ class RoundReport:
 
 
 class Replayer:
-    """``draft`` is needed for rounds of a draft model, ``grammars`` if the output is constrained;
+    """``drafts`` are those who draft with a model or as a head, by their name in traces and the output layer
+    of a head: what others drew cannot be judged. ``grammars`` are needed if the output is constrained;
     ``tolerance`` is for probabilities."""
 
     def __init__(
         self,
         target: FreshModel,
-        draft: FreshModel | None,
+        drafts: Mapping[DraftKey, Fresh],
         params: SamplingParams,
         tolerance: float,
         grammars: Grammars | None = None,
     ) -> None:
         self.target = target
-        self.draft = draft
+        self.drafts = drafts
         self.params = params
         self.tolerance = tolerance
         self.grammars = grammars
@@ -104,7 +110,7 @@ class Replayer:
         return findings
 
     def _check(self, round_: TracedRound, history: History, seed: int) -> list[Finding]:
-        draft = self.draft if round_.source == DRAFT_MODEL else None
+        draft = self.drafts.get(key_of(round_))
         check = RoundCheck(self.target, draft, self.tolerance, round_, history, seed)
         return list(check.findings())
 
@@ -123,7 +129,9 @@ class Replayer:
             or round_.rule != asked,
             "a drafted token is accepted after one that is not": flags != sorted(flags, reverse=True),
             "it drafted without a source": bool(flags) and round_.source == "none",
-            "there is no draft model to draft it again": round_.source == DRAFT_MODEL and self.draft is None,
+            "there is no draft model to draft it again": round_.source == DRAFT_MODEL
+            and key_of(round_) not in self.drafts,
+            "a head drafted before the target had computed a token": round_.source in HEADS and length < 2,
             "it has a token id that the target does not know": not all(
                 0 <= token_id < self.target.vocab_size for token_id in ids
             ),

@@ -7,7 +7,7 @@ the engine: a wrong one within floating-point noise of its threshold is a near t
 import math
 from collections.abc import Iterator
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +33,14 @@ class Finding(NamedTuple):
     message: str
 
 
+class Fresh(Protocol):
+    """Is a model or a head, computed anew for every round."""
+
+    def following(self, history: History, drafted: list[int], vocab_size: int) -> torch.Tensor:
+        """Returns logits [drafted tokens + 1, vocab_size]: row j predicts what follows ``drafted[:j]``."""
+        ...
+
+
 class RoundCheck:
     """One round decided again. Rows are positions: K drafted ones and the one after them.
 
@@ -42,7 +50,7 @@ class RoundCheck:
     def __init__(
         self,
         target: FreshModel,
-        draft: FreshModel | None,
+        draft: Fresh | None,
         tolerance: float,
         round_: TracedRound,
         history: History,
@@ -74,11 +82,8 @@ class RoundCheck:
         yield from self._check_verdict()
         yield from self._check_next()
 
-    def _logits(self, model: FreshModel, history: History) -> torch.Tensor:
-        logits = model.logits(
-            history.token_ids + self.ids, self.vocab_size, num_encoder_tokens=history.num_encoder_tokens
-        )[-len(self.ids) - 1 :]
-        return adjusted(logits, history, self.ids).cpu()
+    def _logits(self, model: Fresh, history: History) -> torch.Tensor:
+        return adjusted(model.following(history, self.ids, self.vocab_size), history, self.ids).cpu()
 
     def _probs(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         if self.rule is Rule.EXACT_MATCH:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from truedraft.engine.messages import RoundTrace, SamplingParams
+from truedraft.engine.messages import HeadOutput, RoundTrace, SamplingParams
 
 
 class TraceFileError(Exception):
@@ -31,13 +31,15 @@ class DraftedToken(msgspec.Struct, frozen=True):
 
 
 class TracedRound(msgspec.Struct, frozen=True):
-    """``position`` is the index of the round's first token in prompt plus output."""
+    """``position`` is the index of the round's first token in prompt plus output, and ``head_output`` the
+    output layer of the head that drafted."""
 
     position: int
     source: str
     rule: str
     drafted: list[DraftedToken]
     next_token: int
+    head_output: HeadOutput | None = None
 
     @property
     def draft_ids(self) -> list[int]:
@@ -52,7 +54,7 @@ class TracedRound(msgspec.Struct, frozen=True):
         """Returns what the server writes of the engine's report."""
         drafted = zip(trace.draft_ids, trace.target_probs, trace.draft_probs, strict=True)
         tokens = [DraftedToken(*token, number < trace.num_accepted) for number, token in enumerate(drafted)]
-        return cls(trace.position, trace.source, trace.rule, tokens, trace.next_token)
+        return cls(trace.position, trace.source, trace.rule, tokens, trace.next_token, trace.head_output)
 
 
 class TracedChoice(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ Settings are the engine's own, from flags and ``TRUEDRAFT_*``; those about sched
 """
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +15,17 @@ from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import drafting_method
 from truedraft.engine.commands.options import command_options
-from truedraft.engine.commands.replay import Replayer, RoundReport
-from truedraft.engine.commands.replay_round import Outcome
-from truedraft.engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
-from truedraft.engine.config import EngineConfig
+from truedraft.engine.commands.replay import DraftKey, Replayer, RoundReport, key_of
+from truedraft.engine.commands.replay_round import Fresh, Outcome
+from truedraft.engine.commands.trace_file import TracedAnswer, TracedRound, TraceFileError, read_answer
+from truedraft.engine.config import AUTO, EngineConfig
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import DRAFT_MODEL, HEADS
+from truedraft.engine.messages import DRAFT_MODEL, HEADS, MTP, HeadOutput
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.heads.fresh import FreshHead
+from truedraft.engine.models.heads.loader import load_head
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.loader import draft_source, load_options
+from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_compiler import GrammarError
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
@@ -64,22 +68,59 @@ def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
     options = load_options(settings)
     assert settings.target is not None  # filled in by EngineConfig
     target = FreshModel(settings.target, options)
-    draft = None
-    if settings.draft and drafting_method(settings.draft) == DRAFT_MODEL:
-        draft = FreshModel(*draft_source(settings))
-    _check_heads(answer)
+    drafts: dict[DraftKey, Fresh] = {}
+    method = None if settings.draft is None else drafting_method(settings.draft)
+    if method == DRAFT_MODEL:
+        drafts[DRAFT_MODEL, None] = FreshModel(*draft_source(settings))
+    elif method is not None and (outputs := _outputs_of_heads(answer)):
+        loaded = target.served or load_model(settings.target, options)
+        drafts |= _heads(settings, loaded, outputs)
+    _check_heads(answer, drafts)
     grammars = Grammars(partial(load_tokenizer, settings.target, target.vocab_size, target.eos_token_ids))
     tolerance = settings.tolerance or TOLERANCES[str(options.dtype)]
-    return Replayer(target, draft, answer.params, tolerance, grammars)
+    return Replayer(target, drafts, answer.params, tolerance, grammars)
 
 
-def _check_heads(answer: TracedAnswer) -> None:
-    """Refuses what a head has drawn: only the engine has the states that it draws from."""
-    drawn = [round_.drafted for one in answer.choices for round_ in one.rounds if round_.source in HEADS]
-    if any(token.draft_prob != 1 for drafted in drawn for token in drafted):
+def _outputs_of_heads(answer: TracedAnswer) -> set[HeadOutput | None]:
+    return {round_.head_output for round_ in _rounds_of_heads(answer)} - {None, "fewer"}
+
+
+def _rounds_of_heads(answer: TracedAnswer) -> list[TracedRound]:
+    return [round_ for one in answer.choices for round_ in one.rounds if round_.source in HEADS]
+
+
+def _heads(settings: ReplaySettings, target: Model, outputs: set[HeadOutput | None]) -> dict[DraftKey, Fresh]:
+    """Returns the head that the settings name, with each of ``outputs``."""
+    assert settings.target is not None
+    assert settings.draft is not None
+    draft = MTP if settings.draft == AUTO else settings.draft
+    head = load_head(draft, target, settings.target, draft_source(settings)[1])
+    assert head is not None  # the draft is no model
+    found: dict[DraftKey, Fresh] = {}
+    for output in outputs:
+        chosen, make = head, head.model.weights.make_output
+        if output == "int4":
+            linear = None if make is None else make(None, True)
+            if linear is None:
+                raise TraceFileError("it was drafted with an output layer in 4 bits, which is not made here")
+            chosen = head.drafting(None, linear)
+        found[head.method, output] = FreshHead(target, chosen)
+    return found
+
+
+def _check_heads(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None:
+    """Refuses what a head has drawn from probabilities that cannot be computed again."""
+    for round_ in _rounds_of_heads(answer):
+        if key_of(round_) in drafts or all(token.draft_prob == 1 for token in round_.drafted):
+            continue
+        if round_.head_output == "fewer":
+            raise TraceFileError(
+                "a head has drawn some of its rounds from fewer tokens than the target has, and the trace "
+                'does not say which: ask again with draft_sample_method "greedy", which draws nothing, or '
+                "serve with draft_vocab_size full"
+            )
         raise TraceFileError(
-            "it has rounds that a head has drawn, which cannot be replayed: ask for the answer again with "
-            'draft_sample_method "greedy", which draws nothing'
+            f"it has rounds that a head has drawn: name that {round_.source} head with --draft"
         )
 
 

@@ -14,6 +14,7 @@ from truedraft.engine.core.needs import Need
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import ScheduledSequence, StepPlan
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.messages import HeadOutput
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,11 @@ class Proposer:
     def trace_source(self) -> str:
         """What traces call it."""
         return self.name
+
+    @property
+    def head_output(self) -> HeadOutput | None:
+        """Returns with which output layer it drafts now, if it is a head."""
+        return None
 
     @property
     def runners(self) -> Sequences[Any]:

@@ -170,6 +170,17 @@ class StackedCheckpoint(Checkpoint):
             return stacks[0][0]
         return torch.stack([torch.cat(of_one) for of_one in zip(*stacks, strict=True)])
 
+    def divided(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns ``tensor`` as the source has it: the tensors that ``read`` puts together."""
+        parts = self.made.get(name, [[name]])
+        if len(parts) == len(parts[0]) == 1:
+            return {parts[0][0]: tensor}
+        return {
+            part: matrix
+            for of_part, each in zip(tensor.chunk(len(parts), 1), parts, strict=True)
+            for matrix, part in zip(of_part, each, strict=True)
+        }
+
     def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         return {name: self._shape(name) for name in names}
 

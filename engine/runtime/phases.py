@@ -176,10 +176,15 @@ class PhaseRunner:
         target_probs, draft_probs, next_probs = (
             probs.tolist() for probs in sampler.traced_probs(logits, drafts, verdicts)
         )
+        sources = [
+            part.draft.first_source if length else "none"
+            for part, length in zip(plan.rows, drafts.lengths, strict=True)
+        ]
+        outputs = {proposer.name: proposer.head_output for proposer in self.proposers}
         return [
             RoundTrace(
                 position=row.position,
-                source=self._trace_source(plan.rows[i].draft.first_source) if drafts.lengths[i] else "none",
+                source=self._trace_source(sources[i]),
                 rule=row.rule.value,
                 draft_ids=drafts.ids[i],
                 target_probs=target_probs[i][: drafts.lengths[i]],
@@ -187,6 +192,7 @@ class PhaseRunner:
                 num_accepted=verdicts[i].num_accepted,
                 next_token=verdicts[i].next_token,
                 next_target_prob=next_probs[i],
+                head_output=outputs.get(sources[i]),
             )
             for i, row in enumerate(sampler.rows)
         ]

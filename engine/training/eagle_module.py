@@ -63,10 +63,12 @@ class EagleModule(nn.Module):
     def forward(self, hidden: torch.Tensor, embedded: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns each step's logits [texts, places, drafted tokens].
 
-        ``hidden`` [texts, places, taps, hidden size] are the target's states, and ``embedded`` for each step
-        the embeddings [texts, places, hidden size] of the tokens that it gets.
+        ``hidden`` [texts, places, taps, hidden size] are the target's states, first those that the head
+        reads, and ``embedded`` for each step the embeddings [texts, places, hidden size] of the tokens that
+        it gets.
         """
-        normed = [norm(x) for norm, x in zip(self.fc_norm, hidden.unbind(2), strict=True)]
+        read = hidden[:, :, : self.shape.taps].unbind(2)
+        normed = [norm(x) for norm, x in zip(self.fc_norm, read, strict=True)]
         states = self.fc(torch.cat(normed, dim=-1))
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []

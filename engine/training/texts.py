@@ -3,6 +3,7 @@
 Nothing is stored on disk: texts come in batches, are learned from, and forgotten.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
@@ -11,7 +12,6 @@ import torch
 from truedraft.engine.core.proposer import Observation, Proposer
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan
-from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.library.params import SamplingParams
 from truedraft.engine.llm import LLM
 from truedraft.engine.models.model_runner import ModelRunner
@@ -30,24 +30,21 @@ class Text:
 class Listener(Proposer):
     """Keeps what the target computes of each text, and drafts nothing.
 
-    ``layer_inputs`` are the layers whose inputs heads read by default. The states that they are come first,
-    and then what the target's last norm makes of its last ones.
+    ``inputs_of`` says of a number of layers which of them have what is wanted as their inputs. The states
+    that those are come first, and then what the target's last norm makes of its last ones.
     """
 
     name = "listener"
     can_lag = False
 
-    def __init__(self) -> None:
-        self.layer_inputs: tuple[int, ...] = ()
+    def __init__(self, inputs_of: Callable[[int], tuple[int, ...]]) -> None:
+        self.inputs_of = inputs_of
         self.token_ids: dict[Sequence, list[int]] = {}
         self.hidden: dict[Sequence, list[torch.Tensor]] = {}
 
     def attach(self, target: ModelRunner) -> None:
         num_layers = target.model.num_layers
-        if num_layers < 2:
-            raise ModelLoadError("a head reads states between layers, and the target has a single one")
-        self.layer_inputs = 2, max(2, num_layers // 2), max(2, num_layers - 3)
-        self.taps = *(layer - 1 for layer in self.layer_inputs), num_layers
+        self.taps = *(layer - 1 for layer in self.inputs_of(num_layers)), num_layers
 
     def observe(self, observations: Sequences[Observation]) -> None:
         for seen in observations:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.decoder import DecoderWeights
-from truedraft.engine.training.eagle_module import EagleModule
+from truedraft.engine.layers.linear import Embeddings
 from truedraft.engine.training.texts import Text
 
 # Each further step counts less, as fewer rounds come to it.
@@ -58,17 +59,21 @@ class Measured:
 
 
 class Trainer:
-    """``weights`` are the target's; ``token_ids`` those that the head drafts, None: all."""
+    """``module`` computes the head's logits of states and embeddings, step by step, those of the tokens
+    ``token_ids``, None: of all. It gets ``embeddings``, and is to say what the target says, whose
+    ``weights`` are given."""
 
     def __init__(
         self,
-        module: EagleModule,
+        module: nn.Module,
+        embeddings: Embeddings,
         weights: DecoderWeights,
         token_ids: torch.Tensor | None,
         schedule: Schedule,
         device: torch.device,
     ) -> None:
         self.module = module.to(device)
+        self.embeddings = embeddings
         self.weights = weights
         self.token_ids = None if token_ids is None else token_ids.to(device)
         self.schedule = schedule
@@ -103,7 +108,7 @@ class Trainer:
         """Returns the loss of a batch: cross-entropy and total variation to the target's distributions."""
         num_steps = self.schedule.num_steps
         ids = [torch.tensor(text.token_ids, device=self.device) for text in texts]
-        hidden = pad_sequence([text.hidden[:, :-1].float() for text in texts], batch_first=True)
+        hidden = pad_sequence([text.hidden.float() for text in texts], batch_first=True)
         teacher = pad_sequence([self._teacher(text) for text in texts], batch_first=True)
         places = hidden.shape[1]
         padded = F.pad(pad_sequence(ids, batch_first=True), (0, num_steps))
@@ -137,18 +142,8 @@ class Trainer:
 
     @torch.no_grad()
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        vectors = self.weights.embeddings.look_up(token_ids.flatten()).float()
+        vectors = self.embeddings.look_up(token_ids.flatten()).float()
         return vectors.view(*token_ids.shape, -1)
-
-
-def start_from_target(module: EagleModule, weights: DecoderWeights, token_ids: torch.Tensor | None) -> None:
-    """Gives the head the target's last norm and output layer to begin with."""
-    size = module.shape.hidden_size
-    norm = weights.norm.weight
-    with torch.no_grad():
-        rows = weights.head(torch.eye(size, dtype=norm.dtype, device=norm.device)).T.float()
-        module.lm_head.weight.copy_(rows if token_ids is None else rows[token_ids.to(rows.device)])
-        module.norm.weight.copy_(norm.float())
 
 
 def _mean(found: list[Measured]) -> Measured:

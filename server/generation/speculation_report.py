@@ -98,6 +98,7 @@ def _traced(round_: RoundTrace) -> TracedRound:
             for number, (token_id, target_prob, draft_prob) in enumerate(drafted)
         ],
         next_token=round_.next_token,
+        head_output=round_.head_output,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from truedraft.engine.messages import FinishReason as EngineFinishReason
+from truedraft.engine.messages import HeadOutput
 from truedraft.server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
 
 FinishReason = EngineFinishReason | Literal["tool_calls"]
@@ -57,13 +58,15 @@ class DraftedToken(BaseModel):
 
 
 class TracedRound(BaseModel):
-    """``position`` is the index of the round's first token in prompt plus output."""
+    """``position`` is the index of the round's first token in prompt plus output. ``head_output`` says which
+    output layer a head drafted with: its own, a copy in 4 bits, or one of fewer tokens."""
 
     position: int
     source: str
     rule: str
     drafted: list[DraftedToken]
     next_token: int
+    head_output: HeadOutput | None = None
 
 
 class SpeculationReport(BaseModel):

@@ -66,6 +66,8 @@ def model_planner(drafting: Drafting, max_rounds: int = 1) -> FixedPlanner:
 
 def allowed(tokenizer: LLTokenizer, params: SamplingParams, text: Text) -> list[bool]:
     """Uses a parser of its own for every text: nothing to roll back."""
+    if params.grammar is None:
+        return [True] * VOCAB_SIZE
     after = tuple(params.grammar_after)
     starts = [end for end in range(len(after), len(text) + 1) if text[end - len(after) : end] == after]
     if not starts:
@@ -74,6 +76,25 @@ def allowed(tokenizer: LLTokenizer, params: SamplingParams, text: Text) -> list[
     assert parser.consume_tokens(list(text[starts[0] :]))
     bits = parser.compute_bitmask()[0]
     return [bool(bits >> token & 1) for token in range(VOCAB_SIZE)]
+
+
+def enumerated(target: str, params: SamplingParams) -> dict[Text, float]:
+    """Returns the probability of each text that a model may write after the prompt."""
+    model, tokenizer = FreshModel(target, LoadOptions()), make_tokenizer()
+    texts: dict[Text, float] = {}
+
+    def enumerate_from(text: Text, probability: float) -> None:
+        if len(text) == params.max_tokens or END in text:
+            texts[text] = probability
+            return
+        logits = model.logits([*PROMPT, *text], VOCAB_SIZE)[-1].double().numpy()
+        masked = np.where(allowed(tokenizer, params, text), logits, -np.inf)
+        for token, share in enumerate(naive.distribution(masked, params, PROMPT, text, [END])):
+            if share > 0:
+                enumerate_from((*text, token), probability * share)
+
+    enumerate_from((), 1.0)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -94,22 +115,7 @@ class Constrained:
         draft = save_perturbed(folder / "draft", target, seed=12, noise=0.1)
         given = {"max_tokens": MAX_TOKENS, "temperature": 1.3, "grammar": GRAMMAR}
         params = SamplingParams(**given | changed)
-        model = FreshModel(target, LoadOptions())
-        tokenizer = make_tokenizer()
-        texts: dict[Text, float] = {}
-
-        def enumerate_from(text: Text, probability: float) -> None:
-            if len(text) == params.max_tokens or END in text:
-                texts[text] = probability
-                return
-            logits = model.logits([*PROMPT, *text], VOCAB_SIZE)[-1].double().numpy()
-            masked = np.where(allowed(tokenizer, params, text), logits, -np.inf)
-            for token, share in enumerate(naive.distribution(masked, params)):
-                if share > 0:
-                    enumerate_from((*text, token), probability * share)
-
-        enumerate_from((), 1.0)
-        return cls(target, draft, params, texts)
+        return cls(target, draft, params, enumerated(target, params))
 
     def engine(self, drafting: Drafting = "known", **config: object) -> EngineCore:
         """With any source that is asked for; the planner decides."""

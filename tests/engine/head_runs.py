@@ -10,8 +10,10 @@ import torch
 from msgspec import structs
 from tokenizers import Tokenizer
 
+from tests.families import save_random
+from tests.hybrids import HYBRIDS
 from tests.models import make_engine, stepped
-from tests.mtp import NaiveMtp
+from tests.mtp import QWEN, NaiveMtp, add_to_checkpoint, random_head
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.proposer import Observation
 from truedraft.engine.core.step import StepPlan
@@ -27,6 +29,15 @@ STORIES = (
     "Lily and Tom went to the park. They",
     "The",
 )
+
+
+def save_small_hybrid(folder: Path, **sizes: Any) -> str:
+    """Saves a random hybrid with a random MTP head, of a shape that kernels in C run."""
+    name, config = HYBRIDS["Qwen3.5, two value heads for each key head"]
+    path = save_random(folder, name, config | sizes)
+    head = random_head(path).named_tensors(QWEN, "layers.0.")
+    add_to_checkpoint(path, {f"mtp.{name}": tensor for name, tensor in head.items()})
+    return path
 
 
 def traces_of(

@@ -30,17 +30,9 @@ from tests.engine.test_distribution import SIGNIFICANCE, make_pair, p_values_of
 from tests.heads import NaiveHead, Shape, fitted, random_head, save_head, target_states
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from truedraft.engine.build import drafting_method
-from truedraft.engine.commands.trace_file import (
-    DraftedToken,
-    TracedAnswer,
-    TracedChoice,
-    TracedRound,
-    TraceFileError,
-)
-from truedraft.engine.commands.verify_trace import _check_heads
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import HEADS, Generate, SamplingParams, Source
+from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.heads.eagle_config import EagleConfig, read_eagle_config
 
 HIDDEN, LAYERS = 64, 5
@@ -301,15 +293,3 @@ def test_who_drafts_is_known_from_the_folder(trained: Trained) -> None:
     assert [drafting_method(draft) for draft in (trained.target, "self:int4")] == ["draft_model"] * 2
     with pytest.raises(ModelLoadError, match="is no EAGLE-3 head"):
         make_engine(trained.target, None, method="eagle")
-
-
-@pytest.mark.parametrize("source", HEADS)
-def test_traces_of_drawn_drafts_are_refused(source: Source) -> None:
-    def answer(draft_prob: float) -> TracedAnswer:
-        drafted = [DraftedToken(3, 0.4, draft_prob, True)]
-        choice = TracedChoice([1, 2], 5, [TracedRound(2, source, "rejection", drafted, 4)])
-        return TracedAnswer(SamplingParams(max_tokens=4), [choice])
-
-    _check_heads(answer(1.0))
-    with pytest.raises(TraceFileError, match="cannot be replayed"):
-        _check_heads(answer(0.5))

@@ -524,7 +524,7 @@ def test_traces_verify(constrained: Constrained, verification: str, after: list[
     target = FreshModel(constrained.target, LoadOptions())
 
     def outcomes(params: SamplingParams) -> set[Outcome]:
-        replayer = Replayer(target, None, params, 1e-4, Grammars(grammars.make_tokenizer))
+        replayer = Replayer(target, {}, params, 1e-4, Grammars(grammars.make_tokenizer))
         choices = [TracedChoice(PROMPT, seeds[index], own) for index, own in rounds.items()]
         return {report.outcome for choice in choices for report in replayer.replay(choice)}
 

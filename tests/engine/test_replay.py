@@ -43,10 +43,11 @@ def traced(
     n: int = 1,
     dtype: str = "float32",
     stop: Stop | None = None,
+    config: dict[str, Any] | None = None,
     **params: Any,
 ) -> dict[str, Any]:
     """The ``truedraft`` object of an answer, as the server writes it."""
-    core = make_engine(target, draft, dtype=dtype)
+    core = make_engine(target, draft, **{"dtype": dtype, **(config or {})})
     if stop is not None:
         use_planner(core, FixedPlanner(stop=stop))
     sampling = SamplingParams(**{"max_tokens": 30, "trace": True, "seed": 5, **params})
@@ -76,7 +77,7 @@ def replay(answer: dict[str, Any], target: str, draft: str | None) -> list[Round
     parsed = parse_answer(answer)
     replayer = Replayer(
         FreshModel(target, LoadOptions()),
-        FreshModel(draft, LoadOptions()) if draft else None,
+        {("draft_model", None): FreshModel(draft, LoadOptions())} if draft else {},
         parsed.params,
         tolerance=1e-4,
     )
@@ -207,7 +208,11 @@ def test_a_near_tie_is_not_a_failure(models: Models) -> None:
     with torch.no_grad():
         for parameter in target.model.parameters():
             parameter.mul_(1.0003)
-    reports = list(Replayer(target, draft, parsed.params, tolerance=0.2).replay(parsed.choices[0]))
+    reports = list(
+        Replayer(target, {("draft_model", None): draft}, parsed.params, tolerance=0.2).replay(
+            parsed.choices[0]
+        )
+    )
     assert Outcome.WRONG not in {report.outcome for report in reports}
     assert answer == before
 

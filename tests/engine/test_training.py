@@ -24,8 +24,8 @@ from truedraft.engine.models.heads.eagle_config import read_eagle_config
 from truedraft.engine.models.heads.vocabulary import most_frequent
 from truedraft.engine.models.prompt_file import read_prompts
 from truedraft.engine.training import eagle_module
+from truedraft.engine.training.eagle_head import save_head
 from truedraft.engine.training.eagle_module import EagleModule, HeadShape
-from truedraft.engine.training.export import save_head
 from truedraft.engine.training.texts import Text
 from truedraft.engine.training.trainer import Measured, Schedule, Trainer
 
@@ -192,7 +192,8 @@ def test_learning_lowers_the_loss_and_says_what_is_accepted() -> None:
     ids = torch.arange(40) * 5 % 12
     states = embeddings[ids[1:], None].repeat(1, 4, 1)  # each place knows what follows it
     texts = [Text(ids.tolist(), states)] * 4
-    trainer = Trainer(random_module(), weights, None, Schedule(8000, 2, 1e-2, 4), torch.device("cpu"))
+    schedule = Schedule(8000, 2, 1e-2, 4)
+    trainer = Trainer(random_module(), weights.embeddings, weights, None, schedule, torch.device("cpu"))
     before = trainer.measure(texts)
     while trainer.num_tokens < 8000:
         trainer.learn(texts)

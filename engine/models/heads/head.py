@@ -12,7 +12,7 @@ import torch
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
-from truedraft.engine.messages import Method
+from truedraft.engine.messages import HeadOutput, Method
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.options import LoadOptions
@@ -41,6 +41,19 @@ class Head:
     joint_norm: Norm | None
     token_ids: torch.Tensor | None
     norm_output: bool
+    # The output layer that it was loaded with: it may draft with another one.
+    loaded_output: Linear | None = None
+
+    def __post_init__(self) -> None:
+        if self.loaded_output is None:
+            object.__setattr__(self, "loaded_output", self.model.weights.head)
+
+    @property
+    def drafts_with(self) -> HeadOutput:
+        """Returns which output layer it has."""
+        if self.model.weights.head is self.loaded_output:
+            return "own"
+        return "int4" if self.token_ids is None else "fewer"
 
     @property
     def output(self) -> int:

@@ -1,20 +1,18 @@
 """Decides whether a draft is a head, and of which kind, and loads it."""
 
-from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.messages import EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.gguf import holds_head_alone
 from truedraft.engine.models.heads.eagle import load_eagle
 from truedraft.engine.models.heads.eagle_config import read_eagle_config
 from truedraft.engine.models.heads.head import Head
-from truedraft.engine.models.heads.mtp import load_mtp
+from truedraft.engine.models.heads.mtp import holds_mtp_alone, load_mtp
 from truedraft.engine.models.options import LoadOptions
 
 
 def head_method(draft: str) -> Method | None:
     """Returns what drafting with the setting ``draft`` is called, if that names a head: the target's own, or
     one at a path."""
-    if draft == MTP or (is_gguf(draft) and holds_head_alone(draft)):
+    if draft == MTP or holds_mtp_alone(draft):
         return MTP
     return None if read_eagle_config(draft) is None else EAGLE
 

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
@@ -31,13 +33,15 @@ from truedraft.engine.models.families.fit import with_stacks
 from truedraft.engine.models.families.norms import norm_of
 from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.fused import load_fused
-from truedraft.engine.models.gguf import open_gguf_head
+from truedraft.engine.models.gguf import holds_head_alone, open_gguf_head
 from truedraft.engine.models.heads.head import Head, check_target, linears_for
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.loader import open_checkpoint, requantised
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.reader import read_tensor, read_weight
 
+# What a model of the head's layer alone calls its layer's tensors, and its last norm.
+LAYER, NORM = "model.layers.0.", "model.norm.weight"
 # So many tokens of the vocabulary are enough to compare layers.
 PROBED_TOKENS = 256
 # A model of the head's layer alone has these settings, where its config has such.
@@ -77,17 +81,72 @@ OF_QWEN = ("mtp_num_hidden_layers", "mtp.layers.0.", QWEN.below("mtp."))
 OWN_LAYOUTS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), OF_QWEN)
 
 
+def holds_mtp_alone(path: str) -> bool:
+    """Tells whether a GGUF file or a folder has a head, and no model before it."""
+    if is_gguf(path):
+        return holds_head_alone(path)
+    if not Path(path).is_dir():
+        return False
+    try:
+        checkpoint = Checkpoint.find(path, allow_pickle=False)
+    except (OSError, SafetensorError, ValueError):  # loading says what is wrong
+        return False
+    names = [] if checkpoint is None else list(checkpoint.files)
+    own = [name for name in names if not name.startswith(OF_QWEN[1])]
+    is_head = any(
+        name == OF_QWEN[2].projection or name.endswith(f".{DEEPSEEK.projection}.weight") for name in own
+    )
+    return is_head and not any("layers.0." in name for name in own)
+
+
 def load_mtp(path: str, target: Model, options: LoadOptions) -> Head:
-    """Loads the head of the checkpoint at ``path``, the target's own or a GGUF file of the head alone;
-    ``ModelLoadError`` if there is none for ``target``."""
+    """Loads the head of the checkpoint at ``path``, the target's own, or a GGUF file or folder of the head
+    alone; ``ModelLoadError`` if there is none for ``target``."""
     decoder = check_target(path, target)
     options = replace(options, native_kernels=options.native_kernels and decoder.is_native)
-    config = _one_layer(decoder)
     with stage(path, "weights"):
-        source, layer, parts = _open(path, decoder.config, config, options)
-        if parts.projection not in source.files:
-            raise ModelLoadError(f"{path} has no MTP head: there is no {parts.projection}")
-        return _read(path, source, layer, parts, decoder, config, options)
+        return _read(open_mtp(path, decoder, options), decoder, options)
+
+
+class MtpCheckpoint(NamedTuple):
+    """Is an open head: ``source`` has its tensors, the ``parts`` by their names. ``layer`` has those of
+    ``skeleton``, transformers' model of ``config``, which is the layer alone with few of the target's
+    embeddings."""
+
+    path: str
+    config: Any
+    source: Checkpoint
+    parts: Parts
+    layer: Checkpoint
+    skeleton: Any
+
+
+def open_mtp(path: str, target: FusedDecoder, options: LoadOptions) -> MtpCheckpoint:
+    """Opens what ``load_mtp`` reads."""
+    config = _one_layer(target)
+    source, layer, parts = _open(path, target.config, config, options)
+    if parts.projection not in source.files:
+        raise ModelLoadError(f"{path} has no MTP head: there is no {parts.projection}")
+    names = {
+        f"{LAYER}{name.removeprefix(layer)}": name
+        for name in source.files
+        if name.startswith(layer) and name not in parts
+    }
+    embeddings = target.weights.embeddings.look_up(torch.arange(config.vocab_size, device=target.device))
+    names |= {NORM: parts.norm} if parts.norm in source.files else {}
+    skeleton = plain_skeleton(config, options.dtype)
+    checkpoint = with_stacks(_Layer(source, names, embeddings), skeleton)
+    if not has_all(skeleton, checkpoint):
+        raise ModelLoadError(f"{path} lacks tensors of its MTP head, which is a layer like the target's")
+    return MtpCheckpoint(path, config, source, parts, checkpoint, skeleton)
+
+
+def layout_of(of_target: Any) -> tuple[str, str, Parts]:
+    """Returns the setting that counts the heads of such a target, the beginning of the names that its
+    checkpoints give to the tensors of a head's layer, and the names of the head's other parts."""
+    layer = f"model.layers.{of_target.num_hidden_layers}."
+    default = ("num_nextn_predict_layers", layer, DEEPSEEK.below(layer))
+    return OWN_LAYOUTS.get(of_target.model_type, default)
 
 
 def _open(path: str, of_target: Any, config: Any, options: LoadOptions) -> tuple[Checkpoint, str, Parts]:
@@ -102,9 +161,7 @@ def _open(path: str, of_target: Any, config: Any, options: LoadOptions) -> tuple
     found = open_checkpoint(path, options)
     if found is None:
         raise ModelLoadError(f"{path} is quantised or laid out in a way in which no MTP head can be read")
-    layer = f"model.layers.{of_target.num_hidden_layers}."
-    default = ("num_nextn_predict_layers", layer, DEEPSEEK.below(layer))
-    count, layer, parts = OWN_LAYOUTS.get(of_target.model_type, default)
+    count, layer, parts = layout_of(of_target)
     number = getattr(of_target, count, 1)
     if number not in (0, 1, None):
         raise ModelLoadError(f"{path} has {number} MTP heads ({count}); 1 is served")
@@ -120,30 +177,12 @@ def _one_layer(target: FusedDecoder) -> Any:
     return config
 
 
-def _read(
-    path: str,
-    source: Checkpoint,
-    layer: str,
-    parts: Parts,
-    target: FusedDecoder,
-    config: Any,
-    options: LoadOptions,
-) -> Head:
-    names = {
-        f"model.layers.0.{name.removeprefix(layer)}": name
-        for name in source.files
-        if name.startswith(layer) and name not in parts
-    }
-    embeddings = target.weights.embeddings.look_up(torch.arange(config.vocab_size, device=target.device))
-    names |= {"model.norm.weight": parts.norm} if parts.norm in source.files else {}
-    skeleton = plain_skeleton(config, options.dtype)
-    checkpoint = with_stacks(_Layer(source, names, embeddings), skeleton)
-    if not has_all(skeleton, checkpoint):
-        raise ModelLoadError(f"{path} lacks tensors of its MTP head, which is a layer like the target's")
-    model = load_fused(partial(plain_skeleton, config), requantised(checkpoint, options), None, options)
+def _read(found: MtpCheckpoint, target: FusedDecoder, options: LoadOptions) -> Head:
+    path, parts, config = found.path, found.parts, found.config
+    model = load_fused(partial(plain_skeleton, config), requantised(found.layer, options), None, options)
     if model is None:
         raise ModelLoadError(f"{path} has an MTP head that does not compute what transformers' layer does")
-    reader = _PartReader(path, requantised(source, options), model, target, options)
+    reader = _PartReader(path, requantised(found.source, options), model, target, options)
     head, make_output = reader.output(parts.output)
     weights = replace(
         model.weights,

@@ -5,6 +5,7 @@ call computes the whole text anew. Some kernels round what transformers' layers 
 our own pass over an empty cache is the reference, which loading has compared with transformers' layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.base import Model, known_ends
+from truedraft.engine.models.base import ForwardOutput, Model, known_ends
 from truedraft.engine.models.hf.generation_rules import decoder_start_ids, generation_rules
 from truedraft.engine.models.loader import load_causal_model, load_if_rounded
 from truedraft.engine.models.model_runner import ModelRunner
@@ -70,7 +71,7 @@ class FreshModel:
         # An id that this model does not know has no embedding; only a draft can meet one.
         ids = torch.tensor([token_ids], device=self.device).clamp(max=self.vocab_size - 1)
         if self.served is not None:
-            logits = _from_empty_cache(self.served, ids[0].tolist())
+            logits = from_empty_cache(self.served, ids[0].tolist()).logits
         elif self.has_encoder:
             read, written = ids[:, :num_encoder_tokens], ids[:, num_encoder_tokens:]
             logits = self.model(input_ids=read, decoder_input_ids=written, use_cache=False).logits[0].float()
@@ -78,12 +79,23 @@ class FreshModel:
             logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
         return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
 
+    def following(self, history: History, drafted: list[int], vocab_size: int) -> torch.Tensor:
+        """Returns logits [drafted tokens + 1, vocab_size]: row j predicts what follows ``drafted[:j]``."""
+        token_ids = history.token_ids + drafted
+        found = self.logits(token_ids, vocab_size, num_encoder_tokens=history.num_encoder_tokens)
+        return found[-len(drafted) - 1 :]
 
-def _from_empty_cache(model: Model, token_ids: list[int]) -> torch.Tensor:
+
+@torch.inference_mode()
+def from_empty_cache(
+    model: Model, token_ids: list[int], taps: Sequence[int] = (), states: torch.Tensor | None = None
+) -> ForwardOutput:
+    """Returns what a model of ours computes of a text, with the logits of all of its tokens. ``states`` are
+    for a head's model, one for each token."""
     table = BlockTable()
     table.block_ids, table.state_slot = [0], 0
     runner = ModelRunner.build(model, num_blocks=1, block_size=len(token_ids), num_state_slots=1)
-    return runner.forward([Span(table, token_ids, len(token_ids))]).logits
+    return runner.forward([Span(table, token_ids, len(token_ids), states=states)], taps=taps)
 
 
 def adjusted(logits: torch.Tensor, history: History, drafted: list[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, StepPlan
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.messages import HeadOutput
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of, stops_of
@@ -44,6 +45,10 @@ class HeadProposer(Proposer):
         self.taps = head.taps
         # Rounds in C and steps by phases, which may come in any order, share what waits.
         self._waiting: WeakKeyDictionary[Sequence, Waiting] = WeakKeyDictionary()
+
+    @property
+    def head_output(self) -> HeadOutput:
+        return self.head.drafts_with
 
     @property
     def runners(self) -> Sequences[ModelRunner]:

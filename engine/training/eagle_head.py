@@ -1,4 +1,4 @@
-"""Writes a trained head in the layout in parts, which vLLM loads, too."""
+"""EAGLE-3 heads: how one begins, and how it is saved in the layout in parts, which vLLM loads, too."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,69 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
-from truedraft.engine.training.eagle_module import EagleModule
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.training.eagle_module import EagleModule, HeadShape
+from truedraft.engine.training.trained_head import TrainedHead, rows_of, stored_dtype
 
 LAYER = "layers.0."
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+ROPE_THETA = 10_000.0
+
+
+def layer_inputs(num_layers: int) -> tuple[int, ...]:
+    """Returns the layers of a target whose inputs heads read by default."""
+    if num_layers < 2:
+        raise ModelLoadError("a head reads states between layers, and the target has a single one")
+    return 2, max(2, num_layers // 2), max(2, num_layers - 3)
+
+
+class EagleHead(TrainedHead):
+    """Is a new head for ``target``, which was loaded from ``path``."""
+
+    # Heads of larger vocabularies draft the most frequent tokens only.
+    most_drafted = 32_768
+    rate = 0.6
+
+    def __init__(self, path: str, target: FusedDecoder) -> None:
+        self.path = path
+        self.target = target
+        self.embeddings = target.weights.embeddings
+        self.layer_inputs = layer_inputs(target.num_layers)
+
+    def module(self, token_ids: torch.Tensor | None) -> EagleModule:
+        """Begins with the target's last norm and output layer."""
+        weights = self.target.weights
+        module = EagleModule(self._shape(self.target.vocab_size if token_ids is None else len(token_ids)))
+        with torch.no_grad():
+            module.lm_head.weight.copy_(rows_of(weights.head, weights.norm.weight, token_ids))
+            module.norm.weight.copy_(weights.norm.weight.float())
+        return module
+
+    def save(self, folder: Path, module: nn.Module, token_ids: torch.Tensor | None) -> None:
+        assert isinstance(module, EagleModule)
+        config = self.target.config
+        named = self.layer_inputs, self.path, config, stored_dtype(config)
+        save_head(folder, module, token_ids, *named)
+
+    def _shape(self, num_drafted: int) -> HeadShape:
+        config = self.target.config
+        heads = config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {}
+        return HeadShape(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", heads),
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            taps=len(self.layer_inputs),
+            num_drafted=num_drafted,
+            rope_theta=float(rope.get("rope_theta", ROPE_THETA)),
+            eps=float(getattr(config, "rms_norm_eps", 1e-6)),
+        )
 
 
 def save_head(

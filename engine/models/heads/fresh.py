@@ -1,0 +1,34 @@
+"""A head without a cache that is kept: a text in, its drafts' distributions out, for replays of traces.
+
+Every token computes the whole text anew, first the target's states and then the head's own.
+"""
+
+import torch
+
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.heads.head import Head
+from truedraft.engine.models.hf.fresh import from_empty_cache
+from truedraft.engine.sampling.adjust import History
+
+
+class FreshHead:
+    """``head`` drafts for ``target``, as both are loaded for serving."""
+
+    def __init__(self, target: Model, head: Head) -> None:
+        self.target = target
+        self.head = head
+
+    @torch.inference_mode()
+    def following(self, history: History, drafted: list[int], vocab_size: int) -> torch.Tensor:
+        """Is as ``FreshModel.following``; the text has two tokens or more."""
+        head, token_ids = self.head, history.token_ids
+        hidden = from_empty_cache(self.target, token_ids[:-1], head.taps).hidden
+        assert hidden is not None
+        states, rows = head.states(hidden), []
+        for number in range(len(drafted) + 1):
+            given = token_ids[1:] + drafted[:number]
+            found = from_empty_cache(head.model, given, (head.output,), states)
+            assert found.hidden is not None
+            rows.append(head.in_width(found.logits[-1:], vocab_size).float())
+            states = torch.cat((states, found.hidden[-1]))
+        return torch.cat(rows)

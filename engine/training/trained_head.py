@@ -1,0 +1,42 @@
+"""What differs between the kinds of heads that are trained: how one begins, and how it is saved."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from truedraft.engine.layers.linear import Embeddings, Linear
+
+
+class TrainedHead(ABC):
+    """``embeddings`` are those that the head gets. It drafts no more than ``most_drafted`` tokens by default,
+    and its usual learning rate is ``rate`` by the target's hidden size, as larger heads take smaller steps.
+    """
+
+    most_drafted: ClassVar[float]
+    rate: ClassVar[float]
+    embeddings: Embeddings
+
+    @abstractmethod
+    def module(self, token_ids: torch.Tensor | None) -> nn.Module:
+        """Makes what is trained, in float32, as it begins; it drafts the tokens ``token_ids``, None: all."""
+
+    @abstractmethod
+    def save(self, folder: Path, module: nn.Module, token_ids: torch.Tensor | None) -> None:
+        """Writes ``module`` in a layout that ``--draft`` loads."""
+
+
+def stored_dtype(target_config: object) -> torch.dtype:
+    """Returns the type in which a head is saved: the target's if it has 16 bits."""
+    stored = getattr(target_config, "dtype", None)
+    return stored if stored in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def rows_of(output: Linear, like: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+    """Returns an output layer's weights [tokens, hidden size] of ``token_ids``, None: of all. Its inputs are
+    like ``like`` [hidden size]."""
+    with torch.no_grad():
+        rows = output(torch.eye(len(like), dtype=like.dtype, device=like.device)).T.float()
+    return rows if token_ids is None else rows[token_ids.to(rows.device)]

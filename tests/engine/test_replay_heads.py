@@ -1,0 +1,124 @@
+"""Traces of what heads have drawn verify offline: their distributions are computed anew.
+
+What was drawn from an output layer that nobody can make again is refused in words.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from tests.engine.head_runs import TRAINED, save_small_hybrid
+from tests.engine.test_draft_vocabulary import by_size, takes
+from tests.engine.test_replay import EVERYTHING, tamper, traced
+from tests.heads import Shape, random_head, save_head
+from tests.models import save_random_llama
+from tests.mtp import QWEN
+from tests.mtp import random_head as naive_head
+from truedraft.engine.commands.replay import RoundReport
+from truedraft.engine.commands.replay_round import Outcome
+from truedraft.engine.commands.trace_file import TraceFileError, parse_answer
+from truedraft.engine.commands.verify_trace import ReplaySettings, _replayer, main
+from truedraft.engine.runtime import draft_vocabulary
+
+RULES = ("rejection", "block", "coupled", "exact_match")
+Pair = tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def mtp(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_small_hybrid(tmp_path_factory.mktemp("target"), vocab_size=16), "mtp"
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Makes a head of three layers' states that drafts a part of the vocabulary."""
+    root = tmp_path_factory.mktemp("eagle")
+    target = save_random_llama(root / "target", 1, layers=5)
+    shape = Shape(32, 16, tuple(range(12)), has_parts=True, norm_output=True)
+    return target, save_head(root / "head", random_head(shape, target))
+
+
+def answered(pair: Pair, config: dict[str, Any] | None = None, **params: Any) -> dict[str, Any]:
+    target, draft = pair
+    settings = {"method": "auto", "num_speculative_tokens": 3, **(config or {})}
+    method = "mtp" if draft == "mtp" else "eagle"
+    return traced(target, draft, config=settings, **{"max_tokens": 20, "method": method, **params})
+
+
+def reports_of(answer: dict[str, Any], pair: Pair, **settings: Any) -> list[RoundReport]:
+    named = {"target": pair[0], "draft": pair[1], "device": "cpu", "dtype": "float32", **settings}
+    parsed = parse_answer(answer)
+    replayer = _replayer(ReplaySettings(file=Path(), **named), parsed)
+    return [report for choice in parsed.choices for report in replayer.replay(choice)]
+
+
+def parameters(rule: str) -> dict[str, Any]:
+    return {"temperature": 0} if rule == "exact_match" else {"verification": rule, "temperature": 1.3}
+
+
+@pytest.mark.parametrize(("kind", "rule"), [*(("mtp", rule) for rule in RULES), ("eagle", "rejection")])
+def test_a_trace_verifies(request: pytest.FixtureRequest, kind: str, rule: str) -> None:
+    pair = request.getfixturevalue(kind)
+    reports = reports_of(answered(pair, **parameters(rule)), pair)
+    assert [report.findings for report in reports if report.findings] == []
+    drafted = [report.round for report in reports if report.round.drafted]
+    assert {round_.head_output for round_ in drafted} == {"own"}
+    assert any(0 < token.draft_prob < 1 for round_ in drafted for token in round_.drafted) == (
+        rule != "exact_match"
+    )
+
+
+def test_a_trace_with_every_parameter_verifies(mtp: Pair) -> None:
+    reports = reports_of(answered(mtp, **EVERYTHING, verification="rejection"), mtp)
+    assert {report.outcome for report in reports} == {Outcome.CONFIRMED}
+
+
+@pytest.mark.parametrize("how", ["accepted too much", "drafted id", "draft_prob"])
+def test_a_tampered_trace_is_refused(mtp: Pair, how: str) -> None:
+    answer = answered(mtp, **parameters("rejection"))
+    number = tamper(answer["trace"][0], how)
+    wrong = [report.number for report in reports_of(answer, mtp) if report.outcome is Outcome.WRONG]
+    assert wrong[0] == number
+
+
+def test_another_head_is_refused(mtp: Pair, tmp_path: Path) -> None:
+    answer = answered(mtp, **parameters("rejection"))
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(Path(mtp[0], "config.json"), other)
+    tensors = naive_head(mtp[0], seed=4).named_tensors(QWEN, "layers.0.")
+    save_file({f"mtp.{name}": tensor for name, tensor in tensors.items()}, other / "model.safetensors")
+    reports = reports_of(answer, (mtp[0], str(other)))
+    assert Outcome.WRONG in {report.outcome for report in reports}
+
+
+def test_a_copy_of_the_output_layer_in_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces say which one it was: with the target's own layer they would be wrong."""
+    monkeypatch.setattr(draft_vocabulary, "_seconds", takes(by_size))
+    pair = TRAINED, "mtp"
+    answer = answered(pair, {"dtype": "auto", "max_model_len": 64}, max_tokens=8, **parameters("rejection"))
+    reports = reports_of(answer, pair, dtype="auto")
+    assert {report.outcome for report in reports} == {Outcome.CONFIRMED}
+    assert {report.round.head_output for report in reports if report.round.drafted} == {"int4"}
+    for rounds in answer["trace"]:
+        for round_ in rounds:
+            round_["head_output"] = "own"
+    assert Outcome.WRONG in {report.outcome for report in reports_of(answer, pair, dtype="auto")}
+
+
+def test_what_cannot_be_computed_again_is_refused(mtp: Pair, tmp_path: Path) -> None:
+    """Greedy drafts are known whatever the layer was: nothing is drawn from it."""
+    settings = {"draft_vocab_size": 8}
+    answer = answered(mtp, settings, **parameters("rejection"))
+    with pytest.raises(TraceFileError, match="drawn some of its rounds from fewer tokens"):
+        reports_of(answer, mtp)
+    greedy = answered(mtp, settings, draft_sample_method="greedy", **parameters("rejection"))
+    assert {report.outcome for report in reports_of(greedy, mtp)} == {Outcome.CONFIRMED}
+    file = tmp_path / "answer.json"
+    file.write_text(json.dumps(answered(mtp, **parameters("rejection"))))
+    assert main(ReplaySettings(file=file, target=mtp[0], draft="mtp", device="cpu")) == 0
+    assert main(ReplaySettings(file=file, target=mtp[0], device="cpu")) == 2
