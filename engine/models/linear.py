@@ -23,6 +23,21 @@ class Rows:
     module: nn.Linear
     numbers: npt.NDArray[np.int64]
 
+    def take(self, weight: Weight) -> Weight:
+        return weight.take(self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows(Rows):
+    """Names the outputs of one head. ``is_turned``: they are the inputs of ours, whose outputs are the inputs
+    there."""
+
+    head: int
+    is_turned: bool
+
+    def take(self, weight: Weight) -> Weight:
+        return weight.of_head(self.head, self.numbers, self.is_turned)
+
 
 # What has the weights of a linear layer in transformers.
 Whole: TypeAlias = nn.Module | Matrix
@@ -94,10 +109,10 @@ def join(
     biases: list[torch.Tensor] = []
     for source, whole in zip(sources, wholes, strict=True):
         found, bias = weights_of(whole), whole.bias
-        rows = source.numbers if isinstance(source, Rows) else None
-        weights += found if rows is None else [weight.take(rows) for weight in found]
+        rows = source if isinstance(source, Rows) else None
+        weights += found if rows is None else [rows.take(weight) for weight in found]
         if isinstance(bias, torch.Tensor):
-            biases.append(bias.detach() if rows is None else bias.detach()[torch.from_numpy(rows)])
+            biases.append(bias.detach() if rows is None else bias.detach()[torch.from_numpy(rows.numbers)])
     assert len(biases) in (0, len(sources))
     return linears.make(weights, torch.cat(biases) if biases else None, multiplier)
 
