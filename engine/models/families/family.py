@@ -42,7 +42,7 @@ class AttentionSpec:
     # A number per head takes its share of the attention, and gives nothing.
     has_sinks: bool = False
     softcap: str | None = None
-    # Keys and values are made of a short vector of each token (``latent``), and nothing above but names counts.
+    # Keys and values are made of a short vector of each token (``latent``), and all else is left out.
     has_latents: bool = False
     # Settings multiply what goes in, what comes out, and keys.
     input_multiplier: str | None = None
@@ -134,8 +134,8 @@ class Family:
     table_multiplier: str | None = None
     embedding_multiplier: str | None = None
     rotary: str = "rotary_emb"
-    # The module gives all angles twice, or each twice running, or each once, maybe as a complex number; those of pairs that are not
-    # turned are left out.
+    # The module gives all angles twice, or each twice running, or each once, maybe as a complex number; those
+    # of pairs that are not turned are left out.
     angles: Literal["twice", "running", "once", "turned"] = "twice"
     last_norm: str = "norm"
     logit_multiplier: str | None = None

@@ -18,7 +18,9 @@ from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.linear import HeadRows, Make, Rows
 
 
-def make_latent_attention(attention: Any, index: int, facts: ModelFacts, make: Make, residual: float) -> Attention:
+def make_latent_attention(
+    attention: Any, index: int, facts: ModelFacts, make: Make, residual: float
+) -> Attention:
     """Describes transformers' ``attention``, the mixer ``index``. What it adds to the hidden states is
     multiplied by ``residual``."""
     heads, turned, others = attention.num_heads, attention.qk_rope_head_dim, attention.qk_nope_head_dim
