@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from gguf import GGUFWriter
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 
 
 def add_metadata(writer: GGUFWriter, config: Any, is_split: bool) -> None:
@@ -31,11 +31,15 @@ def add_metadata(writer: GGUFWriter, config: Any, is_split: bool) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    is_dense = config.model_type == "youtu"
+    writer.add_leading_dense_block_count(config.num_hidden_layers if is_dense else 1)
+    if is_dense:
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_shared_count(config.n_shared_experts)
-    writer.add_leading_dense_block_count(1)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(bool(getattr(config, "norm_topk_prob", False)))
     is_softmax = config.model_type == "deepseek_v2"

@@ -13,12 +13,12 @@ from transformers import AutoConfig
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
+from truedraft.engine.models import gguf_latent
 from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
 from truedraft.engine.models.gguf_gemma4 import BY_LAYER, gemma4_settings
 from truedraft.engine.models.gguf_hybrids import SETTINGS, WITH_ZEROS, hybrid_settings
 from truedraft.engine.models.gguf_keys import GgufKeys
-from truedraft.engine.models.gguf_latent import latent_settings
 from truedraft.engine.models.gguf_settings import (
     granite_multipliers,
     rotary_factors,
@@ -128,8 +128,8 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         settings |= expert_settings(keys, architecture, found | settings)
     found |= {} if is_hybrid else settings
     _close(keys, found)
-    if found.get("scoring_func") == "softmax":
-        model_type = "deepseek_v2"
+    if architecture == "deepseek2":
+        model_type = gguf_latent.model_type(found)
     # A llama with experts is transformers' mixtral, and one with windows mistral.
     if architecture == "llama" and (with_experts or "sliding_window" in found):
         model_type = "mixtral" if with_experts else "mistral"
@@ -148,7 +148,7 @@ def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[st
     if architecture == "gpt-oss":
         return _gpt_oss(keys, found)
     if architecture == "deepseek2":
-        return latent_settings(keys, found)
+        return gguf_latent.latent_settings(keys, found)
     if architecture == "glm4moe":
         return _glm4_moe(file, keys, found)
     window = keys.says("attention.sliding_window")

@@ -22,9 +22,8 @@ WITH_EXPERTS = (
     "lfm2moe",
     "qwen3next",
     "nemotron_h_moe",
-    "deepseek2",
 )
-MAY_HAVE_EXPERTS = ("llama", "granitehybrid", "gemma4")
+MAY_HAVE_EXPERTS = ("llama", "granitehybrid", "gemma4", "deepseek2")
 # These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.

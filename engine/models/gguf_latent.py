@@ -74,6 +74,9 @@ def latent_settings(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
         key_size, value_size = size, keys.needed("attention.value_length_mla", int)
     if not 0 < turned < key_size or turned % 2:
         raise GgufError(f"{keys.path} turns {turned} numbers of a head of {key_size}, which is not supported")
+    if not keys.says("expert_count"):
+        for key in ("leading_dense_block_count", "expert_feed_forward_length"):
+            keys.says(key)  # files say of all layers that they are dense, and how large these are
     return without_further_layers(keys, found) | {
         "num_key_value_heads": found["num_attention_heads"],
         "head_dim": turned,
@@ -84,6 +87,13 @@ def latent_settings(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
         "v_head_dim": value_size,
         "rope_parameters": _rope(keys, found["rope_parameters"]),
     }
+
+
+def model_type(settings: dict[str, Any]) -> str:
+    """Returns transformers' name for the model of a file: of experts, or without any."""
+    if "n_routed_experts" not in settings:
+        return "youtu"
+    return "deepseek_v2" if settings["scoring_func"] == "softmax" else "deepseek_v3"
 
 
 def _rope(keys: GgufKeys, rope: dict[str, Any]) -> dict[str, Any]:

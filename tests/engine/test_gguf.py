@@ -28,6 +28,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    YoutuConfig,
 )
 
 from tests.gguf_models import save_gguf
@@ -164,6 +165,13 @@ CONFIGS |= {
     ),
     "deepseek2, V3": DeepseekV3Config(**LATENT, first_k_dense_replace=1, n_group=2, topk_group=1),
     "deepseek2, GLM": Glm4MoeLiteConfig(**LATENT),
+    "deepseek2, Youtu": YoutuConfig(
+        **{
+            name: value
+            for name, value in LATENT.items()
+            if not any(word in name for word in ("expert", "moe", "routed"))
+        }
+    ),
 }
 IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 NUM_TOKENS = 40

@@ -167,6 +167,7 @@ FAMILIES: dict[str, Family] = {
         gguf="glm4moe",
     ),
     "glm4_moe_lite": replace(DEEPSEEK, experts=GLM_EXPERTS),
+    "youtu": DEEPSEEK,
     "deepseek_v2": replace(
         DEEPSEEK,
         experts=ExpertSpec(
