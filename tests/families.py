@@ -134,6 +134,23 @@ GEMMA4_MOE: dict[str, Any] = {
     "use_bidirectional_attention": "vision",
 }
 
+# Values are shorter than keys, whose last numbers are turned.
+LATENT: dict[str, Any] = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+LATENT_YARN = rotary(
+    "yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=0.707, mscale_all_dim=1.2
+)
+
 # Family -> (transformers' model type, what its config says beyond the common shape). Kernels in C take
 # heads of 16 numbers and more.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -246,22 +263,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite MoE in C": ("granitemoe", GRANITE_MOE),
     "GPT-OSS, attention sinks": ("gpt_oss", {**GPT_OSS, "head_dim": 8}),
     "GPT-OSS in C": ("gpt_oss", {**GPT_OSS, "head_dim": 16}),
-    "DeepSeek-V3": (
+    "DeepSeek-V2 in C": ("deepseek_v2", {**LATENT, **LATENT_YARN, "topk_method": "greedy"}),
+    "DeepSeek-V2 in C, groups of experts": (
+        "deepseek_v2",
+        {**LATENT, "q_lora_rank": 16, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    ),
+    "DeepSeek-V3 in C": (
         "deepseek_v3",
-        {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
-        },
+        {**LATENT, **LATENT_YARN, "q_lora_rank": 16, "n_group": 2, "topk_group": 1, "attention_bias": True},
+    ),
+    "GLM-4.7-Flash in C": (
+        "glm4_moe_lite",
+        {**LATENT, "q_lora_rank": 16, "v_head_dim": 16, "mlp_layer_types": ["dense", "sparse"]},
     ),
 }
 

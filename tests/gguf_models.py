@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
+from tests import gguf_latent
 from tests.gguf_blocks import HALVES, random_blocks
 
 ARCHITECTURES = {
@@ -21,6 +22,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
     "granitemoeshared": "granitemoe",
+    **dict.fromkeys(gguf_latent.MODEL_TYPES, "deepseek2"),
 }
 # Files of these say whether there is a window.
 WITH_WINDOWS = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
@@ -32,14 +34,15 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     """Returns transformers' module with the dequantised weights. ``kind``: of all matrices; embeddings are
     Q8_0. Types that the package cannot write get random blocks. ``more``: metadata, by their keys;
     ``value_kind`` and ``embedding_kind`` are other types of those matrices; ``rope_freqs`` a tensor;
-    ``further`` are tensors of one more layer, which predicts further tokens."""
+    ``further`` are tensors of one more layer, which predicts further tokens; ``is_split``: those of latent
+    attention are as newer files have them."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     value_kind, rope_freqs = more.pop("value_kind", kind), more.pop("rope_freqs", None)
     embedding_kind = more.pop("embedding_kind", "Q8_0")
     writer = GGUFWriter(path, architecture)
-    further = more.pop("further", {})
+    further, is_split = more.pop("further", {}), more.pop("is_split", True)
     writer.add_block_count(config.num_hidden_layers + bool(further))
     for name, tensor in further.items():
         writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}", tensor)
@@ -47,12 +50,16 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if architecture == "deepseek2":
+        gguf_latent.add_metadata(writer, config, is_split)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    head_size = module.model.layers[0].self_attn.head_dim
-    writer.add_key_length(head_size)
+    head_size = getattr(module.model.layers[0].self_attn, "head_dim", None)
+    if architecture != "deepseek2":
+        writer.add_key_length(head_size)
     if architecture in ("phi3", "glm4moe"):
         writer.add_rope_dimension_count(int(head_size * rope["partial_rotary_factor"]))
     if architecture in ("granite", "granitemoe"):
@@ -97,6 +104,12 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
             values = parameter.numpy()
             if ".shared_mlp.input_linear." in name:
                 _write_shared(writer, f"blk.{base.split('.')[2]}", parameter, own, seed=index)
+                continue
+            if name.endswith("kv_b_proj.weight") and is_split:
+                for theirs, array, view in gguf_latent.split(name, parameter, config):
+                    data, dense = _quantised(array, kind, seed=index)
+                    view.copy_(torch.from_numpy(dense).view(view.shape))
+                    writer.add_tensor(theirs, data, raw_dtype=GGMLQuantizationType[kind])
                 continue
             if ".mlp.gate." in name or ".router." in name or "shared_expert_gate" in name:
                 writer.add_tensor(theirs, values[0] if len(values) == 1 else values)

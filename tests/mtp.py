@@ -23,6 +23,8 @@ class NaiveMtp(nn.Module):
         super().__init__()
         config = deepcopy(model.config)
         config.first_k_dense_replace, config.mlp_only_layers = 0, []  # a layer of experts, if there are some
+        if hasattr(config, "mlp_layer_types"):
+            config.mlp_layer_types = ["sparse"] * config.num_hidden_layers
         kinds = getattr(config, "layer_types", None) or ["full_attention"]
         norm, size = type(model.model.norm), config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)

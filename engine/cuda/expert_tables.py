@@ -64,7 +64,7 @@ def grouped(
 
 
 def _group(experts: Experts, dtype: torch.dtype) -> GroupedExperts | None:
-    """Returns None for experts that the kernels do not serve: with biases or scales, say."""
+    """Returns None for experts that the kernels do not serve: with biases or scales, or in groups."""
     gate_up = _grouped_linear([mlp.gate_up for mlp in experts.experts], dtype)
     down = _grouped_linear([mlp.down for mlp in experts.experts], dtype)
     is_plain = all(mlp.scales is None for mlp in experts.experts)
@@ -72,6 +72,7 @@ def _group(experts: Experts, dtype: torch.dtype) -> GroupedExperts | None:
         gate_up is None
         or down is None
         or not is_plain
+        or experts.router.groups is not None
         or len({mlp.activation for mlp in experts.experts}) > 1
     ):
         return None

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from truedraft.engine.layers.latent import LatentProjection
 from truedraft.engine.layers.linear import Embeddings, Linear
 from truedraft.engine.layers.mlp import Activation, DenseAndExperts, Experts, GatedMlp, scaled
 from truedraft.engine.layers.norm import Norm
@@ -29,17 +30,21 @@ class Attention:
     kept of each token."""
 
     shape: AttentionShape
-    qkv: Linear
+    qkv: Linear | LatentProjection
     output: Linear
     cache: AttentionCache
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output
+        projection = self.qkv.linears if isinstance(self.qkv, LatentProjection) else (self.qkv,)
+        return *projection, self.output
 
     def __call__(self, x: torch.Tensor, run: LayerRun, residual: torch.Tensor | None) -> torch.Tensor:
-        qkv = run.linear(self.qkv, x)
-        return run.linear(self.output, run.attend(self.shape, qkv), residual)
+        if isinstance(self.qkv, LatentProjection):
+            attended = self.qkv.values(run.attend(self.shape, self.qkv(x, run)), run)
+        else:
+            attended = run.attend(self.shape, run.linear(self.qkv, x))
+        return run.linear(self.output, attended, residual)
 
 
 @dataclass(frozen=True, slots=True)

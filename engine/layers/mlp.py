@@ -74,13 +74,33 @@ class GatedMlp:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Limits a token to the experts of some groups, which are ``number`` and of the same size. Those
+    ``num_chosen`` are taken whose ``num_summed`` highest scores have the highest sum."""
+
+    number: int
+    num_chosen: int
+    num_summed: int
+
+    def allowed(self, scores: torch.Tensor) -> torch.Tensor:
+        """Tells of each of ``scores`` [tokens, experts] whether its expert can be chosen."""
+        groups = scores.view(len(scores), self.number, -1)
+        sums = groups.topk(self.num_summed, dim=-1).values.sum(-1)
+        # A stable sort leaves the first of equal groups where they are chosen.
+        chosen = sums.sort(dim=-1, descending=True, stable=True).indices[:, : self.num_chosen]
+        is_chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, chosen, True)
+        return is_chosen[..., None].expand_as(groups).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
 class Router:
     """Gives a token the ``num_chosen`` experts with the highest scores, and weights for their outputs.
 
     ``linear`` makes a number for each expert, and ``scoring`` a score of it. ``choice_bias`` [experts] is
-    added to the scores where experts are chosen, and not to their weights. Weights that are ``renormalised``
-    are divided by their sum and ``added_to_sum`` before they are multiplied; of a softmax that is the same as
-    one over the chosen experts. Last, ``expert_scales`` [experts] multiply the weights of theirs.
+    added to the scores where experts, and before them ``groups``, are chosen, and not to their weights.
+    Weights that are ``renormalised`` are divided by their sum and ``added_to_sum`` before they are
+    multiplied; of a softmax that is the same as one over the chosen experts. Last, ``expert_scales``
+    [experts] multiply the weights of theirs.
     """
 
     linear: Linear
@@ -92,6 +112,7 @@ class Router:
     added_to_sum: float = 0.0
     multiplier: float = 1.0
     expert_scales: torch.Tensor | None = None
+    groups: ExpertGroups | None = None
 
     def choose(self, x: torch.Tensor, run: MlpRun) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chosen experts of each token, in ascending order, and their weights, float32."""
@@ -101,6 +122,8 @@ class Router:
         """Returns the same by the linear layer's output."""
         scores = numbers.softmax(-1) if self.scoring == "softmax" else numbers.sigmoid()
         wanted = scores if self.choice_bias is None else scores + self.choice_bias
+        if self.groups is not None:
+            wanted = wanted.where(self.groups.allowed(wanted), -torch.inf)
         # A stable sort leaves the first of equal experts where they are chosen.
         order = wanted.sort(dim=-1, descending=True, stable=True).indices
         chosen = order[:, : self.num_chosen].sort(-1).values

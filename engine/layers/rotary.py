@@ -43,8 +43,8 @@ class Rotary:
 
     Angles are a function of the position alone: ``choose_rotary_factors`` leaves longrope one set of factors,
     and dynamic frequencies change beyond the context only. ``repeats``: the module gives each angle twice
-    running, not all of them twice; ``halves``: it gives each once. ``apart``: pairs that are not turned are
-    left out (``turned_pairs``), rather than turned by no angle.
+    running, not all of them twice; ``halves``: it gives each once, as two numbers or a complex one.
+    ``apart``: pairs that are not turned are left out (``turned_pairs``), rather than turned by no angle.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Rotary:
         """Returns the same without the table."""
         more = [() if kind is None else (kind,) for kind in self.kinds]
         found = [self.module(self.like, positions[None], *kind) for kind in more]
+        found = [(each.real, each.imag) if isinstance(each, torch.Tensor) else each for each in found]
         found = [self._turning(kind, *angles) for kind, angles in zip(self.kinds, found, strict=True)]
         size = max(cos.shape[-1] for cos, _ in found)
         padded = [[F.pad(each, (0, size - each.shape[-1])) for each in angles] for angles in found]

@@ -24,7 +24,8 @@ class AttentionShape:
     and how far apart, where that is not all of a kind's angles and their number. ``gated``: after the values
     come as many numbers as there are queries, whose sigmoid multiplies what is attended. ``sinks`` [heads],
     float32, are as in ``AttentionCall``. ``value_norm`` is of each head of values. ``source``: a layer
-    before, at whose keys and values this one looks; it has queries only, and ``norm`` is of these."""
+    before, at whose keys and values this one looks; it has queries only, and ``norm`` is of these.
+    ``values_are_keys``: no values come in, and keys, as they are stored, are the values, too."""
 
     layer: int
     num_heads: int
@@ -43,6 +44,7 @@ class AttentionShape:
     turned: tuple[int, int] | None = None
     value_norm: Norm | None = None
     source: int | None = None
+    values_are_keys: bool = False
 
     @property
     def cached(self) -> int:
@@ -51,8 +53,13 @@ class AttentionShape:
 
     @property
     def num_stored_heads(self) -> int:
-        """Returns the heads of keys, and of values, that it computes."""
+        """Returns the heads of keys that it computes."""
         return self.num_kv_heads if self.source is None else 0
+
+    @property
+    def num_value_heads(self) -> int:
+        """Returns the heads of values that it computes."""
+        return 0 if self.values_are_keys else self.num_stored_heads
 
     @property
     def call(self) -> AttentionCall:
@@ -63,8 +70,9 @@ class LayerRun(MlpRun, Protocol):
     """Runs one forward's operations; every tensor is [tokens, ...]."""
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
-        """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], or queries only,
-        and the gate if there is one, which may be overwritten, to [tokens, heads * size]."""
+        """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], or less
+        where it has no values or keys, and the gate if there is one, which may be overwritten, to [tokens,
+        heads * size]."""
         ...
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ class TorchPointwise:
     def split_heads(self, shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Splits ``qkv`` [tokens, (heads + 2 kv heads) * size] into queries and keys, normed where the model
         norms them, [tokens, heads + kv heads, size], and values [tokens, kv heads, size]."""
-        sizes = shape.num_heads + shape.num_stored_heads, shape.num_stored_heads
+        sizes = shape.num_heads + shape.num_stored_heads, shape.num_value_heads
         query_key, value = qkv.view(len(qkv), -1, shape.head_size).split_with_sizes(sizes, 1)
         if shape.norm is not None and not shape.norm_after_rotary:
             query_key = self.norm(shape.norm, query_key)
@@ -88,7 +88,7 @@ class TorchRun(TorchPointwise):
             query_key = self.norm(shape.norm, query_key)
         query, key = query_key.split_with_sizes((shape.num_heads, shape.num_stored_heads), 1)
         if shape.source is None:
-            attended = self.context.attend(shape.call, query, key, value)
+            attended = self.context.attend(shape.call, query, key, key if shape.values_are_keys else value)
         else:
             attended = self.context.attend_to_stored(shape.call, query)
         attended = attended.reshape(len(qkv), -1)

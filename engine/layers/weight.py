@@ -34,6 +34,9 @@ class ScaledRows:
     def dense(self) -> torch.Tensor:
         return self.values.float() * self.scales[:, None]
 
+    def take(self, rows: torch.Tensor) -> "ScaledRows":
+        return ScaledRows(self.values[rows], self.scales[rows])
+
     def to(self, device: torch.device) -> "ScaledRows":
         return ScaledRows(self.values.to(device), self.scales.to(device))
 
@@ -53,6 +56,9 @@ class ScaledBytes:
             scales = scales.repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
         return self.values.float() * scales
 
+    def take(self, rows: torch.Tensor) -> "ScaledBytes":
+        return replace(self, values=self.values[rows], scales=self.scales[rows])
+
     @property
     def is_finite(self) -> bool:
         """Tells whether all of it are numbers, and scales not so large that kernels could not take them."""
@@ -65,7 +71,8 @@ class ScaledBytes:
 @dataclass(frozen=True, slots=True)
 class Weight:
     """``shape`` is [out features, in features]. ``stored`` gives the numbers in a floating type; ``blocks``,
-    ``scaled_rows`` or ``scaled_bytes`` have them as they are quantised, or are None."""
+    ``scaled_rows`` or ``scaled_bytes`` have them as they are quantised, or are None. ``head_blocks`` has
+    those of a head, or what is made of them by turning it, or None."""
 
     name: str
     shape: tuple[int, int]
@@ -73,14 +80,25 @@ class Weight:
     blocks: QuantisedBlocks | None = None
     scaled_rows: ScaledRows | None = None
     scaled_bytes: ScaledBytes | None = None
+    head_blocks: Callable[[int, bool], QuantisedBlocks | None] = lambda number, is_turned: None
 
     def dense(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns the numbers in ``dtype``, or as they are stored."""
         stored = self.stored()
         return stored if dtype is None else stored.to(dtype)
 
+    def of_head(self, number: int, rows: npt.NDArray[np.int64], is_turned: bool) -> "Weight":
+        """Returns a head's matrix of these ``rows``, with rows for columns if it ``is_turned``."""
+        taken = self.take(rows)
+        if is_turned:
+            taken = Weight(self.name, taken.shape[::-1], lambda: self.stored()[rows].T.contiguous())
+        return replace(taken, blocks=self.head_blocks(number, is_turned) or taken.blocks)
+
     def take(self, rows: npt.NDArray[np.int64]) -> "Weight":
         """Returns a matrix of some of the rows, by their numbers, in any order."""
         wanted = torch.from_numpy(rows)
         blocks = None if self.blocks is None else replace(self.blocks, order=self.blocks.rows[rows])
-        return Weight(self.name, (len(rows), self.shape[1]), lambda: self.stored()[wanted], blocks)
+        scaled_rows = None if self.scaled_rows is None else self.scaled_rows.take(wanted)
+        scaled_bytes = None if self.scaled_bytes is None else self.scaled_bytes.take(wanted)
+        shape = len(rows), self.shape[1]
+        return Weight(self.name, shape, lambda: self.stored()[wanted], blocks, scaled_rows, scaled_bytes)

@@ -20,13 +20,14 @@ class AttentionCache:
     """What one layer of attention keeps of each token, in which type, and the device where the layer runs."""
 
     key: tuple[int, int]  # [kv heads, key size]
-    value: tuple[int, int]  # [kv heads, value size]
+    value: tuple[int, int] | None  # [kv heads, value size], or None: its values are its keys
     dtype: torch.dtype
     device: torch.device
 
     @property
     def bytes_per_token(self) -> int:
-        return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * self.dtype.itemsize
+        kept = self.key, self.value or NOTHING
+        return sum(heads * size for heads, size in kept) * self.dtype.itemsize
 
 
 # What one layer keeps: of each token, or of each sequence.
@@ -46,8 +47,8 @@ TOUCHED_BYTES = 64 << 20
 
 
 class KVCache:
-    """Keys and values of one model: per layer two tensors [slots, kv heads, size]. ``states`` are those of
-    its recurrent layers, by their index, with ``num_state_slots`` each."""
+    """Keys and values of one model: per layer two tensors [slots, kv heads, size], or one and the same.
+    ``states`` are those of its recurrent layers, by their index, with ``num_state_slots`` each."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], num_blocks: int, block_size: int, num_state_slots: int = 0
@@ -60,22 +61,31 @@ class KVCache:
         self.values: list[torch.Tensor] = []
         self.states: dict[int, LayerState] = {}
         for layer, spec in enumerate(specs):
-            key, value, dtype = NOTHING, NOTHING, torch.float32
+            key, dtype = NOTHING, torch.float32
+            value: tuple[int, int] | None = NOTHING
             if isinstance(spec, AttentionCache):
                 key, value, dtype = spec.key, spec.value, spec.dtype
             else:
                 self.states[layer] = LayerState.zeros(spec, num_state_slots, self._pages)
             self.keys.append(self._pages.zeros(num_slots, *key, dtype=dtype, device=spec.device))
-            self.values.append(self._pages.zeros(num_slots, *value, dtype=dtype, device=spec.device))
+            if value is None:
+                self.values.append(self.keys[-1])
+            else:
+                self.values.append(self._pages.zeros(num_slots, *value, dtype=dtype, device=spec.device))
         self._touch()
         self._by_head = [
             (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
 
+    def _tensors(self) -> list[torch.Tensor]:
+        """Returns all keys, and values that are not the keys."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return [*self.keys, *(values for keys, values in pairs if values is not keys)]
+
     def _touch(self) -> None:
         """The first slots are the first to be used (``BlockPool``)."""
-        tensors = [tensor for tensor in (*self.keys, *self.values) if tensor.device.type == "cpu"]
+        tensors = [tensor for tensor in self._tensors() if tensor.device.type == "cpu"]
         size = sum(tensor.nbytes for tensor in tensors)
         for tensor in tensors:
             tensor[: -(-len(tensor) * TOUCHED_BYTES // max(size, TOUCHED_BYTES))].zero_()
@@ -94,17 +104,20 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def clear(self, block_ids: list[int]) -> None:
         """Write zeros to these blocks. Memory that was never written to is read faster: all one page."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors():
             blocks = len(tensor) // self.block_size, self.block_size
             tensor.view(*blocks, *tensor.shape[1:])[block_ids] = 0
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""
-        for cached, new in ((self.keys[layer], key), (self.values[layer], value)):
+        pairs = [(self.keys[layer], key)]
+        if self.values[layer] is not self.keys[layer]:
+            pairs.append((self.values[layer], value))
+        for cached, new in pairs:
             cached.index_copy_(0, slots, new if new.dtype == cached.dtype else narrowed(new, cached.dtype))
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

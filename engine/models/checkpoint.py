@@ -39,6 +39,11 @@ class Checkpoint:
         an empty list if it is not."""
         return []
 
+    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
+        """Returns what makes values of latent vectors for one head as it is quantised, or ``is_turned``: what
+        is made of keys' rows, turned; None if it is not."""
+        return None
+
     def scaled_rows(self, name: str) -> ScaledRows | None:
         """Returns the tensor in 8-bit floating point; None if it is not stored so."""
         return None
@@ -114,6 +119,9 @@ class RenamedCheckpoint(Checkpoint):
 
     def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
         return self.source.expert_blocks(self.names[name], number)
+
+    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
+        return self.source.head_blocks(self.names[name], number, is_turned)
 
     def scaled_rows(self, name: str) -> ScaledRows | None:
         return self.source.scaled_rows(self.names[name])

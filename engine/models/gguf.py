@@ -32,6 +32,7 @@ from truedraft.engine.models.gguf_hybrids import (
     stored_shapes,
     tensors_of,
 )
+from truedraft.engine.models.gguf_latent import split_heads
 from truedraft.engine.models.gguf_settings import ROTARY_FACTORS, rotary_factors
 from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.library import load_library
@@ -70,6 +71,7 @@ class GgufCheckpoint(Checkpoint):
         self.config = config
         self.names = names
         self.stacks = {name: stack for name in names if (stack := stack_of(name, file.architecture))}
+        self.heads = {name: heads for name in names if (heads := split_heads(name, file.tensors))}
         self.is_tiled = file.architecture in TILED
         self.vocabulary = vocabulary
         self.factors: list[float] | None = None
@@ -87,12 +89,14 @@ class GgufCheckpoint(Checkpoint):
         if name in self.stacks:
             stack = self.stacks[name]
             return stack.whole([self.file.tensors[part].shape for part in stack.parts])
+        if (heads := self.heads.get(name)) is not None:
+            return heads.whole(self.file.tensors[heads.keys].shape, self.file.tensors[heads.values].shape)
         first, *others = [self.file.tensors[part].shape for part in self._parts(name)]
         found = sum(shape[0] for shape in (first, *others)), *first[1:]
         return (1, *found) if name.endswith(ONE_ROW) and len(found) == 1 else from_file_shape(name, found)
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
-        if name in self.stacks:
+        if name in self.stacks or name in self.heads:
             return None
         parts = self._parts(name)
         found = [blocks for part in parts if (blocks := self._blocks(part)) is not None]
@@ -102,14 +106,14 @@ class GgufCheckpoint(Checkpoint):
         return QuantisedBlocks(found[0].type, data, found[0].in_features, self._order(name))
 
     def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
-        found = []
-        for part in self.stacks[name].parts:
-            if (blocks := self._blocks(part)) is None:
-                return []
-            rows = self.file.tensors[part].shape[1]
-            data = blocks.data[number * rows : (number + 1) * rows]
-            found.append(QuantisedBlocks(blocks.type, data, blocks.in_features))
-        return found
+        found = [self._matrix(part, number) for part in self.stacks[name].parts]
+        return [blocks for blocks in found if blocks is not None] if None not in found else []
+
+    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
+        if (heads := self.heads.get(name)) is None:
+            return None
+        part = heads.keys if is_turned else heads.values
+        return self._matrix(part, number)
 
     def release(self) -> None:
         """Gives back the pages that were read; embeddings are read again as they are looked up."""
@@ -129,6 +133,14 @@ class GgufCheckpoint(Checkpoint):
             return None
         return QuantisedBlocks(place.type, self._data(place), place.shape[-1])
 
+    def _matrix(self, theirs: str, number: int) -> QuantisedBlocks | None:
+        """Returns one of a stack of matrices."""
+        if (blocks := self._blocks(theirs)) is None:
+            return None
+        rows = self.file.tensors[theirs].shape[1]
+        data = blocks.data[number * rows : (number + 1) * rows]
+        return QuantisedBlocks(blocks.type, data, blocks.in_features)
+
     def _stored(self, theirs: str) -> torch.Tensor:
         """Returns a tensor as it lies in the file."""
         blocks, place = self._blocks(theirs), self.file.tensors[theirs]
@@ -140,6 +152,8 @@ class GgufCheckpoint(Checkpoint):
         if name in self.stacks:
             stack = self.stacks[name]
             return stack.join([self._stored(part) for part in stack.parts])
+        if (heads := self.heads.get(name)) is not None:
+            return heads.join(self._stored(heads.keys), self._stored(heads.values))
         tensor = torch.cat([self._stored(part) for part in self._parts(name)])
         if name.endswith(ONE_ROW):
             return tensor.view(1, -1)
@@ -245,6 +259,10 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
     file, config = checkpoint.file, checkpoint.config
     account = Account(file.path, {name: place.shape for name, place in file.tensors.items()})
     for name, parameter in stored_tensors(module).items():
+        if (heads := checkpoint.heads.get(name)) is not None:
+            for half, size in heads.shapes(config).items():
+                account.expect_shape(name, size, "its metadata", half)
+            continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         shape, theirs = tuple(parameter.shape), checkpoint.names.get(name)
@@ -302,6 +320,8 @@ def _names(file: GgufFile, config: Any, first: int = 0) -> dict[str, str]:
         base, _, suffix = name.rpartition(".")
         if stack := stack_of(name, file.architecture):
             candidates = stack.parts
+        elif (heads := split_heads(name, file.tensors)) is not None:
+            candidates = heads.keys, heads.values
         elif (special := tensor_of(name)) is not None:
             candidates = (special,)
         elif (others := tensors_of(name, config)) is not None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
+from truedraft.engine.models import gguf_latent
 from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.gguf_experts import NEVER_TIED, expert_settings, has_experts
 from truedraft.engine.models.gguf_gemma4 import BY_LAYER, gemma4_settings
@@ -129,6 +130,8 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         settings |= expert_settings(keys, architecture, found | settings)
     found |= {} if is_hybrid else settings
     _close(keys, found)
+    if architecture == "deepseek2":
+        model_type = gguf_latent.model_type(found)
     # A llama with experts is transformers' mixtral, and one with windows mistral.
     if architecture == "llama" and (with_experts or "sliding_window" in found):
         model_type = "mixtral" if with_experts else "mistral"
@@ -146,6 +149,8 @@ def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[st
         return gemma4_settings(file, keys, found)
     if architecture == "gpt-oss":
         return _gpt_oss(keys, found)
+    if architecture == "deepseek2":
+        return gguf_latent.latent_settings(keys, found)
     if architecture == "glm4moe":
         return _glm4_moe(file, keys, found)
     window = keys.says("attention.sliding_window")

@@ -23,7 +23,7 @@ WITH_EXPERTS = (
     "qwen3next",
     "nemotron_h_moe",
 )
-MAY_HAVE_EXPERTS = ("llama", "granitehybrid", "gemma4")
+MAY_HAVE_EXPERTS = ("llama", "granitehybrid", "gemma4", "deepseek2")
 # These have an output layer that is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
@@ -31,9 +31,12 @@ SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 SCORINGS = {
     "gpt-oss": (0, SOFTMAX_OF_CHOSEN),
     "glm4moe": (0, SIGMOID),
+    "deepseek2": (0, SOFTMAX, SIGMOID),
     "lfm2moe": (SIGMOID,),
     "nemotron_h_moe": (0, SIGMOID),
 }
+# GLM-4.7-Flash: its layers, with and without the one that predicts further tokens, and its tokens.
+GLM_LAYERS, GLM_TOKENS = (47, 48), 154880
 # Names that the package's table has for whole tensors of other architectures, or not at all.
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OTHERS = {
@@ -111,6 +114,19 @@ def has_experts(keys: GgufKeys, architecture: str) -> bool:
     )
 
 
+def _grouped(keys: GgufKeys, scoring: int, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns how DeepSeek's experts are scored, and their groups. What says nothing of the scores means
+    softmax, but in GLM-4.7-Flash."""
+    layers = found["num_hidden_layers"] + found["num_further_layers"]
+    is_glm = layers in GLM_LAYERS and found["vocab_size"] == GLM_TOKENS
+    groups = keys.says("expert_group_count") or 1
+    settings = {"n_group": groups, "topk_group": keys.says("expert_group_used_count") or 1}
+    if scoring == SIGMOID or (scoring == 0 and is_glm):
+        return settings | {"scoring_func": "sigmoid"}
+    method = "greedy" if groups == 1 else "group_limited_greedy"
+    return settings | {"scoring_func": "softmax", "topk_method": method}
+
+
 def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
     """Returns settings of transformers' config; raises ``GgufError`` for what is not served."""
     number, chosen = keys.needed("expert_count", int), keys.needed("expert_used_count", int)
@@ -136,8 +152,8 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
     if architecture == "granitehybrid":
         shared = keys.needed("expert_shared_feed_forward_length", int)
         return settings | {"num_local_experts": number, "shared_intermediate_size": shared}
-    if architecture == "glm4moe":
-        return settings | {
+    if architecture in ("glm4moe", "deepseek2"):
+        settings |= {
             "n_routed_experts": number,
             "moe_intermediate_size": keys.needed("expert_feed_forward_length", int),
             "n_shared_experts": keys.needed("expert_shared_count", int),
@@ -145,6 +161,7 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
             "routed_scaling_factor": keys.says("expert_weights_scale") or 1.0,
             "norm_topk_prob": keys.says("expert_weights_norm", False),
         }
+        return settings | (_grouped(keys, scoring, found) if architecture == "deepseek2" else {})
     size = keys.number("expert_feed_forward_length", int)
     if architecture == "gpt-oss":
         if size is None:

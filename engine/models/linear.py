@@ -23,6 +23,21 @@ class Rows:
     module: nn.Linear
     numbers: npt.NDArray[np.int64]
 
+    def take(self, weight: Weight) -> Weight:
+        return weight.take(self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows(Rows):
+    """Names the outputs of one head. ``is_turned``: they are the inputs of ours, whose outputs are the inputs
+    there."""
+
+    head: int
+    is_turned: bool
+
+    def take(self, weight: Weight) -> Weight:
+        return weight.of_head(self.head, self.numbers, self.is_turned)
+
 
 # What has the weights of a linear layer in transformers.
 Whole: TypeAlias = nn.Module | Matrix
@@ -35,15 +50,23 @@ MIN_NATIVE_WEIGHTS = 1 << 12
 
 
 class ModuleLinear:
-    """Keeps modules of transformers that know best how to use their weights: quantised ones. Their outputs
-    lie one after the other."""
+    """Keeps modules of transformers that know best how to use their weights: quantised ones. Their outputs,
+    or those of some rows, lie one after the other."""
 
-    def __init__(self, modules: Sequence[nn.Module], multiplier: float = 1.0) -> None:
-        self.modules = modules
+    def __init__(self, sources: Sequence["Source"], multiplier: float = 1.0) -> None:
+        self.modules: list[nn.Module] = []
+        self.rows: list[torch.Tensor | None] = []
+        for source in sources:
+            assert not isinstance(source, HeadRows | Matrix)  # loading leaves such families out
+            self.modules.append(source.module if isinstance(source, Rows) else source)
+            self.rows.append(torch.from_numpy(source.numbers) if isinstance(source, Rows) else None)
         self.multiplier = multiplier
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = [module(x) for module in self.modules]
+        outputs = [
+            module(x) if rows is None else module(x)[..., rows.to(x.device)]
+            for module, rows in zip(self.modules, self.rows, strict=True)
+        ]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return joined if self.multiplier == 1 else joined * self.multiplier
 
@@ -89,16 +112,16 @@ def join(
     ``multiplier``."""
     wholes = [source.module if isinstance(source, Rows) else source for source in sources]
     if not all(type(whole) in (nn.Linear, Conv1D, Matrix) for whole in wholes):
-        return ModuleLinear([source for source in sources if isinstance(source, nn.Module)], multiplier)
+        return ModuleLinear(sources, multiplier)
     weights: list[Weight] = []
     biases: list[torch.Tensor | int] = []
     for source, whole in zip(sources, wholes, strict=True):
         found, bias = weights_of(whole), whole.bias
-        rows = source.numbers if isinstance(source, Rows) else None
-        taken = found if rows is None else [weight.take(rows) for weight in found]
+        rows = source if isinstance(source, Rows) else None
+        taken = found if rows is None else [rows.take(weight) for weight in found]
         weights += taken
         if isinstance(bias, torch.Tensor):
-            biases.append(bias.detach() if rows is None else bias.detach()[torch.from_numpy(rows)])
+            biases.append(bias.detach() if rows is None else bias.detach()[torch.from_numpy(rows.numbers)])
         else:
             biases.append(sum(weight.shape[0] for weight in taken))
     return linears.make(weights, _joined(biases), multiplier)

@@ -41,6 +41,7 @@ from truedraft.engine.models.families.fit import (
     corrected,
     has_experts,
     has_family,
+    reads_columns,
     with_stacks,
 )
 from truedraft.engine.models.families.table import FAMILIES
@@ -193,7 +194,8 @@ def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
         return model
     if options.self_check:
         self_check(model)
-    is_known = has_family(model.module) and not has_experts(model.module.config)
+    config = model.module.config
+    is_known = has_family(model.module) and not (has_experts(config) or reads_columns(config))
     if model.is_quantised and options.device_map is None and is_known:
         return fuse_module(model, options) or model
     return model

@@ -29,6 +29,8 @@ ROWS = 1 << 13
 KEPT, KEPT_STACKS = 8, 2
 # Matrices of few weights that decide which experts a token takes stay as they are.
 ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight")
+# These matrices are read by their rows and by their columns, which a row's scales do not serve.
+LATENTS = ".kv_b_proj.weight"
 # So few weights decide what a state forgets and takes that they have the bits of outer layers.
 DECAYS = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 
@@ -65,6 +67,9 @@ class QuantisedCheckpoint(Checkpoint):
     def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
         return self.stacks(name)[number : number + 1] or self.source.expert_blocks(name, number)
 
+    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
+        return self.source.head_blocks(name, number, is_turned)
+
     def rotary_factors(self) -> torch.Tensor | None:
         return self.source.rotary_factors()
 
@@ -85,7 +90,7 @@ class QuantisedCheckpoint(Checkpoint):
         stored = self.source.blocks(name)
         if stored is not None and _bits(stored.type) <= _bits(kind):
             return None
-        if name.endswith((*ROUTERS, *GATE_UP, *DOWN)):
+        if name.endswith((*ROUTERS, *GATE_UP, *DOWN, LATENTS)):
             return None
         tensor = self.source.read([name])[name]
         return self._blocks(tensor, kind) if tensor.dim() == 2 and tensor.shape[1] % GROUP == 0 else None
@@ -126,6 +131,9 @@ class ScaledCheckpoint(Checkpoint):
     def scaled_rows(self, name: str) -> ScaledRows | None:
         return self.made(name)
 
+    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
+        return self.source.head_blocks(name, number, is_turned)
+
     def rotary_factors(self) -> torch.Tensor | None:
         return self.source.rotary_factors()
 
@@ -137,7 +145,7 @@ class ScaledCheckpoint(Checkpoint):
         return tensors
 
     def _scale(self, name: str) -> ScaledRows | None:
-        if name in OUTER or name.endswith(ROUTERS) or self.source.blocks(name) is not None:
+        if name in OUTER or name.endswith((*ROUTERS, LATENTS)) or self.source.blocks(name) is not None:
             return None
         stored = self.source.scaled_rows(name)
         if stored is not None:

@@ -8,6 +8,7 @@ layer is in memory twice, and in the end there are our weights and the logits th
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -256,7 +257,10 @@ def read_weight(
     scaled_rows = checkpoint.scaled_rows(name) if linears.takes_scaled_rows else None
     scaled_bytes = checkpoint.scaled_bytes(name) if linears.takes_scaled_bytes else None
     read = cache(partial(read_tensor, checkpoint, name, linears, facts))
-    return Weight(name, shape, read, blocks, scaled_rows, scaled_bytes)
+    weight = Weight(name, shape, read, blocks, scaled_rows, scaled_bytes)
+    if not linears.takes_blocks:
+        return weight
+    return replace(weight, head_blocks=partial(checkpoint.head_blocks, name))
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, linears: Linears, facts: ModelFacts) -> torch.Tensor:
@@ -283,9 +287,11 @@ class _EachAlone(nn.Module):
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         kind = () if layer_type is None else (layer_type,)
         # Where positions have three dimensions, for images, those of a text are all the same.
         rows = position_ids if position_ids.dim() == 2 else position_ids[0]
         found = [self.rotary(x, row[None], *kind) for row in rows]
+        if isinstance(found[0], torch.Tensor):
+            return torch.cat(found)  # complex numbers
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

@@ -146,6 +146,9 @@ class StackedCheckpoint(Checkpoint):
         found = [self.source.blocks(each[number]) for each in self.made[name] if len(each) > 1]
         return [blocks for blocks in found if blocks is not None] if None not in found else []
 
+    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
+        return self.source.head_blocks(name, number, is_turned)
+
     def scaled_bytes(self, name: str) -> ScaledBytes | None:
         parts = self.made.get(name, [[name]])
         return self.source.scaled_bytes(parts[0][0]) if len(parts) == len(parts[0]) == 1 else None

@@ -20,10 +20,12 @@
 /* Keys are fetched this many tokens before they are scored: where a thread reads some of the heads, the processor's
  * own prefetching ends with each token. */
 #define AHEAD 8
-/* A head of 512; head sizes are multiples of 16. */
-#define MAX_WIDTH (512 / LANES)
+/* A head of 576; head sizes are multiples of 16. */
+#define MAX_WIDTH (576 / LANES)
 /* Queries of a span that are attended together; of a prompt, those that an item of work has. */
 #define QUERIES 32
+/* Queries of a kv head, of all heads that share it, that an item of work has, if it has more than one token. */
+#define MAX_ITEM_ROWS 1024
 /* From this many queries of a kv head on, its keys are turned over, so that a vector holds one number of many keys. */
 #define TURNED_FROM 8
 
@@ -61,7 +63,8 @@ static void rotate_neighbours(float *x, const float *cos, const float *sin, int6
 /* Numbers that come in for each token. */
 static inline int64_t qkv_width(const Heads *layer) {
     const int64_t num_stored = layer->is_reader ? 0 : layer->num_kv_heads;
-    return ((layer->gated ? 2 : 1) * layer->num_heads + 2 * num_stored) * layer->head_size;
+    const int64_t num_values = layer->values_are_keys ? 0 : num_stored;
+    return ((layer->gated ? 2 : 1) * layer->num_heads + num_stored + num_values) * layer->head_size;
 }
 
 /* Float16 has no larger numbers: what is larger, and finite, becomes this. */
@@ -91,7 +94,8 @@ static void store(void *cache, int64_t slot, const float *x, int64_t size, int64
     for (int64_t i = 0; type == FLOAT16 && i < size; i++) halves[i] = to_half(x[i]);
 }
 
-/* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size], or queries only. */
+/* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size], or without values, or
+ * queries only. */
 static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t token) {
     const int64_t size = layer->head_size, num_stored = layer->is_reader ? 0 : layer->num_kv_heads;
     const int64_t rotated = layer->num_heads + num_stored;
@@ -119,7 +123,7 @@ static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t to
         norm_row(values + head * size, values + head * size, layer->value_norm, NULL, size, layer->norm_eps);
     if (layer->is_reader) return;
     store(layer->keys, to, keys, width, layer->cache_type);
-    store(layer->values, to, values, width, layer->cache_type);
+    if (!layer->values_are_keys) store(layer->values, to, values, width, layer->cache_type);
 }
 
 /* One query's product with one key. */
@@ -257,29 +261,35 @@ static void sink(float *out, int64_t size, float number, float best, float *tota
     *total = *total * shrink + fast_exp(number - highest);
 }
 
+/* Heads of queries and of keys that an item of work has: of those that share a head of keys, ``num_shared``. */
+typedef struct {
+    int64_t first_head, end_head, first_shared, num_shared;
+} HeadRange;
+
 /* Some queries of a span against its keys and values, for the kv heads from first_head to end_head, with a running
  * softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it; ``turned``, for one kv
  * head, turns its keys over. Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
 static inline ALWAYS void attend_queries(
     const Spans *spans, const Heads *layer, int64_t span, int64_t first_query, int64_t num_queries,
-    int64_t first_head, int64_t end_head, int turned, const float *qkv, float *out, const int64_t width,
-    const int64_t type) {
+    const HeadRange range, int turned, const float *qkv, float *out, const int64_t width, const int64_t type) {
     const int64_t size = LANES * width, head_bytes = size * cached_bytes(type);
-    const int64_t shared = layer->num_heads / layer->num_kv_heads, rows_of_head = shared * num_queries;
-    const int64_t num_kv_heads = end_head - first_head, rows = num_kv_heads * rows_of_head;
+    const int64_t shared = layer->num_heads / layer->num_kv_heads, rows_of_head = range.num_shared * num_queries;
+    const int64_t num_kv_heads = range.end_head - range.first_head, rows = num_kv_heads * rows_of_head;
     const int64_t qkv_size = qkv_width(layer);
     const int64_t out_size = layer->num_heads * size, token_bytes = layer->num_kv_heads * head_bytes;
     const int64_t stored = spans->num_stored[span] + first_query, num_keys = stored + num_queries;
     const int64_t first = spans->first_token[span] + first_query;
-    const char *keys = (const char *)layer->keys + first_head * head_bytes;
-    const char *values = (const char *)layer->values + first_head * head_bytes;
+    const char *keys = (const char *)layer->keys + range.first_head * head_bytes;
+    const char *values = (const char *)layer->values + range.first_head * head_bytes;
     const float scaling = layer->scaling;
     const float *queries[rows];
-    int64_t from[rows], last[rows];
+    int64_t from[rows], last[rows], heads[rows];
     float *outs[rows], best[rows], total[rows], shrink[rows], scores[rows][CHUNK];
     float turned_keys[turned ? size * CHUNK : 1];
     for (int64_t row = 0; row < rows; row++) {
-        const int64_t head = first_head * shared + row / num_queries, token = first + row % num_queries;
+        const int64_t kv_head = range.first_head + row / rows_of_head, token = first + row % num_queries;
+        const int64_t head = kv_head * shared + range.first_shared + row % rows_of_head / num_queries;
+        heads[row] = head;
         queries[row] = qkv + token * qkv_size + head * size;
         outs[row] = out + token * out_size + head * size;
         best[row] = -INFINITY;
@@ -334,17 +344,18 @@ static inline ALWAYS void attend_queries(
         }
     }
     for (int64_t row = 0; row < rows; row++) {
-        if (layer->sinks) sink(outs[row], size, layer->sinks[first_head * shared + row / num_queries], best[row], &total[row]);
+        if (layer->sinks) sink(outs[row], size, layer->sinks[heads[row]], best[row], &total[row]);
         for (int64_t i = 0; i < size; i++) outs[row][i] /= total[row];
     }
 }
 
-/* Items: for each of ``split`` parts of the heads, the parts of each span's queries, at most ``queries`` of them. */
+/* Items: for each of ``pieces`` of the heads that share one of keys, and of ``split`` parts of the heads of keys, the
+ * parts of each span's queries, at most ``queries`` of them. */
 typedef struct {
     const Spans *spans;
     const Heads *layer;
     const int64_t *first_part; /* [num_spans + 1] */
-    int64_t split, queries;
+    int64_t split, pieces, queries;
     float *qkv, *out;
 } Attending;
 
@@ -358,7 +369,10 @@ static void attend_task(const void *arguments, int64_t item) {
     const Attending *task = arguments;
     const Spans *spans = task->spans;
     const Heads *layer = task->layer;
-    const int64_t num_parts = task->first_part[spans->num_spans], part = item % num_parts, heads = item / num_parts;
+    const int64_t num_parts = task->first_part[spans->num_spans], part = item % num_parts;
+    const int64_t heads = item / num_parts % task->split, piece = item / num_parts / task->split;
+    const int64_t shared = layer->num_heads / layer->num_kv_heads, first_shared = piece * shared / task->pieces;
+    const int64_t num_shared = (piece + 1) * shared / task->pieces - first_shared;
     int64_t span = 0;
     while (task->first_part[span + 1] <= part) span++;
     const int64_t query = (part - task->first_part[span]) * task->queries;
@@ -370,8 +384,8 @@ static void attend_task(const void *arguments, int64_t item) {
     const int turned = num_queries * layer->num_heads >= TURNED_FROM * layer->num_kv_heads;
     const int64_t step = turned ? 1 : end - first;
 #define ATTEND(size, type) \
-    attend_queries(spans, layer, span, query, num_queries, head, head + step, turned, task->qkv, task->out, \
-                   (size) / LANES, type)
+    attend_queries(spans, layer, span, query, num_queries, (HeadRange){ head, head + step, first_shared, num_shared }, \
+                   turned, task->qkv, task->out, (size) / LANES, type)
 #define ATTEND_IN(type) \
     switch (layer->head_size) { \
         case 64: ATTEND(64, type); break; \
@@ -406,6 +420,8 @@ void attend(const Spans *spans, const Heads *layer, float *qkv, float *out) {
         if (of_thread < queries) queries = of_thread;
         split = layer->num_kv_heads;
     }
+    const int64_t shared = layer->num_heads / layer->num_kv_heads;
+    if (queries > MAX_ITEM_ROWS / shared) queries = shared < MAX_ITEM_ROWS ? MAX_ITEM_ROWS / shared : 1;
     int64_t first_part[spans->num_spans + 1], num_scores = 0;
     first_part[0] = 0;
     for (int64_t span = 0; span < spans->num_spans; span++) {
@@ -413,11 +429,15 @@ void attend(const Spans *spans, const Heads *layer, float *qkv, float *out) {
         first_part[span + 1] = first_part[span] + (num_queries + queries - 1) / queries;
         num_scores += num_queries * (spans->num_stored[span] + num_queries);
     }
-    const Attending attention = { spans, layer, first_part, split, queries, qkv, out };
+    /* Threads that would have nothing to do look at some of the queries that share a head of keys. */
+    const int64_t items = first_part[spans->num_spans] * split;
+    int64_t pieces = items && items < threads ? (threads + items - 1) / items : 1;
+    if (pieces > shared) pieces = shared;
+    const Attending attention = { spans, layer, first_part, split, pieces, queries, qkv, out };
     const int64_t width = qkv_width(layer);
     run_task(place_task, &attention, spans->num_tokens, spans->num_tokens * width * 4);
     /* A score and its share of the values take as long as eight times its multiplications in a product. */
-    run_task(attend_task, &attention, first_part[spans->num_spans] * split,
+    run_task(attend_task, &attention, items * pieces,
              num_scores * layer->num_heads * layer->head_size * 8);
     if (layer->gated) run_task(gate_task, &attention, spans->num_tokens, spans->num_tokens * width * 8);
 }

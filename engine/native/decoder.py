@@ -5,6 +5,7 @@ that are called one by one elsewhere (``native_run``, ``linear``), in the same o
 Long prompt chunks go the other way, where they are cut.
 """
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from ctypes import Structure, addressof, byref
@@ -23,7 +24,8 @@ from truedraft.engine.layers.decoder import (
     Recurrent,
     TokenBranch,
 )
-from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings
+from truedraft.engine.layers.latent import LatentProjection
+from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings, Linear
 from truedraft.engine.layers.mlp import ACTIVATIONS
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span, states_of
@@ -46,6 +48,7 @@ KINDS = {
     in_c.Recurrent: 3,
     in_c.Parallel: 4,
     in_c.DenseAndExperts: 5,
+    in_c.LatentAttention: 6,
 }
 
 
@@ -237,6 +240,10 @@ class _Parts:
                 attended = shape.num_heads * shape.head_size
                 heads = kernels.heads(shape, cache)
                 self.kept.append(heads)
+                if isinstance(mixer.qkv, LatentProjection):
+                    latents = _Latents(mixer.qkv, mixer, heads, inputs, hidden_size)
+                    self.kept.append(latents)
+                    return latents.struct
                 return in_c.Attention(
                     qkv=linear_at("qkv", mixer.qkv, inputs, qkv_width(shape)),
                     output=linear_at("output", mixer.output, attended, hidden_size),
@@ -257,6 +264,42 @@ class _Parts:
                 both = [self._mixer(kernels, each, cache, hidden_size, inputs) for each in mixers]
                 self.kept += both
                 return in_c.Parallel(first=_part(both[0]), second=_part(both[1]))
+
+
+class _Latents:
+    """Keeps what ``struct`` points to."""
+
+    def __init__(
+        self, latent: LatentProjection, attention: Attention, heads: in_c.Heads, inputs: int, hidden_size: int
+    ) -> None:
+        number, vector, shape = latent.num_heads, latent.norm.size, attention.shape
+        counts = shape.num_heads, shape.num_stored_heads, shape.head_size
+        if counts != (number, 1, latent.key_size) or not shape.values_are_keys or shape.gated:
+            raise PointerError(f"C does not attend with {shape} to what {latent} computes")
+        others, queries = latent.query_size - latent.num_turned, latent.num_queries
+        self.key_up = _each("key_up", latent.key_up, others, vector)
+        self.value_up = _each("value_up", latent.value_up, vector, latent.value_size)
+        query_up = None
+        if latent.query_up is not None:
+            query_up = linear_at("query_up", latent.query_up, queries, number * latent.query_size)
+        self.struct = in_c.LatentAttention(
+            down=linear_at("down", latent.down, inputs, queries + vector + latent.num_turned),
+            query_up=query_up,
+            key_up=addressof(self.key_up),
+            value_up=addressof(self.value_up),
+            output=linear_at("output", attention.output, number * latent.value_size, hidden_size),
+            heads=addressof(heads),
+            **_norm("query_norm", latent.query_norm, queries),
+            **_norm("norm", latent.norm, vector),
+        )
+
+
+def _each(
+    name: str, linears: Sequence[Linear], in_features: int, out_features: int
+) -> "ctypes.Array[in_c.Linear]":
+    """Returns layers of these sizes as C has them, one after the other."""
+    places = [linear_at(name, linear, in_features, out_features) for linear in linears]
+    return (in_c.Linear * len(places))(*(in_c.Linear.from_address(place) for place in places))
 
 
 def _branch(branch: TokenBranch, hidden_size: int, size: int) -> in_c.TokenBranch:

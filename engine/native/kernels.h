@@ -51,6 +51,7 @@ typedef struct {
     int64_t interleaved;          /* they turn neighbours, not halves */
     int64_t turned_pairs, distance; /* of the numbers of a pair; 0: all angles of a kind turn halves of as many numbers */
     int64_t is_reader;            /* it has queries only: another layer has stored keys and values */
+    int64_t values_are_keys;      /* no values come in: keys, as they are stored, are the values, too */
     int64_t norm_after_rotary;    /* norm_weight's */
     float scaling, norm_eps;
     float softcap;                /* c makes c tanh(s / c) of each score s; 0: none */
@@ -59,7 +60,7 @@ typedef struct {
     const float *query_norm, *key_norm; /* of all numbers of a token's queries, and of its keys, or NULL */
     const float *sinks;           /* [num_heads], a further score each whose value is nothing, or NULL */
     int64_t cache_type;           /* FLOAT32 or FLOAT16: what keys and values are kept in */
-    void *keys, *values;          /* [slots, num_kv_heads, head_size] */
+    void *keys, *values;          /* [slots, num_kv_heads, head_size]; may be the same */
 } Heads;
 
 /* 32 columns of quantised weights; ``type`` as in quantised_blocks.h. */
@@ -123,7 +124,7 @@ typedef struct {
 } Recurrence;
 
 /* What layers are made of: a part's kind says which of the structures below its data is. */
-enum { ATTENTION, GATED_MLP, EXPERTS, RECURRENT, PARALLEL, DENSE_AND_EXPERTS };
+enum { ATTENTION, GATED_MLP, EXPERTS, RECURRENT, PARALLEL, DENSE_AND_EXPERTS, LATENT_ATTENTION };
 
 typedef struct {
     int64_t kind;
@@ -134,6 +135,17 @@ typedef struct {
     const Linear *qkv, *output;
     const Heads *heads;
 } Attention;
+
+/* Attention to a short vector of each token in place of keys and values, as latent.py says. */
+typedef struct {
+    const Linear *down;           /* to the queries' vector or the queries, the latent vector, the turned numbers */
+    const Linear *query_up;       /* NULL: ``down`` makes queries */
+    const Linear *key_up, *value_up; /* [num_heads], each of the same sizes */
+    const Linear *output;
+    const float *query_norm, *norm; /* of the two vectors */
+    float query_norm_eps, norm_eps;
+    const Heads *heads;
+} LatentAttention;
 
 typedef struct {
     const Linear *gate_up, *down; /* gates and what they gate, or as many numbers as come in below */
@@ -152,6 +164,8 @@ typedef struct {
     int64_t num_experts, num_chosen, scoring;
     int64_t renormalises;         /* weights of a token are divided by their sum and added_to_sum */
     float added_to_sum, multiplier;
+    int64_t num_groups;           /* of experts, of the same size; 0: none */
+    int64_t num_chosen_groups, num_summed; /* those are chosen whose highest scores, one or two, have the highest sums */
     int64_t *touched;             /* experts that passes have read, and in how many layers of them */
 } Experts;
 
@@ -299,6 +313,11 @@ void pack_panels(int64_t type, uint8_t *to, const uint8_t *blocks, const int64_t
 void dequantise_rows(int64_t type, float *to, const uint8_t *blocks, const int64_t *rows, int64_t count,
                      int64_t size);
 void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size);
+
+/* latent.c */
+int64_t latent_attention_bytes(const LatentAttention *part, int64_t rows);
+int run_latent_attention(const LatentAttention *part, const Spans *spans, float *out, const float *x,
+                         const float *residual, Arena *arena);
 
 /* mlp.c */
 int64_t gated_mlp_bytes(const GatedMlp *part, int64_t rows);

@@ -74,6 +74,10 @@ class Attention(ctypes.Structure):
     _fields_ = fields_of("Attention")
 
 
+class LatentAttention(ctypes.Structure):
+    _fields_ = fields_of("LatentAttention")
+
+
 class Recurrent(ctypes.Structure):
     _fields_ = fields_of("Recurrent")
 

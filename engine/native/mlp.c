@@ -27,10 +27,39 @@ int run_gated_mlp(const GatedMlp *part, float *out, const float *x, const float 
     return 1;
 }
 
+/* The highest score, or the sum of the two highest. */
+static float sum_of_highest(const float *scores, int64_t size, int64_t count) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int64_t i = 0; i < size; i++) {
+        if (scores[i] > first) {
+            second = first;
+            first = scores[i];
+        } else if (scores[i] > second) {
+            second = scores[i];
+        }
+    }
+    return count == 1 ? first : first + second;
+}
+
+/* Makes scores of experts less than any other, unless their group is among those with the highest sums; of equal ones
+ * the first are. */
+static void leave_groups(const Experts *part, float *wanted, float *sums) {
+    const int64_t size = part->num_experts / part->num_groups;
+    for (int64_t group = 0; group < part->num_groups; group++)
+        sums[group] = sum_of_highest(wanted + group * size, size, part->num_summed);
+    for (int64_t group = 0; group < part->num_groups; group++) {
+        int64_t before = 0;
+        for (int64_t i = 0; i < part->num_groups; i++)
+            before += sums[i] > sums[group] || (sums[i] == sums[group] && i < group);
+        for (int64_t i = 0; before >= part->num_chosen_groups && i < size; i++) wanted[group * size + i] = -INFINITY;
+    }
+}
+
 /* A row's experts in ascending order, and their weights. Of experts with the same score the first are chosen; also of
- * scores that are no numbers there are as many as always. */
+ * scores that are no numbers there are as many as always. ``scores`` has room for three numbers of each expert. */
 static void choose(const Experts *part, int64_t *chosen, float *weights, const float *numbers, float *scores) {
     const int64_t num_experts = part->num_experts, num_chosen = part->num_chosen;
+    float *wanted = scores + num_experts;
     if (part->scoring == SOFTMAX) {
         float highest = numbers[0], sum = 0.0f;
         for (int64_t i = 1; i < num_experts; i++) highest = numbers[i] > highest ? numbers[i] : highest;
@@ -39,6 +68,9 @@ static void choose(const Experts *part, int64_t *chosen, float *weights, const f
     } else {
         for (int64_t i = 0; i < num_experts; i++) scores[i] = 1.0f / (1.0f + expf(-numbers[i]));
     }
+    for (int64_t i = 0; i < num_experts; i++)
+        wanted[i] = part->choice_bias ? scores[i] + part->choice_bias[i] : scores[i];
+    if (part->num_groups) leave_groups(part, wanted, wanted + num_experts);
     for (int64_t n = 0; n < num_chosen; n++) {
         int64_t best = -1, at = 0;
         float most = 0.0f;
@@ -47,10 +79,9 @@ static void choose(const Experts *part, int64_t *chosen, float *weights, const f
                 taken++;
                 continue;
             }
-            const float score = scores[i] + (part->choice_bias ? part->choice_bias[i] : 0.0f);
-            if (best < 0 || score > most) {
+            if (best < 0 || wanted[i] > most) {
                 best = i;
-                most = score;
+                most = wanted[i];
                 at = taken;
             }
         }
@@ -107,7 +138,7 @@ int64_t experts_bytes(const Experts *part, int64_t rows) {
     const int64_t size = part->router->in_features, num_experts = part->num_experts, places = rows * part->num_chosen;
     const int64_t shared = part->shared ? gated_mlp_bytes(part->shared, rows) : 0;
     const int64_t of_expert = gated_mlp_bytes(part->experts, rows);
-    return arena_size(rows * num_experts, sizeof(float)) + arena_size(num_experts, sizeof(float))
+    return arena_size(rows * num_experts, sizeof(float)) + arena_size(3 * num_experts, sizeof(float))
         + arena_size(num_experts + 1, sizeof(int64_t)) + 2 * arena_size(places, sizeof(int64_t))
         + arena_size(places, sizeof(float)) + 3 * arena_size(rows * size, sizeof(float))
         + arena_size(rows, sizeof(float)) + (shared > of_expert ? shared : of_expert);
@@ -120,7 +151,7 @@ int run_experts(const Experts *part, float *out, const float *x, const float *ro
     const int64_t size = part->router->in_features, num_experts = part->num_experts, num_chosen = part->num_chosen;
     const int64_t num_places = rows * num_chosen;
     float *numbers = arena_alloc(arena, rows * num_experts, sizeof(float));
-    float *scores = arena_alloc(arena, num_experts, sizeof(float));
+    float *scores = arena_alloc(arena, 3 * num_experts, sizeof(float));
     int64_t *first = arena_alloc(arena, num_experts + 1, sizeof(int64_t));
     int64_t *chosen = arena_alloc(arena, num_places, sizeof(int64_t));
     int64_t *places = arena_alloc(arena, num_places, sizeof(int64_t));

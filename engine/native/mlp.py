@@ -56,6 +56,13 @@ class NativeExperts:
             raise PointerError(
                 f"C cannot choose {router.num_chosen} of {len(mlp.experts)} experts of the sizes {sizes}"
             )
+        if (groups := router.groups) is not None and not (
+            0 < groups.number <= number
+            and number % groups.number == 0
+            and 0 < groups.num_summed <= min(2, number // groups.number)
+            and number // groups.number * groups.num_chosen >= router.num_chosen
+        ):
+            raise PointerError(f"C cannot choose {router.num_chosen} of {number} experts in {groups}")
         self.description = mlp
         self.experts = (in_c.GatedMlp * number)(*(gated_mlp(expert, hidden_size) for expert in mlp.experts))
         self.shared = None if mlp.shared is None else gated_mlp(mlp.shared, hidden_size)
@@ -73,6 +80,9 @@ class NativeExperts:
             renormalises=router.renormalises,
             added_to_sum=router.added_to_sum,
             multiplier=router.multiplier,
+            num_groups=0 if groups is None else groups.number,
+            num_chosen_groups=0 if groups is None else groups.num_chosen,
+            num_summed=0 if groups is None else groups.num_summed,
             touched=address(mlp.touched.counts, torch.int64, (2,)),
         )
 

@@ -22,7 +22,7 @@ from truedraft.engine.native.mlp import NativeExperts
 from truedraft.engine.native.recurrence import NativeRecurrence, NativeStates
 
 # A head fills whole vector registers, up to as many as the kernels keep.
-HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 512
+HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 576
 FLOAT, INTEGER = torch.float32, torch.int64
 # A cache is kept in one of these, by their numbers in kernels.h.
 CACHE_TYPES = {torch.float32: 0, torch.float16: 1}
@@ -217,7 +217,8 @@ class NativeRun:
 
 def qkv_width(shape: AttentionShape) -> int:
     """Returns how many numbers of each token come in."""
-    return ((2 if shape.gated else 1) * shape.num_heads + 2 * shape.num_stored_heads) * shape.head_size
+    queries = (2 if shape.gated else 1) * shape.num_heads
+    return (queries + shape.num_stored_heads + shape.num_value_heads) * shape.head_size
 
 
 def check_rotary(shape: AttentionShape, kinds: int, size: int) -> None:
@@ -239,6 +240,8 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
     pairs, distance = shape.turned or (0, 0)
     if keys.dtype not in CACHE_TYPES:
         raise PointerError(f"C has no cache in {keys.dtype}")
+    if shape.values_are_keys != (values is keys) or (shape.values_are_keys and shape.value_norm):
+        raise PointerError("C norms no values, and stores none, where keys are the values")
     query_norm, key_norm = shape.whole_norms or (None, None)
     if (value_norm := shape.value_norm) is not None and (norm is None or value_norm.eps != norm.eps):
         raise PointerError("C norms values where it norms queries and keys, with the same eps")
@@ -260,6 +263,7 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
         turned_pairs=pairs,
         distance=distance,
         is_reader=shape.source is not None,
+        values_are_keys=shape.values_are_keys,
         query_norm=None if query_norm is None else address(query_norm.weight, FLOAT, (heads * size,)),
         key_norm=None if key_norm is None else address(key_norm.weight, FLOAT, (kv_heads * size,)),
         sinks=None if shape.sinks is None else address(shape.sinks, FLOAT, (heads,)),

@@ -56,6 +56,7 @@ int64_t part_bytes(const Part *part, int64_t rows) {
         case DENSE_AND_EXPERTS: return dense_and_experts_bytes(part->data, rows);
         case RECURRENT: return recurrent_bytes(part->data, rows);
         case PARALLEL: return parallel_bytes(part->data, rows);
+        case LATENT_ATTENTION: return latent_attention_bytes(part->data, rows);
         default: return 0;
     }
 }
@@ -72,6 +73,7 @@ int run_part(const Part *part, const Spans *spans, float *out, const float *x, c
         case EXPERTS: is_done = run_experts(part->data, out, x, x, residual, rows, arena); break;
         case DENSE_AND_EXPERTS: is_done = run_dense_and_experts(part->data, out, x, residual, rows, arena); break;
         case RECURRENT: is_done = run_recurrent(part->data, spans, out, x, residual, arena); break;
+        case LATENT_ATTENTION: is_done = run_latent_attention(part->data, spans, out, x, residual, arena); break;
         case PARALLEL: {
             const Parallel *both = part->data;
             is_done = run_part(&both->first, spans, out, x, residual, arena)

@@ -57,7 +57,24 @@ QWEN_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
 }
+DEEPSEEK: dict[str, Any] = {
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
 MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": DEEPSEEK,
     "falcon_h1": {
         "num_hidden_layers": 1,
         "mamba_d_ssm": 32,
@@ -86,13 +103,6 @@ MORE: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "hidden_size_per_layer_input": 8,
         "num_kv_shared_layers": 2,
-    },
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 1,
-        "use_qk_norm": True,
     },
     "gpt_oss": {
         "num_local_experts": 4,
@@ -133,6 +143,7 @@ MORE: dict[str, dict[str, Any]] = {
 BOTH = ("sliding_attention", "full_attention")
 ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 # Fields that tell of experts. Of families with experts only these and some others are changed.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 OF_EXPERTS: dict[str, list[Any]] = {
     "num_local_experts": [2, 5],
     "n_routed_experts": [2, 5],
@@ -144,7 +155,6 @@ OF_EXPERTS: dict[str, list[Any]] = {
     "n_group": [2],
     "topk_group": [2],
     "first_k_dense_replace": [0, 2],
-    "use_qk_norm": [False],
     "swiglu_alpha": [1.0],
     "swiglu_limit": [1.0],
     "intermediate_size": [INNER // 2],
@@ -160,6 +170,17 @@ OF_EXPERTS: dict[str, list[Any]] = {
     "enable_moe_block": [True],
     "use_double_wide_mlp": [True],
     "use_bidirectional_attention": ["vision", "all"],
+    "kv_lora_rank": [4],
+    "q_lora_rank": [None, 8],
+    "qk_rope_head_dim": [4],
+    "qk_nope_head_dim": [4],
+    "v_head_dim": [8, 24],
+    "rope_interleave": [False],
+    "rope_parameters": [
+        ROTARY | {"rope_type": "linear", "factor": 4.0},
+        ROTARY | YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+        ROTARY | YARN,
+    ],
 }
 # Values of each field that a family's config may have.
 VALUES: dict[str, list[Any]] = {
@@ -181,7 +202,7 @@ VALUES: dict[str, list[Any]] = {
     "rope_parameters": [
         ROTARY | {"rope_theta": 100.0},
         ROTARY | {"rope_type": "linear", "factor": 4.0},
-        ROTARY | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ROTARY | YARN,
         ROTARY | {"partial_rotary_factor": 0.5},
         ROTARY | {"rope_type": "no_such_thing"},
     ],
@@ -349,6 +370,7 @@ MUTATIONS: dict[str, Callable[[dict[str, Any], Weights], Iterator[Changed]]] = {
 # Checkpoints served as by transformers, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
     "cohere2": [(17, 18), (2, 11), (0, 11), (4, 8)],
+    "deepseek_v3": [(11, 17), (2, 15), (0, 15), (5, 7)],
     "ernie4_5": [(14, 15), (2, 12), (0, 12), (4, 8)],
     "exaone4": [(15, 17), (2, 14), (0, 14), (4, 7)],
     "falcon_h1": [(18, 18), (1, 20), (0, 19), (4, 8)],
@@ -358,7 +380,6 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "gemma4_text": [(7, 14), (2, 26), (0, 26), (4, 6)],
     "glm": [(13, 14), (2, 14), (0, 14), (4, 8)],
     "glm4": [(13, 14), (2, 16), (0, 16), (4, 8)],
-    "glm4_moe": [(8, 11), (2, 14), (0, 14), (5, 6)],
     "gpt_oss": [(8, 6), (2, 20), (0, 20), (4, 6)],
     "granite": [(18, 16), (2, 12), (0, 12), (4, 8)],
     "granitemoehybrid": [(14, 18), (1, 16), (0, 15), (4, 8)],
@@ -461,8 +482,9 @@ def test_mutated_checkpoints_are_transformers_or_refused(
 
 
 def test_every_family_is_tried_but_for_some_with_experts() -> None:
-    """Each way in which checkpoints have experts is in the table."""
-    assert all(FAMILIES[name].experts for name in FAMILIES.keys() - COUNTS.keys())
+    """Each way in which checkpoints have experts, or latent vectors, is in the table."""
+    others = [FAMILIES[name] for name in FAMILIES.keys() - COUNTS.keys()]
+    assert all(family.experts or family.attention.has_latents for family in others)
 
 
 def test_the_table_of_the_documentation() -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_family, save_random
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
-from truedraft.engine.layers.mlp import UNGATED, Activation, Experts, GatedMlp, Router
+from truedraft.engine.layers.mlp import UNGATED, Activation, ExpertGroups, Experts, GatedMlp, Router
 from truedraft.engine.layers.torch_run import TorchRun
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.batch import Span
@@ -32,7 +32,7 @@ from truedraft.engine.runtime.calibrate import calibrate
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
-HIDDEN, SIZE, SHARED, NUMBER = 48, 40, 72, 7
+HIDDEN, SIZE, SHARED, NUMBER = 48, 40, 72, 8
 ROWS = 16
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -50,6 +50,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases and a clamped gate": {"activation": "clamped_swish", "bias": True, "renormalises": True},
     "squares without a gate": {"activation": "relu2", "shared": True, "bias": True},
     "all of them": {"num_chosen": NUMBER},
+    "groups by their best": {"num_chosen": 3, "groups": ExpertGroups(4, 2, 1)},
+    "groups by their two best, with a bias": {
+        "scoring": "sigmoid",
+        "choice_bias": True,
+        "num_chosen": 3,
+        "groups": ExpertGroups(2, 1, 2),
+    },
 }
 
 
@@ -115,7 +122,13 @@ def definition(part: Experts, x: torch.Tensor) -> torch.Tensor:
         numbers = router.linear(row[None])[0].double()
         scores = torch.softmax(numbers, -1) if router.scoring == "softmax" else torch.sigmoid(numbers)
         wanted = scores if router.choice_bias is None else scores + router.choice_bias
-        chosen = sorted(range(NUMBER), key=lambda expert: (-float(wanted[expert]), expert))
+        allowed = range(NUMBER)
+        if (groups := router.groups) is not None:
+            size = NUMBER // groups.number
+            best = [sorted(each.tolist())[-groups.num_summed :] for each in wanted.split(size)]
+            order = sorted(range(groups.number), key=lambda group: (-sum(best[group]), group))
+            allowed = [expert for expert in allowed if expert // size in order[: groups.num_chosen]]
+        chosen = sorted(allowed, key=lambda expert: (-float(wanted[expert]), expert))
         weights = scores[chosen[: router.num_chosen]]
         if router.renormalises:
             weights = weights / (weights.sum() + router.added_to_sum)

@@ -9,9 +9,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeSharedConfig,
@@ -25,6 +28,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    YoutuConfig,
 )
 
 from tests.gguf_models import save_gguf
@@ -130,6 +134,45 @@ CONFIGS |= {
         **SHAPE, **MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=256
     ),
 }
+LATENT: dict[str, Any] = SHAPE | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "routed_scaling_factor": 1.7,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 256,
+    "v_head_dim": 128,
+}
+LATENT_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+CONFIGS |= {
+    "deepseek2, V2": DeepseekV2Config(
+        **LATENT | {"q_lora_rank": None},
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        rope_parameters=LATENT_YARN,
+    ),
+    "deepseek2, V3": DeepseekV3Config(**LATENT, first_k_dense_replace=1, n_group=2, topk_group=1),
+    "deepseek2, GLM": Glm4MoeLiteConfig(**LATENT),
+    "deepseek2, Youtu": YoutuConfig(
+        **{
+            name: value
+            for name, value in LATENT.items()
+            if not any(word in name for word in ("expert", "moe", "routed"))
+        }
+    ),
+}
 IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 NUM_TOKENS = 40
 
@@ -176,7 +219,8 @@ def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp
     model = load(path)
     weights = model.weights
     assert isinstance(weights.embeddings, QuantisedEmbeddings)
-    assert all(isinstance(layer.mixer.qkv, QuantisedLinear) for layer in weights.layers)
+    mixers = [layer.mixer for layer in weights.layers]
+    assert all(isinstance(linear, QuantisedLinear) for mixer in mixers for linear in mixer.linears)
     assert isinstance(ModelRunner.build(model, 20, 4).fast_pass, NativeDecoder)
     deviations = (logits_in(model, [len(IDS)]) - expected).square().mean(-1)
     # A token that rounding gives other experts has other logits altogether, which later ones look back at.

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -42,7 +43,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.linear import LinearModule, ModuleLinear, join, replace_linears
+from truedraft.engine.models.linear import LinearModule, ModuleLinear, Rows, join, replace_linears
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import half_scale
@@ -349,8 +350,9 @@ def test_joined_layers_lie_one_after_the_other(
 ) -> None:
     layers = [kind(256, rows, bias=True).requires_grad_(False) for rows in (100, 160)]
     x, residual = torch.randn(3, 256), torch.randn(3, 260)
-    separate = torch.cat([layer(x) for layer in layers], dim=-1) * multiplier
-    joined = join(layers, multiplier, linears(native))
+    order = np.random.default_rng(1).permutation(160)
+    separate = torch.cat([layers[0](x), layers[1](x)[:, order]], dim=-1) * multiplier
+    joined = join([layers[0], Rows(layers[1], order)], multiplier, linears(native))
     assert isinstance(joined, ModuleLinear) == (kind is Doubled)
     torch.testing.assert_close(joined(x), separate, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joined.add_to(residual, x), residual + separate, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
+from tests import gguf_latent
 from tests.engine.head_runs import (
     TRAINED,
     compare_with_definition,
@@ -87,6 +88,16 @@ class Other:
 OTHERS = {
     "Qwen3-Next": Other(*HYBRIDS["Qwen3-Next"], QWEN, "mtp.", "layers.0."),
     "GLM-4.5": Other("glm4_moe", SHAPE | FAMILIES["GLM-4.5 in C"][1], DEEPSEEK, "model.layers.2.", ""),
+    "DeepSeek-V3": Other(
+        "deepseek_v3", SHAPE | FAMILIES["DeepSeek-V3 in C"][1], DEEPSEEK, "model.layers.2.", ""
+    ),
+    "GLM-4.7-Flash": Other(
+        "glm4_moe_lite",
+        SHAPE | FAMILIES["GLM-4.7-Flash in C"][1] | {"num_nextn_predict_layers": 1},
+        DEEPSEEK,
+        "model.layers.2.",
+        "",
+    ),
 }
 
 
@@ -168,14 +179,18 @@ def test_experts_of_a_head_in_a_gguf_file(tmp_path: Path, family: tuple[str, dic
     )
 
 
-def test_glm_in_a_gguf_file(tmp_path: Path) -> None:
-    config = CONFIGS["glm4moe"]
+@pytest.mark.parametrize(
+    ("name", "number"), [("glm4moe", gguf.MODEL_ARCH.GLM4_MOE), ("deepseek2, GLM", gguf.MODEL_ARCH.DEEPSEEK2)]
+)
+def test_glm_in_a_gguf_file(tmp_path: Path, name: str, number: gguf.MODEL_ARCH) -> None:
+    config = CONFIGS[name]
     head = random_head(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, config.num_hidden_layers + 1)
+    # The package does not know that files of deepseek2 have heads, too.
+    maps = [gguf.get_tensor_name_map(each, 3) for each in (number, gguf.MODEL_ARCH.GLM4_MOE)]
     block = f"blk.{config.num_hidden_layers}."
     stored: dict[str, torch.Tensor] = {}
-    for name, tensor in head.named_tensors(DEEPSEEK, stacks=True).items():
-        base, _, end = name.rpartition(".")
+    for own, tensor in head.named_tensors(DEEPSEEK, stacks=True).items():
+        base, _, end = own.rpartition(".")
         if end == "gate_up_proj":
             gate, up = tensor.chunk(2, 1)
             stored |= {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
@@ -183,12 +198,18 @@ def test_glm_in_a_gguf_file(tmp_path: Path) -> None:
             stored["ffn_down_exps.weight"] = tensor
         elif end == "e_score_correction_bias":
             stored["exp_probs_b.bias"] = tensor
+        elif base.endswith("kv_b_proj"):
+            split = gguf_latent.split(f"model.layers.{config.num_hidden_layers}.{base}", tensor, config)
+            stored |= {theirs.removeprefix(block): part for theirs, _, part in split}
         else:
-            theirs = names.get_name(f"model.layers.{config.num_hidden_layers}.{base}")
+            whole = f"model.layers.{config.num_hidden_layers}.{base}"
+            theirs = maps[0].get_name(whole) or maps[1].get_name(whole)
+            assert theirs is not None
             stored[f"{theirs.removeprefix(block)}.{end}"] = tensor
     further = {name: tensor.contiguous().numpy() for name, tensor in stored.items()}
     path = tmp_path / "model.gguf"
-    module = save_gguf(path, config, "F32", further=further, **{"glm4moe.nextn_predict_layers": 1})
+    key = f"{gguf.MODEL_ARCH_NAMES[number]}.nextn_predict_layers"
+    module = save_gguf(path, config, "F32", further=further, **{key: 1})
     head.target = [module.eval()]
     compare_with_definition(
         head, mtp_engine(str(path)), [[1, 2, 3, 4, 5]], structs.replace(GREEDY, max_tokens=12)

@@ -12,6 +12,7 @@ from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.kv_cache import NOTHING, AttentionCache
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.families.family import AttentionSpec, setting
+from truedraft.engine.models.families.latent import make_latent_attention
 from truedraft.engine.models.families.norms import NormKind, make_norm
 from truedraft.engine.models.linear import Make, Rows, Source
 
@@ -27,6 +28,8 @@ def make_attention(
 ) -> Attention:
     """Describes transformers' ``attention``, the mixer ``index``. What it adds to the hidden states is
     multiplied by ``residual``."""
+    if spec.has_latents:
+        return make_latent_attention(attention, index, facts, make, residual)
     shape = _shape(spec, norms, attention, index)
     heads = NOTHING if shape.source is not None else (shape.num_kv_heads, shape.head_size)
     return Attention(

@@ -52,7 +52,10 @@ def make_rotary(module: Any, config: Any, like: torch.Tensor) -> Rotary:
 
 def head_sizes(module: Any) -> set[int]:
     """Returns those of the layers of attention of transformers' ``module``."""
-    spec = FAMILIES[module.config.model_type].attention
+    config = module.config
+    spec = FAMILIES[config.model_type].attention
+    if spec.has_latents:
+        return {config.qk_rope_head_dim + config.kv_lora_rank}
     found: list[Any] = [getattr(layer, spec.module, None) for layer in module.model.layers]
     return {attention.head_dim for attention in found if hasattr(attention, spec.output)}
 

@@ -36,6 +36,7 @@ def make_experts(
             renormalises=bool(spec.renormalises(config)),
             added_to_sum=spec.added_to_sum,
             multiplier=setting(config, spec.multiplier, 1.0),
+            groups=spec.groups(config),
         ),
         experts=tuple(
             GatedMlp(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from truedraft.engine.layers.decoder import DecoderLayer
-from truedraft.engine.layers.mlp import Activation, Scoring
+from truedraft.engine.layers.mlp import Activation, ExpertGroups, Scoring
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.families.norms import NormKind
@@ -42,6 +42,8 @@ class AttentionSpec:
     # A number per head takes its share of the attention, and gives nothing.
     has_sinks: bool = False
     softcap: str | None = None
+    # Keys and values are made of a short vector of each token (``latent``), and all else is left out.
+    has_latents: bool = False
     # Settings multiply what goes in, what comes out, and keys.
     input_multiplier: str | None = None
     output_multiplier: str | None = None
@@ -87,6 +89,8 @@ class ExpertSpec:
     # This is added to scores where experts are chosen, below the block; None, and a model may lack it.
     choice_bias: Callable[[Any], torch.Tensor | None] = lambda block: None
     multiplier: str | None = None
+    # This returns the groups of experts that a config has.
+    groups: Callable[[Any], ExpertGroups | None] = lambda config: None
     # The parameter of all experts that makes what is gated, or what the activation is of.
     gate_up: str = "gate_up_proj"
     shared: str | None = None
@@ -130,8 +134,8 @@ class Family:
     table_multiplier: str | None = None
     embedding_multiplier: str | None = None
     rotary: str = "rotary_emb"
-    # The module gives all angles twice, or each twice running, or each once; those of pairs that are not
-    # turned are left out.
+    # The module gives all angles twice, or each twice running, or each once, maybe as a complex number; those
+    # of pairs that are not turned are left out.
     angles: Literal["twice", "running", "once", "turned"] = "twice"
     last_norm: str = "norm"
     logit_multiplier: str | None = None

@@ -66,6 +66,11 @@ def can_be_quantised(config: Any) -> bool:
     return experts is None or not experts.reads_pairs
 
 
+def reads_columns(config: Any) -> bool:
+    """Tells whether some layers of ours are columns of transformers', which its own modules cannot give."""
+    return FAMILIES[config.model_type].attention.has_latents
+
+
 def with_stacks(checkpoint: Checkpoint, module: Any) -> Checkpoint:
     """Returns a checkpoint with the tensors of transformers' ``module`` under its names."""
     experts = experts_of(module.config)

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from truedraft.engine.layers.mlp import SWISH_LIMIT, SWISH_SLOPE
-from truedraft.engine.models.families import falcon_h1, gemma4, nemotron_h
+from truedraft.engine.models.families import deepseek, falcon_h1, gemma4, nemotron_h
 from truedraft.engine.models.families.family import (
     AttentionSpec,
     ExpertSpec,
@@ -77,6 +77,14 @@ GRANITE_EXPERTS = ExpertSpec(
 GRANITE_SHARED = replace(
     GRANITE_EXPERTS, shared="shared_mlp", shared_gate_up=("input_linear",), shared_down="output_linear"
 )
+DEEPSEEK = Family(attention=AttentionSpec(has_latents=True), fits=deepseek.fits)
+SIGMOIDS = ExpertSpec(
+    scoring="sigmoid",
+    choice_bias=attrgetter("gate.e_score_correction_bias"),
+    multiplier="routed_scaling_factor",
+    shared="mlp.shared_experts",
+)
+GLM_EXPERTS = replace(SIGMOIDS, fits=lambda config: config.n_group == 1)
 LFM_2 = Family(
     attention=AttentionSpec(
         output="out_proj", head_norm="each", head_norm_names=("q_layernorm", "k_layernorm")
@@ -155,14 +163,37 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         attention=EACH_NORMED,
-        experts=ExpertSpec(
-            scoring="sigmoid",
-            choice_bias=attrgetter("gate.e_score_correction_bias"),
-            multiplier="routed_scaling_factor",
-            shared="mlp.shared_experts",
-            fits=lambda config: config.n_group == 1,
-        ),
+        experts=GLM_EXPERTS,
         gguf="glm4moe",
+    ),
+    "glm4_moe_lite": replace(DEEPSEEK, experts=GLM_EXPERTS),
+    "youtu": DEEPSEEK,
+    "deepseek_v2": replace(
+        DEEPSEEK,
+        experts=ExpertSpec(
+            renormalises=lambda config: False,
+            multiplier="routed_scaling_factor",
+            groups=deepseek.limited_groups,
+            shared="mlp.shared_experts",
+            fits=lambda config: config.topk_method in ("greedy", "group_limited_greedy"),
+        ),
+        angles="once",
+        # transformers does not look at these settings, which its makers' code does.
+        known=(
+            ("norm_topk_prob", (None, False)),
+            ("scoring_func", (None, "softmax")),
+            ("moe_layer_freq", (None, 1)),
+        ),
+    ),
+    "deepseek_v3": replace(
+        DEEPSEEK,
+        experts=replace(SIGMOIDS, added_to_sum=1e-20, groups=deepseek.summed_groups),
+        known=(
+            ("topk_method", (None, "noaux_tc")),
+            ("scoring_func", (None, "sigmoid")),
+            ("moe_layer_freq", (None, 1)),
+        ),
+        gguf="deepseek2",
     ),
     "granitemoe": replace(GRANITE, experts=GRANITE_EXPERTS),
     "granitemoeshared": replace(GRANITE, experts=GRANITE_SHARED, gguf="granitemoe"),

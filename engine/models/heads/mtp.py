@@ -50,6 +50,7 @@ ONE_LAYER: dict[str, Any] = {
     "layer_types": ["full_attention"],
     "first_k_dense_replace": 0,
     "mlp_only_layers": [],
+    "mlp_layer_types": ["sparse"],
     "decoder_sparse_step": 1,
     "tie_word_embeddings": True,
     "bos_token_id": None,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, EncoderDecoderCache
 
 from truedraft.engine.memory.batch import AttentionGroup, ForwardBatch
-from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
+from truedraft.engine.memory.kv_cache import NOTHING, AttentionCache, KVCache
 
 ATTENTION_NAME = "truedraft_encoder_decoder"
 
@@ -189,7 +189,7 @@ class _NoTokens:
     def __init__(self, layer: AttentionCache) -> None:
         self.keys, self.values = (
             torch.empty(1, heads, 0, size, dtype=layer.dtype, device=layer.device)
-            for heads, size in (layer.key, layer.value)
+            for heads, size in (layer.key, layer.value or NOTHING)
         )
 
 

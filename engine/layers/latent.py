@@ -1,0 +1,77 @@
+"""Describes attention to a short vector of each token in place of keys and values (arXiv 2405.04434).
+
+In multi-head latent attention a head's keys and values are linear functions of one vector of a token, its
+latent vector. What makes a head's keys of it can as well be applied to the head's queries, the other way
+round, and what makes values of it to what the head attended. So all heads share one key, the latent vector
+after the numbers that are turned, which is also its value, and no more than that is kept of a token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.mlp import MlpRun
+from truedraft.engine.layers.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProjection:
+    """Computes what attention takes of a token, and what its output layer takes of what was attended.
+
+    ``down`` makes the queries' latent vector, or queries themselves, then the latent vector, then the
+    ``num_turned`` numbers that the key begins with, as queries do. ``query_up`` makes queries of the first
+    vector normed. Each head has one of ``key_up``, which makes what looks for latent vectors of the numbers
+    of its queries that are not turned, and one of ``value_up``, which makes values of latent vectors.
+    """
+
+    down: Linear
+    norm: Norm
+    key_up: tuple[Linear, ...]
+    value_up: tuple[Linear, ...]
+    query_size: int
+    num_turned: int
+    value_size: int
+    query_norm: Norm | None = None
+    query_up: Linear | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        queries = () if self.query_up is None else (self.query_up,)
+        return self.down, *queries, *self.key_up, *self.value_up
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.key_up)
+
+    @property
+    def key_size(self) -> int:
+        return self.num_turned + self.norm.size
+
+    @property
+    def num_queries(self) -> int:
+        """Returns how many numbers the queries' vector, or the queries, have."""
+        return self.num_heads * self.query_size if self.query_norm is None else self.query_norm.size
+
+    def __call__(self, x: torch.Tensor, run: MlpRun) -> torch.Tensor:
+        """Returns [tokens, (heads + 1) * size of the key]."""
+        sizes = self.num_queries, self.norm.size, self.num_turned
+        queries, latent, turned = run.linear(self.down, x).split_with_sizes(sizes, 1)
+        if self.query_norm is not None:
+            assert self.query_up is not None
+            queries = run.linear(self.query_up, run.norm(self.query_norm, queries.contiguous()))
+        heads = queries.reshape(len(x), self.num_heads, -1)
+        of_latents = _by_head(self.key_up, heads[..., self.num_turned :], run)
+        joined = torch.cat((heads[..., : self.num_turned], of_latents), -1)
+        return torch.cat((joined.flatten(1), turned, run.norm(self.norm, latent.contiguous())), 1)
+
+    def values(self, attended: torch.Tensor, run: MlpRun) -> torch.Tensor:
+        """Returns [tokens, heads * value size] of what heads attended, [tokens, heads * size of the key]."""
+        heads = attended.view(len(attended), self.num_heads, -1)
+        return _by_head(self.value_up, heads[..., self.num_turned :], run).flatten(1)
+
+
+def _by_head(linears: tuple[Linear, ...], heads: torch.Tensor, run: MlpRun) -> torch.Tensor:
+    """Computes ``heads`` [tokens, heads, size] each by its own layer."""
+    pairs = zip(linears, heads.unbind(1), strict=True)
+    return torch.stack([run.linear(linear, x.contiguous()) for linear, x in pairs], 1)
