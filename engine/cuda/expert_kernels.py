@@ -98,7 +98,7 @@ def multiply_tile(
     NUM_INPUTS: tl.constexpr,  # tells where rows are aligned
     EXPERTS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
-    KIND: tl.constexpr,  # of blocks, or DENSE
+    KIND: tl.constexpr,  # It is a kind of blocks, or DENSE.
     ROWS: tl.constexpr,
     BLOCKS_AT_A_TIME: tl.constexpr,
 ):

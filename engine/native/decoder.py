@@ -58,7 +58,7 @@ class PackedTokens:
 
     def __init__(self, spans: Sequence[Span], block_size: int) -> None:
         counts, stored, wanted, first_blocks = [], [], [], []
-        self.end = 0  # of the longest text
+        self.end = 0  # This is how far the longest text reaches.
         token_ids: list[int] = []
         blocks: list[int] = []
         for span in spans:

@@ -61,7 +61,7 @@ def test_discarded_tensors_are_zeros_again() -> None:
     pages = HugePages()
     tensors = [pages.zeros(size, dtype=torch.float32) for size in (1000, huge_pages.PAGE_BYTES)]
     gone = pages.zeros(huge_pages.CHUNK_BYTES, dtype=torch.uint8)
-    del gone  # and its chunk
+    del gone  # Its chunk goes with it.
     for number in (1.0, 2.0):
         for tensor in tensors:
             assert not tensor.any()
