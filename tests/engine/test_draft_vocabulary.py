@@ -23,7 +23,7 @@ from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.quantised import QuantisedLinear
 from truedraft.engine.runtime import draft_vocabulary
-from truedraft.engine.runtime.draft_vocabulary import with_output
+from truedraft.engine.runtime.draft_vocabulary import choose_output
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -132,10 +132,12 @@ def test_what_makes_most_tokens_a_second_is_chosen(
     cost, counts, expected = CHOSEN[name]
     monkeypatch.setattr(draft_vocabulary, "_seconds", takes(cost))
     target, head = loaded
-    found, _ = with_output(head, target, "auto", counts)
-    output: Any = found.model.weights.head
+    chosen = choose_output(head, target, "auto", counts)
+    found = chosen.head
+    output: Any = found.model.weights.head  # type: ignore[attr-defined]
     assert (output.out_features, isinstance(output, QuantisedLinear)) == expected
     assert (found.token_ids is None) == (expected[0] == 2048)
+    assert bool(chosen.output_seconds) == (counts is None)
 
 
 @pytest.mark.parametrize(("cost", "drafts"), [(0.01, True), (0.8, False)])
@@ -155,7 +157,7 @@ def test_a_target_without_a_head_drafts_nothing_by_itself(tmp_path: Path) -> Non
 
 def test_full_is_the_layer_of_the_target(loaded: tuple[Model, Head]) -> None:
     target, head = loaded
-    assert with_output(head, target, "full", HALF)[0] is head
+    assert choose_output(head, target, "full", HALF).head is head
     assert head.model.weights.head is target.weights.head  # type: ignore[attr-defined]
 
 
@@ -163,9 +165,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path, loaded: tuple[Model, Head]) -
     target, head = loaded
     own = head.drafting(None, head.model.weights.head)
     own.model.weights = replace(own.model.weights, make_output=None)
-    assert with_output(own, target, "auto", None)[0] is own
+    assert choose_output(own, target, "auto", None).head is own
     with pytest.raises(ModelLoadError, match="draft_vocab_size is 9, but the head has an output layer of"):
-        with_output(own, target, 9, None)
+        choose_output(own, target, 9, None)
     with pytest.raises(ModelLoadError, match="are of heads, and self:int4 is none"):
         make_engine(TRAINED, "self:int4", draft_vocab_size=9, dtype="auto")
     with pytest.raises(ModelLoadError, match=r"\(draft_vocab_file\) cannot be counted: .*No such file"):
