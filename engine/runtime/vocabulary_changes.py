@@ -66,6 +66,7 @@ class VocabularyChanges:
         self._first, self._first_passes = self.choice.current, planner.costs.drafts[proposer.name]
         # What a layer takes, by what its size and its bits promise.
         self._slower = dict.fromkeys(layers, 1.0)
+        self.num_changes = 0
         self._making: Making | None = None
         self._steps: list[tuple[StepPlan, StepResult]] = []
 
@@ -88,7 +89,7 @@ class VocabularyChanges:
             "of": self.vocab_size,
             "in_four_bits": layer.in_four_bits,
             "share_of_outputs": round(self.served.drafted_share, 4),
-            "changes": self.choice.num_changes,
+            "changes": self.num_changes,
         }
         why = in_words(ids, self.vocab_size, layer.in_four_bits)
         if found is None:
@@ -177,6 +178,7 @@ class VocabularyChanges:
         self.proposer.draft_with(None if token_ids is None else torch.from_numpy(token_ids), linear)
         choice.change(layer, served.num_outputs, served.drafted_share)
         served.draft(token_ids)
+        self.num_changes += 1
         self.planner.change(self.proposer.name, self._passes(layer), accepted)
         trim_heap()
         logger.info(

@@ -39,7 +39,7 @@ class ServedTokens:
         self._drafted: npt.NDArray[np.bool_] | None = None  # by id; None: all are
         # Decayed sums over outputs: all of them, those in vocabularies of each size, and those drafted now.
         self._num_judged = 0.0
-        self._num_within = np.zeros(len(self._sizes))
+        self._num_within = [0.0] * len(self._sizes)
         self._num_drafted = 0.0
         self._unread: list[int] = []
         self._unread_outputs: list[int] = []
@@ -58,7 +58,7 @@ class ServedTokens:
         """Returns the share of late outputs that were among the ``size`` most frequent tokens until then."""
         if size >= len(self._counts):
             return 1.0
-        return float(self._num_within[self._sizes.index(size)] / max(self._num_judged, 1e-9))
+        return self._num_within[self._sizes.index(size)] / max(self._num_judged, 1e-9)
 
     @property
     def drafted_share(self) -> float:
@@ -77,7 +77,7 @@ class ServedTokens:
         if token_ids is not None:
             self._drafted = np.zeros(len(self._counts), np.bool_)
             self._drafted[token_ids] = True
-            self._num_drafted = float(self._num_within[self._sizes.index(len(token_ids))])
+            self._num_drafted = self._num_within[self._sizes.index(len(token_ids))]
 
     def _read_if_many(self) -> None:
         if len(self._unread) + len(self._unread_outputs) >= READ_TOKENS:
@@ -100,10 +100,12 @@ class ServedTokens:
     def _judge(self, outputs: Ids) -> None:
         kept, places = 0.5 ** (len(outputs) / SHARE_HALF_LIFE), self._places[outputs]
         self._num_judged = kept * self._num_judged + len(outputs)
-        within = [np.count_nonzero(places < size) for size in self._sizes]
-        self._num_within = kept * self._num_within + np.array(within)
+        self._num_within = [
+            kept * before + int((places < size).sum())
+            for before, size in zip(self._num_within, self._sizes, strict=True)
+        ]
         if self._drafted is not None:
-            self._num_drafted = kept * self._num_drafted + np.count_nonzero(self._drafted[outputs])
+            self._num_drafted = kept * self._num_drafted + int(self._drafted[outputs].sum())
 
     def _rank(self) -> None:
         self._ranking = ranked(self._counts, self.always)
