@@ -1,0 +1,216 @@
+"""A head's vocabulary is replaced within texts: drafts are verified with what they were drawn from."""
+
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from tests.engine import simulation
+from tests.engine.head_runs import TRAINED, mtp_engine, story_prompts
+from tests.engine.planners import phases_of
+from tests.engine.simulation import VOCAB_SIZE, Lengths
+from tests.models import make_engine, run_engine, stepped
+from tests.mtp import NaiveMtp, trained_head
+from truedraft.engine.core.draft_choice import Stop
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.layers.linear import Linear
+from truedraft.engine.memory.pointers import PointerError
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.heads.head import Head
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.proposers.drawn import drawn_drafts
+from truedraft.engine.proposers.heads.proposer import HeadProposer
+from truedraft.engine.runtime.native.drafter import NativeDrafter
+from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.sampling.sampler import Drafts, Rule, Sampler
+
+Patch = pytest.MonkeyPatch
+# Two vocabularies of toy texts: a round that begins behind one token drafts by the other.
+TOY = (torch.tensor([0, 2, 3]), torch.tensor([1, 2, 4]))
+WARM = SamplingParams(max_tokens=3, temperature=1.2)
+GREEDY = SamplingParams(max_tokens=24, temperature=0, method="mtp")
+SEEDED = structs.replace(GREEDY, temperature=1.1, seed=3, verification="coupled")
+
+
+def propose(mixes: bool) -> Callable[..., Drafts]:
+    """Drafts with the vocabulary that a round has begun with. ``mixes``: ids that one has drawn are taken as
+    those of the other."""
+
+    def propose(sampler: Sampler, lengths: list[int], stop: Stop | None = None) -> Drafts:
+        texts = [list(row.history.token_ids) for row in sampler.rows]
+        drawn_by = [(len(text) - len(simulation.PROMPT)) % 2 for text in texts]
+
+        def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
+            if last_ids is not None:
+                for row, token_id in zip(rows, last_ids.tolist(), strict=True):
+                    texts[row].append(token_id)
+            wide = []
+            for row in rows:
+                ids = TOY[drawn_by[row]]
+                head = SimpleNamespace(token_ids=ids)
+                logits = simulation.DRAFT(texts[row])[ids]
+                wide.append(Head.in_width(head, logits[None], VOCAB_SIZE))  # type: ignore[arg-type]
+            return torch.cat(wide)
+
+        drafts = drawn_drafts(lengths, sampler, next_logits, [stop] * len(lengths))
+        if mixes:
+            for ids, number in zip(drafts.token_ids, drawn_by, strict=True):
+                places = [TOY[number].tolist().index(token) if token in TOY[number] else 0 for token in ids]
+                ids[:] = TOY[1 - number][places]
+        return drafts
+
+    return propose
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
+def test_texts_have_the_targets_law(monkeypatch: Patch, rule: Rule) -> None:
+    """Compares with exact enumeration, by chi-square."""
+    monkeypatch.setattr(simulation, "_propose", propose(mixes=False))
+    assert simulation.p_value(WARM, rule, 3000, lengths=Lengths(2)) > 1e-4
+
+
+def test_ids_of_the_old_vocabulary_that_the_new_one_maps_are_caught(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(simulation, "_propose", propose(mixes=True))
+    assert simulation.p_value(WARM, Rule.REJECTION, 3000, lengths=Lengths(2)) < 1e-9
+
+
+# Tokens and bits that a head drafts with, one after the other; None: all.
+SOME, OTHERS = np.arange(0, 600, 2), np.arange(1, 600, 2)
+TURNS: tuple[tuple[np.ndarray[Any, np.dtype[np.int64]] | None, bool], ...] = (
+    (SOME, False),
+    (OTHERS, False),
+    (None, True),
+    (SOME, True),
+    (None, False),
+)
+
+
+def switching(core: EngineCore, in_four_bits: bool = True) -> list[list[int]]:
+    """Lets the head draft with another layer in each step. Returns which tokens it drafts in each."""
+    (proposer,) = core.scheduler.proposers
+    assert isinstance(proposer, HeadProposer)
+    weights, step, number = proposer.head.model.weights, core.step, count()
+    assert weights.make_output is not None
+    layers: list[tuple[torch.Tensor | None, Linear]] = []
+    for ids, bits in TURNS:
+        if ids is None and not bits:
+            layers.append((None, weights.head))
+        elif (made := weights.make_output(ids, bits and in_four_bits)) is not None:
+            layers.append((None if ids is None else torch.from_numpy(ids), made))
+    drafted: list[list[int]] = []
+
+    def switched() -> Any:
+        ids, layer = layers[next(number) % len(layers)]
+        proposer.draft_with(ids, layer)
+        drafted.append([*range(2048)] if ids is None else ids.tolist())
+        return step()
+
+    core.step = switched  # type: ignore[method-assign]
+    return drafted
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return story_prompts()
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[list[int]]) -> list[list[int]]:
+    params = [structs.replace(each, method="none") for each in (GREEDY, SEEDED)] * 3
+    return run_engine(make_engine(TRAINED, None, max_model_len=64), prompts, params[: len(prompts)])
+
+
+def text_and_verdicts(core: EngineCore, prompts: list[list[int]], **options: bool) -> tuple[Any, Any]:
+    drafted = switching(core, **options)
+    texts = run_engine(core, prompts, ([GREEDY, SEEDED] * 3)[: len(prompts)])
+    assert len(drafted) > 6
+    assert core.stats.drafts["mtp"].num_accepted_tokens > 10
+    return texts, vars(core.stats)["_verdicts"]
+
+
+def rounds_in_c_do_what_phases_do(prompts: list[list[int]], plain: list[list[int]]) -> None:
+    ours, theirs = (mtp_engine(num_speculative_tokens=3, step_seconds=0.0) for _ in range(2))
+    assert isinstance(ours.runner, NativeRunner)
+    theirs.runner = phases_of(theirs)
+    texts, verdicts = text_and_verdicts(ours, prompts)
+    assert texts == plain
+    assert ours.stats.num_rows["c"] > 20
+    assert (texts, verdicts) == text_and_verdicts(theirs, prompts)
+
+
+def test_text_is_the_same_over_switches_in_c(
+    needs_compiler: None, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    rounds_in_c_do_what_phases_do(prompts, plain)
+
+
+def test_text_is_the_same_over_switches_in_torch(prompts: list[list[int]], plain: list[list[int]]) -> None:
+    core = mtp_engine(native_kernels=False)
+    assert isinstance(core.runner, PhaseRunner)
+    texts, _ = text_and_verdicts(core, prompts[:2], in_four_bits=False)
+    assert texts == plain[:2]
+
+
+def test_rounds_in_c_that_do_not_hear_of_it_are_caught(
+    needs_compiler: None, prompts: list[list[int]], plain: list[list[int]], monkeypatch: Patch
+) -> None:
+    honest, kept = NativeDrafter._describe, []
+
+    def describe(self: NativeDrafter) -> None:
+        if not kept:
+            honest(self)
+            kept.append(self.proposer.head)  # type: ignore[union-attr]
+
+    monkeypatch.setattr(NativeDrafter, "_describe", describe)
+    with pytest.raises(AssertionError):
+        rounds_in_c_do_what_phases_do(prompts, plain)
+
+
+def drafts_are_by_definition(head: NaiveMtp, prompt: list[int]) -> None:
+    """Each draft is the most likely one of the tokens that its step draws from."""
+    core = mtp_engine(step_seconds=0.0)
+    drafted = switching(core, in_four_bits=False)
+    core.add(Generate("0", prompt, structs.replace(GREEDY, trace=True)))
+    text, rounds = list(prompt), []
+    while core.has_work:
+        for output in stepped(core):
+            text += output.token_ids
+            if output.trace and output.trace.draft_ids:
+                rounds.append((output.trace, drafted[-1]))
+    states = head.target[0].model(torch.tensor([text])).last_hidden_state[0]
+    for one, allowed in rounds:
+        known = text[: one.position], states[: one.position - 1]
+        assert one.draft_ids == head.draft(*known, len(one.draft_ids), allowed)
+    assert len({len(allowed) for _, allowed in rounds}) == 2
+
+
+@pytest.fixture(scope="module")
+def head() -> NaiveMtp:
+    return trained_head(TRAINED)
+
+
+@torch.no_grad()
+def test_drafts_are_of_the_vocabulary_of_their_step(
+    needs_compiler: None, head: NaiveMtp, prompts: list[list[int]]
+) -> None:
+    drafts_are_by_definition(head, prompts[0])
+
+
+def ids_without_rows(patch: Patch) -> None:
+    """The head's ids are others, but not its rows."""
+    patch.setattr(ModelRunner, "change_model", lambda self, model: None)
+
+
+@torch.no_grad()
+def test_ids_of_other_rows_are_caught(
+    needs_compiler: None, head: NaiveMtp, prompts: list[list[int]], monkeypatch: Patch
+) -> None:
+    ids_without_rows(monkeypatch)
+    with pytest.raises((AssertionError, PointerError)):
+        drafts_are_by_definition(head, prompts[0])
