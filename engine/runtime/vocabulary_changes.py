@@ -95,7 +95,7 @@ class VocabularyChanges:
         if found is None:
             return state | {"why": f"{why}, as measured at start: too few tokens have been served to compare"}
         other = f"{found.layer.num_tokens} tokens" + (" in 4 bits" if found.layer.in_four_bits else "")
-        return state | {"why": f"{why}: {other} would make {found.gain:.2f} times the speed at most"}
+        return state | {"why": f"{why}: at best {other} would make {found.gain:.2f} times the speed"}
 
     def _learn(self) -> None:
         num_drafts = num_accepted = 0

@@ -96,6 +96,7 @@ def test_text_is_the_same_with_and_without(
     """Weights in four bits draft other tokens, but what is emitted stays."""
     monkeypatch.setattr(draft_vocabulary, "_seconds", takes(by_size))
     core = mtp_engine(draft_vocab_size=size, dtype="auto")
+    assert core.vocabulary is None or size == "auto"
     chosen = core.scheduler.proposers[0].head  # type: ignore[attr-defined]
     assert isinstance(chosen.model.weights.head, QuantisedLinear)
     assert chosen.model.weights.head.out_features == (2048 if size == "auto" else SIZE)
@@ -157,7 +158,9 @@ def test_a_target_without_a_head_drafts_nothing_by_itself(tmp_path: Path) -> Non
 
 def test_full_is_the_layer_of_the_target(loaded: tuple[Model, Head]) -> None:
     target, head = loaded
-    assert choose_output(head, target, "full", HALF).head is head
+    chosen = choose_output(head, target, "full", None)
+    assert chosen.head is head
+    assert not chosen.output_seconds  # no other one will be chosen
     assert head.model.weights.head is target.weights.head  # type: ignore[attr-defined]
 
 
@@ -165,7 +168,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path, loaded: tuple[Model, Head]) -
     target, head = loaded
     own = head.drafting(None, head.model.weights.head)
     own.model.weights = replace(own.model.weights, make_output=None)
-    assert choose_output(own, target, "auto", None).head is own
+    chosen = choose_output(own, target, "auto", None)
+    assert chosen.head is own
+    assert not chosen.output_seconds
     with pytest.raises(ModelLoadError, match="draft_vocab_size is 9, but the head has an output layer of"):
         choose_output(own, target, 9, None)
     with pytest.raises(ModelLoadError, match="are of heads, and self:int4 is none"):
