@@ -1,4 +1,4 @@
-"""Work that goes on beside the caller's, in a thread of its own."""
+"""Starts work that goes on while the caller does, in a thread of its own."""
 
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -55,7 +55,7 @@ class VocabularyChoice:
         self._left_by_four_bits = LEFT_BY_FOUR_BITS
         self._reviewed = self._changed = 0
         self._named: Layer | None = None
-        # Of the layer in use: decayed sums of drafts and of those whose first token was accepted, and all.
+        # Decayed sums are of drafts with the layer in use, and of those whose first token was accepted.
         self._num_judged = self._num_accepted = 0.0
         self._num_drafts = 0
         # The acceptance in the other bits, of each token that could be drafted.

@@ -110,8 +110,9 @@ def same_in_each_step(
     params: Sequences[SamplingParams],
     arrivals: Sequences[int] = LATE,
     cache_prompt: bool = False,
-) -> None:
-    """Runs both step by step, and compares all that each step leaves."""
+) -> list[list[int]]:
+    """Runs both step by step, and compares all that each step leaves. Returns their texts."""
+    texts: list[list[int]] = [[] for _ in arrivals]
     for step in count():
         for number, arrival in enumerate(arrivals):
             if arrival == step:
@@ -125,17 +126,21 @@ def same_in_each_step(
             [(one.request_id, one.token_ids) for one in stepped(core)] for core in (graphed, eager)
         )
         assert ours == theirs
+        for name, token_ids in theirs:
+            texts[int(name)] += token_ids
         for one, other in zip(what_the_head_has(graphed), what_the_head_has(eager), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    return texts
 
 
-def same(graphed: EngineCore, eager: EngineCore, *given: Any, **named: Any) -> None:
-    """Compares all that each step leaves, and the verdicts that have been counted."""
+def same(graphed: EngineCore, eager: EngineCore, *given: Any, **named: Any) -> list[list[int]]:
+    """Compares all that each step leaves, and the verdicts that have been counted. Returns the texts."""
     before = graphs_of(graphed).num_replays
-    same_in_each_step(graphed, eager, *given, **named)
+    texts = same_in_each_step(graphed, eager, *given, **named)
     assert graphs_of(graphed).num_replays > before
     assert vars(graphed.stats)["_verdicts"] == vars(eager.stats)["_verdicts"]
     assert 0 < eager.stats.num_accepted_tokens < eager.stats.num_draft_tokens
+    return texts
 
 
 def test_same_drafts_verdicts_and_states(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
@@ -169,7 +174,7 @@ def test_preemption_and_prefix_hits(folders: tuple[str, str], taped: None) -> No
 
 def drafts_with_other_layers(folders: tuple[str, str]) -> EngineCore:
     """Lets the head draft with other output layers in some steps: of as many tokens in another order, and of
-    fewer."""
+    fewer. Texts are those without drafts, and captured rounds draft what phases do."""
     cores = engines(folders, max_num_sequences=2, num_speculative_tokens=2)
     sizes = {2: len(SHAPE.drafted or ()), 3: 6, 5: 12}
 
@@ -191,7 +196,8 @@ def drafts_with_other_layers(folders: tuple[str, str]) -> EngineCore:
 
     for core in cores:
         core.step = switching(core)  # type: ignore[method-assign]
-    same(*cores, [GREEDY, GREEDY], [0, 0])
+    plain = msgspec.structs.replace(GREEDY, method="none")
+    assert same(*cores, [GREEDY] * 2, [0, 0]) == run_engine(make_engine(folders[0], None), PROMPTS[:2], plain)
     return cores[0]
 
 

@@ -36,7 +36,7 @@ class ServedTokens:
         self._num_unranked = 0  # tokens that the ranking does not know
         self._num_counted = 0.0
         self._sizes = list(sizes)
-        self._drafted: npt.NDArray[np.bool_] | None = None  # by id; None: all are
+        self._drafted: npt.NDArray[np.bool_] | None = None  # it has a place for each id; None: all are
         # Decayed sums over outputs: all of them, those in vocabularies of each size, and those drafted now.
         self._num_judged = 0.0
         self._num_within = [0.0] * len(self._sizes)

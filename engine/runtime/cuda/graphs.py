@@ -143,7 +143,7 @@ class RoundGraphs:
         try:
             for item in [item for item in self.replays if isinstance(item, Shape) and item.queries is None]:
                 self.add(item)
-        except Exception as error:  # as at start
+        except Exception as error:  # it may fail as it may at start
             logger.warning("CUDA graphs cannot be captured anew and are not used: %s", error, exc_info=True)
             self.enabled = False
 

@@ -24,11 +24,10 @@ from truedraft.engine.speculation.vocabulary_choice import Layer
 VOCAB_SIZE = 4096
 REVIEW = 512
 ENDS = (4000, 4001)
-LAYER, OUTPUT = (
-    0.04,
-    0.4,
-)  # a head's pass in units: what is not its output layer, and that as the target has it
-IN_FOUR_BITS = 0.6  # of a layer's time
+# A head's pass takes these in units: what is not its output layer, and that as the target has it.
+LAYER, OUTPUT = 0.04, 0.4
+# In four bits a layer takes this share of it.
+IN_FOUR_BITS = 0.6
 ACCEPTED = 0.8
 
 Chances = np.ndarray[Any, np.dtype[np.float64]]
