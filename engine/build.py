@@ -360,7 +360,7 @@ def _vocabulary(
     open."""
     proposer = next((own for own in proposers if isinstance(own, HeadProposer)), None)
     chosen, target = models.chosen, models.target
-    if proposer is None or chosen is None or not chosen.output_seconds or not planner.costs.is_calibrated:
+    if proposer is None or chosen is None or not chosen.curves or not planner.costs.is_calibrated:
         return None
     make = chosen.head.model.weights.make_output
     assert make is not None

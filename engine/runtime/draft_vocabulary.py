@@ -56,13 +56,13 @@ class Output(NamedTuple):
 @dataclass(frozen=True)
 class Chosen:
     """Holds a head with the output layer that makes most tokens a second, and how many times those of the
-    target alone that are. ``output_seconds`` are those of whole output layers by the number of tokens, as the
-    target has it and, if that can be, in four bits; it is empty where the choice is for good."""
+    target alone that are. ``curves`` are the seconds of whole output layers by the number of tokens, as the
+    target has it and, if that can be, in four bits; there are none where the choice is for good."""
 
     head: Head
     gain: float
     in_four_bits: bool
-    output_seconds: dict[bool, Curve] = field(default_factory=dict)
+    curves: dict[bool, Curve] = field(default_factory=dict)
 
 
 def choose_output(
@@ -77,7 +77,7 @@ def choose_output(
         )
     score = [_seconds(target, num_tokens) for num_tokens in (1, SCORED)]
     best, best_speed, chosen = head, 0.0, Output(None, in_four_bits=False)
-    output_seconds: dict[bool, Curve] = {}
+    curves: dict[bool, Curve] = {}
     for output in _outputs(target.vocab_size, "full" if make is None else size, counts, target.eos_token_ids):
         tried = _drafting(head, output)
         if tried is None:
@@ -86,13 +86,15 @@ def choose_output(
         accepted *= LEFT_BY_FOUR_BITS if output.in_four_bits else 1.0
         speed = _speed(accepted, score, _seconds(tried.model, 1))
         if output.token_ids is None:
-            output_seconds[output.in_four_bits] = output_curve(tried.model.weights.head, tried.model)
+            layer = tried.model.weights.head
+            times = {number: output_seconds(layer, tried.model, number) for number in OUTPUT_TOKENS}
+            curves[output.in_four_bits] = Curve(times)
         logger.debug("%s: %.1f", in_words(output.token_ids, target.vocab_size, output.in_four_bits), speed)
         if speed > best_speed * (1 + MARGIN):
             best, best_speed, chosen = tried, speed, output
     logger.info("The head drafts %s", in_words(chosen.token_ids, target.vocab_size, chosen.in_four_bits))
     is_open = make is not None and size == "auto" and counts is None
-    return Chosen(best, best_speed * score[0], chosen.in_four_bits, output_seconds if is_open else {})
+    return Chosen(best, best_speed * score[0], chosen.in_four_bits, curves if is_open else {})
 
 
 def _drafting(head: Head, output: Output) -> Head | None:
@@ -151,14 +153,10 @@ def _seconds(model: Model, num_tokens: int) -> float:
     return min(seconds for seconds in found if seconds is not None)
 
 
-def output_curve(linear: Linear, model: FusedDecoder) -> Curve:
-    """Returns the seconds of an output layer by the number of tokens."""
-    size = model.weights.norm.size
-    found = {}
-    for num_tokens in OUTPUT_TOKENS:
-        x = torch.ones(num_tokens, size, dtype=model.dtype, device=model.device)
-        found[num_tokens] = min(_call_seconds(linear, x) for _ in range(REPEATS))
-    return Curve(found)
+def output_seconds(linear: Linear, model: FusedDecoder, num_tokens: int) -> float:
+    """Returns what an output layer of the head ``model`` takes."""
+    x = torch.ones(num_tokens, model.weights.norm.size, dtype=model.dtype, device=model.device)
+    return min(_call_seconds(linear, x) for _ in range(REPEATS))
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from truedraft.engine.machine.beside import start_beside
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.models.heads.served_tokens import Ids, ServedTokens
 from truedraft.engine.proposers.heads.proposer import HeadProposer
-from truedraft.engine.runtime.draft_vocabulary import Chosen, in_words, output_curve, smaller_sizes
+from truedraft.engine.runtime.draft_vocabulary import Chosen, in_words, output_seconds, smaller_sizes
 from truedraft.engine.speculation.costs import PassCosts
 from truedraft.engine.speculation.planner import SpeculationPlanner, by_proposer
 from truedraft.engine.speculation.vocabulary_choice import LEAST_GAIN, Layer, VocabularyChoice
@@ -58,7 +58,7 @@ class VocabularyChanges:
         self.vocab_size = proposer.vocab_size
         self._own = own
         self._make = make
-        self._curves = chosen.output_seconds
+        self._curves = chosen.curves
         sizes = smaller_sizes(self.vocab_size)
         layers = [Layer(size, bits) for size in (self.vocab_size, *sizes) for bits in sorted(self._curves)]
         self.served = ServedTokens(self.vocab_size, sizes, always)
@@ -165,7 +165,7 @@ class VocabularyChanges:
         """Times the layer next to the one in use, at the same moment."""
         model = self.proposer.head.model
         current = self.choice.current
-        ours, theirs = (output_curve(each, model)(1) for each in (linear, model.weights.head))
+        ours, theirs = (output_seconds(each, model, 1) for each in (linear, model.weights.head))
         promised = self._seconds(layer, 1) / self._seconds(current, 1)
         self._slower[layer] *= ours / theirs / promised
         accepted = self.choice.accepted(layer, self._shares(), self.served.drafted_share)

@@ -120,7 +120,7 @@ def test_what_makes_most_tokens_a_second_is_chosen(
     output: Any = found.model.weights.head  # type: ignore[attr-defined]
     assert (output.out_features, isinstance(output, QuantisedLinear)) == expected
     assert (found.token_ids is None) == (expected[0] == 2048)
-    assert bool(chosen.output_seconds) == (counts is None)
+    assert bool(chosen.curves) == (counts is None)
 
 
 @pytest.mark.parametrize(("cost", "drafts"), [(0.01, True), (0.8, False)])
@@ -142,7 +142,7 @@ def test_full_is_the_layer_of_the_target(loaded: tuple[Model, Head]) -> None:
     target, head = loaded
     chosen = choose_output(head, target, "full", None)
     assert chosen.head is head
-    assert not chosen.output_seconds  # no other one will be chosen
+    assert not chosen.curves  # no other one will be chosen
     assert head.model.weights.head is target.weights.head  # type: ignore[attr-defined]
 
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, loaded: tuple[Model, Head]) -
     own.model.weights = replace(own.model.weights, make_output=None)
     chosen = choose_output(own, target, "auto", None)
     assert chosen.head is own
-    assert not chosen.output_seconds
+    assert not chosen.curves
     with pytest.raises(ModelLoadError, match="draft_vocab_size is 9, but the head has an output layer of"):
         choose_output(own, target, 9, None)
     with pytest.raises(ModelLoadError, match="are of heads, and self:int4 is none"):
