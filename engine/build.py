@@ -21,6 +21,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.heads.vocabulary import count_tokens
@@ -43,10 +44,11 @@ from truedraft.engine.runtime.calibrate import calibrate
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
-from truedraft.engine.runtime.draft_vocabulary import with_output
+from truedraft.engine.runtime.draft_vocabulary import Chosen, choose_output
 from truedraft.engine.runtime.native.drafter import NativeDrafter, drafts_in_c
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.runtime.vocabulary_changes import VocabularyChanges
 from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
@@ -64,14 +66,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What is loaded, and how long texts may be. ``pairing`` is that of target and draft."""
+    """What is loaded, and how long texts may be. ``pairing`` is that of target and draft; ``chosen`` has the
+    head, with an output layer."""
 
     target: Model
     draft: Model | None
-    head: Head | None
+    chosen: Chosen | None
     pairing: Pairing | None
     encoder_decoder: EncoderDecoderLimits | None
     max_model_len: int
+
+    @property
+    def head(self) -> Head | None:
+        return None if self.chosen is None else self.chosen.head
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +147,12 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
         set_num_threads(num_threads)
     else:
         torch.set_num_threads(num_threads)
-    draft = pairing = head = None
+    draft = pairing = chosen = None
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         begin("the draft model")
         source, draft_options = draft_source(config)
-        head = _load_head(config, target, draft_options)
-        if head is None and config.draft != AUTO:
+        chosen = _load_head(config, target, draft_options)
+        if chosen is None and config.draft != AUTO:
             if isinstance(config.draft_vocab_size, int) or config.draft_vocab_file is not None:
                 raise ModelLoadError(
                     f"draft_vocab_size and draft_vocab_file are of heads, and {config.draft} is none: leave "
@@ -155,10 +162,10 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
             _check_kinds(target, draft)
             pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
     if not isinstance(target, EncoderDecoderModel):
-        return Models(target, draft, head, pairing, None, _max_model_len(config, target))
+        return Models(target, draft, chosen, pairing, None, _max_model_len(config, target))
     limits = _encoder_decoder_limits(config, target, draft)
     longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
-    return Models(target, draft, head, pairing, limits, longest)
+    return Models(target, draft, chosen, pairing, limits, longest)
 
 
 def allocate(config: EngineConfig, models: Models) -> Memory:
@@ -232,6 +239,9 @@ def make_core(
     ]
     costs = _costs(config, models, memory, proposers, runner)
     is_auto = config.num_speculative_tokens == "auto"
+    planner = SpeculationPlanner(
+        costs, lookups, proposers, stops=config.draft_stop and target.device.type == "cpu"
+    )
     return EngineCore(
         target=memory.target,
         draft=memory.draft,
@@ -240,9 +250,7 @@ def make_core(
             target_pool=memory.target_pool,
             max_num_sequences=config.num_sequences_on(target.device.type),
             max_num_batched_tokens=config.max_num_batched_tokens,
-            planner=SpeculationPlanner(
-                costs, lookups, proposers, stops=config.draft_stop and target.device.type == "cpu"
-            ),
+            planner=planner,
             proposers=proposers,
             # What an encoder makes of a beginning depends on what follows.
             prefix_caching=config.prefix_caching and models.encoder_decoder is None,
@@ -263,6 +271,7 @@ def make_core(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
             ),
         ),
+        vocabulary=_vocabulary(models, proposers, planner),
     )
 
 
@@ -308,7 +317,7 @@ def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[P
     ]
 
 
-def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Head | None:
+def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Chosen | None:
     """Returns the head that the settings name, or one that pays, with the tokens that it drafts."""
     assert config.target is not None  # filled in by EngineConfig
     assert config.draft is not None
@@ -327,10 +336,10 @@ def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Hea
         return None
     file = config.draft_vocab_file
     counts = None if file is None else count_tokens(file, config.target)
-    head, gain = with_output(head, target, config.draft_vocab_size, counts)
-    if is_asked or gain >= MIN_GAIN:
-        return head
-    logger.info("draft is auto: the head in %s would make %.2f times the speed", config.target, gain)
+    chosen = choose_output(head, target, config.draft_vocab_size, counts)
+    if is_asked or chosen.gain >= MIN_GAIN:
+        return chosen
+    logger.info("draft is auto: the head in %s would make %.2f times the speed", config.target, chosen.gain)
     return None
 
 
@@ -338,7 +347,26 @@ def _head(models: Models, memory: Memory) -> list[Proposer]:
     """Returns what drafts with the head, if there is one."""
     if models.head is None or memory.head is None:
         return []
-    return [HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)]
+    proposer = HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)
+    if memory.graphs is not None and memory.graphs.head is not None:
+        proposer.followers.append(memory.graphs.change_head)
+    return [proposer]
+
+
+def _vocabulary(
+    models: Models, proposers: Sequence[Proposer], planner: SpeculationPlanner
+) -> VocabularyChanges | None:
+    """Returns what changes the tokens that a head drafts, if the settings leave them and the draft length
+    open."""
+    proposer = next((own for own in proposers if isinstance(own, HeadProposer)), None)
+    chosen, target = models.chosen, models.target
+    if proposer is None or chosen is None or not chosen.curves or not planner.costs.is_calibrated:
+        return None
+    make = chosen.head.model.weights.make_output
+    assert make is not None
+    assert isinstance(target, FusedDecoder)
+    own = target.weights.head
+    return VocabularyChanges(proposer, planner, own, make, chosen, target.eos_token_ids)
 
 
 def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:

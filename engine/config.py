@@ -151,15 +151,17 @@ class SpeculationSettings(BaseModel):
     draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = Field(
         "auto",
         description="How many tokens a head that shares the target's output layer can draft: that number of "
-        "the most frequent ones, or full: all, with that layer as it is. auto: what makes most "
-        "tokens a second by passes measured at start, all or, with draft_vocab_file, fewer, and on a CPU "
-        "perhaps with a copy of the layer in 4 bits. The output has the same distribution in any case.",
+        "the most frequent ones, or full: all, with that layer as it is. auto: what makes most tokens a "
+        "second, all or fewer, and on a CPU perhaps with a copy of the layer in 4 bits: by passes measured "
+        "at start, and without draft_vocab_file from then on by the texts that are served. The output has "
+        "the same distribution in any case.",
     )
     draft_vocab_file: str | None = Field(
         None,
         description="File of texts like those that will be served, one a line, or in a .jsonl file objects "
         "with 'prompt' or 'messages': the tokens that a head drafts are ranked by how often they are in it. "
-        "Default: by their ids, the first of which tokenizers have learned first.",
+        "Default: by the texts that are served, and before that by their ids, the first of which tokenizers "
+        "have learned first.",
     )
     draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
         "auto",

@@ -9,6 +9,7 @@ from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
 from truedraft.engine.core.commit import commit
+from truedraft.engine.core.planning import Reviser
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.stats import EngineStats
@@ -16,10 +17,17 @@ from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
 
 
 class EngineCore:
-    """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine."""
+    """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine.
+    ``vocabulary`` changes what a head drafts, where that is open."""
 
     def __init__(
-        self, target: Any, draft: Any | None, runner: Runner, scheduler: Scheduler, admission: Admission
+        self,
+        target: Any,
+        draft: Any | None,
+        runner: Runner,
+        scheduler: Scheduler,
+        admission: Admission,
+        vocabulary: Reviser | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -27,6 +35,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.planner = scheduler.planner
         self.admission = admission
+        self.vocabulary = vocabulary
         self.stats = EngineStats()
 
     def step(self) -> list[TokenOutput | Failed]:
@@ -37,6 +46,8 @@ class EngineCore:
         result = self.runner.run(plan)  # draft, score, verify: one round, or several where they are short
         outputs = commit(plan, result, self.scheduler, self.stats)  # append, truncate, publish, finish, count
         self.planner.observe(plan, result)  # acceptance and costs
+        if self.vocabulary is not None:
+            self.vocabulary.observe(plan, result)
         return outputs
 
     def add(self, request: Generate) -> None:
@@ -69,7 +80,8 @@ class EngineCore:
 
     def speculation(self) -> dict[str, object]:
         """Returns how drafts are chosen, and why, for ``GET /speculation``."""
-        return self.planner.state()
+        state = self.planner.state()
+        return state if self.vocabulary is None else {**state, "draft_vocabulary": self.vocabulary.state()}
 
     def snapshot(self) -> Stats:
         """Returns counts since the start, and gauges as they are now."""

@@ -6,8 +6,10 @@ row end the process.
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Lock, Thread, stack_size
+from threading import Lock, stack_size
 from typing import TypeVar
+
+from truedraft.engine.machine.beside import start_beside
 
 T = TypeVar("T")
 
@@ -24,18 +26,9 @@ def on_deep_stack(work: Callable[[], T]) -> T:
 
 def start_on_deep_stack(work: Callable[[], T]) -> Future[T]:
     """``on_deep_stack`` without waiting for it."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
     with _starting:
         before = stack_size(STACK_BYTES)
         try:
-            Thread(target=run, name="deep stack", daemon=True).start()
+            return start_beside(work)
         finally:
             stack_size(before)
-    return future

@@ -235,12 +235,12 @@ class Reader:
         multiplier = logit_multiplier(facts.config)
 
         def make(rows: npt.NDArray[np.int64] | None, in_four_bits: bool) -> Linear | None:
-            weight = read_weight(checkpoint, name, shape, linears, facts)
+            weight = read_weight(checkpoint, name, shape, linears, facts, rows)
             has_kernels = linears.takes_blocks and facts.device.type == "cpu"
             if in_four_bits and not (has_kernels and can_be_in_four_bits(weight)):
                 return None
-            taken = weight if rows is None else weight.take(rows)
-            return linears.make([quantised_to_four_bits(taken) if in_four_bits else taken], None, multiplier)
+            made = quantised_to_four_bits(weight) if in_four_bits else weight
+            return linears.make([made], None, multiplier)
 
         return make
 
@@ -249,25 +249,41 @@ class Reader:
 
 
 def read_weight(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, int], linears: Linears, facts: ModelFacts
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, int],
+    linears: Linears,
+    facts: ModelFacts,
+    rows: npt.NDArray[np.int64] | None = None,
 ) -> Weight:
-    """Returns a matrix for ``linears``, which is read when it is first asked for, and kept as long as the
-    weight is."""
+    """Returns a matrix for ``linears``, or some ``rows`` of it in any order, which is read when it is first
+    asked for, and kept as long as the weight is."""
     blocks = checkpoint.blocks(name) if linears.takes_blocks else None
     scaled_rows = checkpoint.scaled_rows(name) if linears.takes_scaled_rows else None
     scaled_bytes = checkpoint.scaled_bytes(name) if linears.takes_scaled_bytes else None
-    read = cache(partial(read_tensor, checkpoint, name, linears, facts))
+    read = cache(partial(read_tensor, checkpoint, name, linears, facts, rows))
     weight = Weight(name, shape, read, blocks, scaled_rows, scaled_bytes)
+    if rows is not None:
+        return replace(weight.take(rows), stored=read)
     if not linears.takes_blocks:
         return weight
     return replace(weight, head_blocks=partial(checkpoint.head_blocks, name))
 
 
-def read_tensor(checkpoint: Checkpoint, name: str, linears: Linears, facts: ModelFacts) -> torch.Tensor:
-    """Returns a copy, on the device: in the checkpoint's 16 bits if ``linears`` take them."""
+def read_tensor(
+    checkpoint: Checkpoint,
+    name: str,
+    linears: Linears,
+    facts: ModelFacts,
+    rows: npt.NDArray[np.int64] | None = None,
+) -> torch.Tensor:
+    """Returns a copy, on the device, of all ``rows`` or some: in the checkpoint's 16 bits if ``linears`` take
+    them."""
     tensor = checkpoint.read([name])[name]
+    if rows is not None:
+        tensor = tensor[torch.from_numpy(rows)]
     is_kept = linears.takes_halves and tensor.dtype in HALVES
-    return tensor.to(facts.device, tensor.dtype if is_kept else facts.dtype, copy=True)
+    return tensor.to(facts.device, tensor.dtype if is_kept else facts.dtype, copy=rows is None)
 
 
 class _Stack(NamedTuple):

@@ -193,10 +193,10 @@ def pass_seconds(
         for _ in range(RUNS):
             for table in tables:
                 table.num_computed_tokens, table.num_folded_tokens = num_stored, num_folded(num_stored)
-            _synchronize(model.device)
+            synchronize(model.device)
             started = time.perf_counter()
             model.forward(spans)
-            _synchronize(model.device)
+            synchronize(model.device)
             took = time.perf_counter() - started
             fastest, total = min(fastest, took), total + took
             if total > WARM_SECONDS:
@@ -224,6 +224,7 @@ def _scratch(pool: BlockPool, room: list[int], num_encoder_tokens: int = 0) -> I
             pool.release(table)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -10,6 +10,7 @@ Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the rou
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from truedraft.engine.core import sequence as core
 from truedraft.engine.core.step import StepPlan, StepResult
 from truedraft.engine.speculation.acceptance import Acceptance
-from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
+from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, PassCosts, Shape
 from truedraft.engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 from truedraft.engine.speculation.stopping import Confidence
 
@@ -56,6 +57,13 @@ class Group:
         if source not in self.acceptances:
             self.acceptances[source] = Acceptance()
         return self.acceptances[source]
+
+    def scaled(self, source: str, factor: float) -> "Group":
+        """Returns a group of whose drafts ``factor`` times as many are accepted."""
+        other = Group(self.name)
+        other.acceptances[source] = acceptance = deepcopy(self.acceptance(source))
+        acceptance.scale(factor)
+        return other
 
     def confidence(self, source: str) -> Confidence:
         """Returns what is known of how sure a proposer is of its drafts."""
@@ -313,6 +321,15 @@ class Policy:
                 [count * group.acceptance(source).expected(length) for group, count in groups.items()]
             )
         return self._plan(shape, length, accepted)
+
+    def rate_with(
+        self, num_rows: int, groups: Counter[Group], source: str, passes: PassCosts, accepted: float
+    ) -> float:
+        """Returns the tokens per second of the best length if the passes of ``source`` took what ``passes``
+        say, and ``accepted`` times as many of its drafts were accepted."""
+        policy = Policy(self.costs.drafting(source, passes))
+        scaled = Counter({group.scaled(source, accepted): count for group, count in groups.items()})
+        return max(policy.fixed(num_rows, scaled, source, n).rate for n in range(MAX_LENGTH + 1))
 
     def _plan(self, shape: Shape, length: int, accepted: float, below: float = 0.0) -> Plan:
         num_tokens, seconds = shape.num_rows + accepted, self.costs.seconds(shape)

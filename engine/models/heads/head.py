@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
+from truedraft.engine.layers.linear import Linear, Linears, TorchLinear, TorchLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.messages import HeadOutput, Method
 from truedraft.engine.models.base import Model
@@ -102,6 +102,18 @@ class Head:
         model.keep_cache_in(self.model.cache_dtype)
         on_device = None if token_ids is None else token_ids.to(model.device)
         return replace(self, model=model, token_ids=on_device)
+
+    def take_over(self, token_ids: torch.Tensor | None, output: Linear) -> bool:
+        """Takes the numbers of another output layer over in place, where what was captured of a layer of as
+        many tokens reads them. The layer must be a copy that is nobody else's: one of some tokens is."""
+        own, ids = self.model.weights.head, self.token_ids
+        if ids is None or token_ids is None or len(ids) != len(token_ids):
+            return False
+        if not isinstance(own, TorchLinear) or not isinstance(output, TorchLinear):
+            return False
+        own.weight.copy_(output.weight)
+        ids.copy_(token_ids)
+        return True
 
 
 def check_target(path: str, target: Model) -> FusedDecoder:

@@ -4,20 +4,22 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.models.heads.served_tokens import ranked
 from truedraft.engine.models.prompt_file import read_prompts
 
 
 def most_frequent(counts: Counter[int], size: int, vocab_size: int, always: Iterable[int]) -> torch.Tensor:
-    """Returns ``size`` ids in order: those of ``always``, then the most frequent ones. Where too few have
-    been counted the lowest ids follow, which tokenizers have learned first."""
-    ranked = dict.fromkeys(token for token in always if 0 <= token < vocab_size)
-    ranked |= dict.fromkeys(token for token, _ in counts.most_common())
-    ranked |= dict.fromkeys(range(vocab_size))
-    return torch.tensor(sorted(list(ranked)[:size]))
+    """Returns ``size`` ids in order: those of ``always``, then the most frequent ones."""
+    numbers = np.zeros(vocab_size, np.float32)
+    for token, count in counts.items():
+        if token < vocab_size:
+            numbers[token] = count
+    return torch.from_numpy(np.sort(ranked(numbers, always)[:size]))
 
 
 def count_tokens(file: str, target: str) -> Counter[int]:

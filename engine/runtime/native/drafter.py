@@ -9,6 +9,7 @@ from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.pointers import PointerError, address
+from truedraft.engine.models.heads.head import Head
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.library import Drafter
 from truedraft.engine.proposers.draft_model import DraftModelProposer
@@ -21,19 +22,25 @@ class NativeDrafter:
     ``struct``."""
 
     def __init__(self, proposer: DraftModelProposer | HeadProposer, target: NativeDecoder) -> None:
-        model = _pass_of(proposer)
-        assert model is not None
-        self.model = model
+        self.target = target
         self.proposer = proposer
         self.head = proposer if isinstance(proposer, HeadProposer) else None
         self.need, self.max_len = proposer.need, proposer.max_len
+        self._describe()
+        if self.head is not None:
+            self.head.followers.append(lambda head: self._describe())
+
+    def _describe(self) -> None:
+        model = _pass_of(self.proposer)
+        assert model is not None
+        self.model = model
         self.struct = Drafter(model=addressof(model.decoder))
         if self.head is not None:
-            self._describe(self.head, target)
+            self._describe_head(self.head.head)
 
-    def _describe(self, proposer: HeadProposer, target: NativeDecoder) -> None:
+    def _describe_head(self, head: Head) -> None:
         """Fills in what only heads have."""
-        head, fusion, struct = proposer.head, proposer.head.fusion, self.struct
+        fusion, struct, target = head.fusion, self.struct, self.target
         num_layers, token_ids = target.decoder.num_layers, head.token_ids
         if fusion is None or (fusion.tap_size, fusion.size) != (target.hidden_size, self.model.hidden_size):
             raise PointerError("C does not make this head's states")
