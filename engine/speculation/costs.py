@@ -257,6 +257,10 @@ class Costs:
                 return measured[source, nearest][0], FIRST_CORRECTION
         return 0.0, FIRST_CORRECTION
 
+    def uncertainty(self, shape: Shape) -> float:
+        """Returns the standard deviation of the logarithm of what sets such rounds apart from others."""
+        return math.sqrt(self._correction(shape.num_rows, shape.kind)[1])
+
     def observe(self, shape: Shape, model_seconds: float) -> None:
         """Learns that a round took ``model_seconds``."""
         surprise = math.log(max(model_seconds, 1e-9) / self.model_seconds(shape))

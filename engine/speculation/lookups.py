@@ -223,8 +223,8 @@ def start_some(idle: Iterable[RowLookup], free: float, explorer: Explorer, now: 
     for lookup in idle:
         if start_if_it_pays(lookup, free) or lookup.retry_at > len(lookup.sequence.token_ids):
             continue
-        if explorer.next([lookup.source.name], now) is not None:
-            explorer.charge(lookup.source.name, lookup.start(), OPTION_SHARE, now)
+        if explorer.next({lookup.source.name: 0.0}, now) is not None:
+            explorer.charge(lookup.source.name, lookup.start() / OPTION_SHARE, now)
 
 
 def _charge(group: Group, seconds: float) -> None:

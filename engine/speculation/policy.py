@@ -8,6 +8,7 @@ time explores other lengths, and other proposers.
 Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the round that it decides about.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -22,9 +23,11 @@ from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Pa
 from truedraft.engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 from truedraft.engine.speculation.stopping import Confidence
 
-# Seconds between replans, and rounds of an exploration: a single one is timed to a tenth only, and the first
-# of a step finds cold caches. At first, and after a large change, replans come after 4, 8, 16, ... rounds.
+# Seconds between replans. At first, and after a large change, they come after 4, 8, 16, ... rounds.
 REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
+# Least rounds of an exploration: a single one is timed to a tenth only. Where a proposer starts, what is
+# accepted is to be learned, too.
+EXPLORED_ROUNDS, STARTED_ROUNDS = 2, 4
 # Factor that drafting must gain over the rate of none, since a busy front end costs it more than rounds say,
 # and another length over that of the active one.
 LEAST_GAIN = 1.01
@@ -38,6 +41,8 @@ REPORT_DECAY = 0.98
 # Drafts end where the chance that all is accepted is worth less than another token takes, or a share of that:
 # some of the rows' passes run in any case.
 STOP_SHARES = (1.0, 0.6)
+# Standard deviations by which an option that never ran may be faster than is expected.
+DOUBT = 2.0
 # The option that is explored while drafting is off: whether drafting pays again, with whatever length.
 PAUSED = -1
 
@@ -372,25 +377,32 @@ class Policy:
     def _explore(self, best: Best, batch: Batch) -> Exploration | None:
         """Returns what to explore from now on, if something is due."""
         length, source = best.active.length, best.active.source
-        known: list[int] = [0, length + 1, length - 1] if length else [PAUSED]
+        # A longer draft teaches most: how far drafts are accepted.
+        lengths = [length + 1, length - 1, 0]
         if best.active.below:
             # Its lengths change by themselves; others are known by their own rounds alone.
-            known = [0, best.active.usual_length]
+            lengths = [best.active.usual_length, 0]
         elif length == MAX_LENGTH:
-            known.remove(length + 1)
-        others = {plan.source: plan for plan in best.others}
-        options: list[int | str] = [*known, *others]
-        place = self.explorer.next(options, self._now)
-        if place is None:
+            lengths.remove(length + 1)
+        groups, options = batch.groups(source), dict[int | str, Plan]()
+        if length:
+            options |= {n: self.fixed(batch.num_rows, groups, source, n) for n in lengths}
+        else:
+            options[PAUSED] = best.drafting
+        options |= {plan.source: plan for plan in best.others}
+        waits = {option: self._first_wait(option, plan, best.active) for option, plan in options.items()}
+        option = self.explorer.next(waits, self._now)
+        if option is None:
             return None
-        option, scouts, catch_up = options[place], None, 0.0
-        starting = others[option] if isinstance(option, str) else None if length else best.drafting
-        if starting is not None:
+        starting, scouts, catch_up = None, None, 0.0
+        if isinstance(option, int) and not _is_start(option):
+            length = option
+        else:
+            starting = options[option]
             source, length = starting.source, starting.usual_length
             scouts, catch_up = self._scouts(best, batch, source)
-        elif isinstance(option, int):
-            length = option
-        exploration = Exploration(option, source, length, scouts, FEW_ROUNDS)
+        least = _least_rounds(option)
+        exploration = Exploration(option, source, length, scouts, least)
         plan, _ = self._explored(exploration, best, batch)
         # It takes a whole step: later rounds of a step are faster, and the active plan has those.
         num_rounds = self.costs.rounds_per_step(self.costs.model_seconds(plan.shape), plan.shape.num_rows)
@@ -400,8 +412,15 @@ class Policy:
             lost = plan.seconds - plan.tokens / best.active.rate
             is_close = lost * CATCH_UP_ROUNDS <= catch_up
             num_rounds = max(num_rounds, CATCH_UP_ROUNDS if is_close else catch_up / lost)
-        exploration.rounds_left = max(FEW_ROUNDS, int(num_rounds))
+        exploration.rounds_left = max(least, int(num_rounds))
         return exploration
+
+    def _first_wait(self, option: int | str, plan: Plan, active: Plan) -> float:
+        """Returns the seconds from the start after which an option that never ran may be explored: none if it
+        may be better than the ``active`` plan."""
+        doubt = DOUBT * self.costs.uncertainty(plan.shape)
+        lost = plan.seconds - plan.tokens * math.exp(doubt) / active.rate
+        return max(0.0, _least_rounds(option) * lost) / _share(option)
 
     def _scouts(self, best: Best, batch: Batch, source: str) -> tuple[frozenset[core.Sequence], float]:
         """Returns who explores a proposer that does not draft, and the seconds that bringing their caches up
@@ -473,9 +492,8 @@ class Policy:
             return
         # At most what the rounds would have taken otherwise: what a busy moment spoils is soon tried again.
         lost = min(exploration.lost, exploration.num_rounds * self.last.best.active.seconds)
-        is_start = exploration.option == PAUSED or isinstance(exploration.option, str)
-        share = PAUSED_SHARE if is_start else OPTION_SHARE
-        self.explorer.charge(exploration.option, lost, share, self._now)
+        option = exploration.option
+        self.explorer.charge(option, lost / _share(option), self._now, first_is_free=_is_start(option))
 
     def _experts_in_words(self, best: Best) -> str:
         """Returns what a round with drafts reads of a target with experts, to follow ``why``."""
@@ -501,6 +519,21 @@ class Policy:
             "costs": self.costs.state(),
             "explorations": self.explorer.num_explored,
         }
+
+
+def _is_start(option: int | str) -> bool:
+    """Tells whether exploring the option starts a proposer that does not draft."""
+    return option == PAUSED or isinstance(option, str)
+
+
+def _least_rounds(option: int | str) -> int:
+    """Returns how many rounds an exploration has at least."""
+    return STARTED_ROUNDS if _is_start(option) else EXPLORED_ROUNDS
+
+
+def _share(option: int | str) -> float:
+    """Returns the share of the time that exploring an option may lose."""
+    return PAUSED_SHARE if _is_start(option) else OPTION_SHARE
 
 
 def _is_same_draft(plan: Plan, other: Plan | None) -> bool:
