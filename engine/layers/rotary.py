@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from truedraft.engine.memory.huge_pages import HugePages
+
 # A table of angles has at most this many positions, or else this many numbers.
 MAX_TABLE_POSITIONS, MAX_TABLE_NUMBERS = 1 << 17, 1 << 24
 # On a CPU it has angles of so many positions more each time that one is reached which it does not have.
@@ -96,9 +98,9 @@ class Rotary:
         if self.like.device.type != "cpu":
             self.num_reached = num_positions
             return self.compute(torch.arange(num_positions, device=self.like.device))
-        cos, sin = self.compute(torch.zeros(1, dtype=torch.int64))
-        shape = len(cos), num_positions, self.size
-        return cos.new_empty(shape), sin.new_empty(shape)
+        cos, _ = self.compute(torch.zeros(1, dtype=torch.int64))
+        pages, shape = HugePages(), (len(cos), num_positions, self.size)
+        return pages.zeros(*shape, dtype=cos.dtype), pages.zeros(*shape, dtype=cos.dtype)
 
     @torch.inference_mode()
     def _grow(self, num_positions: int) -> None:

@@ -184,7 +184,10 @@ def pass_seconds(
     if sum(map(pool.blocks_for, room)) > pool.num_free or not pool.has_slots(len(room)):
         return None
     with _scratch(pool, room, num_encoder_tokens) as tables:
-        token_ids = iter(distinct_ids(sum(row_lengths), model.vocab_size))
+        num_tokens = sum(row_lengths)
+        # Where no experts are met, the first ids do: few pages are read of embeddings that lie in a file.
+        vocab_size = min(model.vocab_size, num_tokens) if model.model.touched is None else model.vocab_size
+        token_ids = iter(distinct_ids(num_tokens, vocab_size))
         spans = [
             Span(table, list(islice(token_ids, length)), length)
             for table, length in zip(tables, row_lengths, strict=True)
