@@ -35,6 +35,7 @@ BORDER = (
     "engine.machine.deep_stack",
     "engine.sampling.grammar_compiler",
     "engine.process.lifeline",
+    "engine.machine.heap",
     "engine.machine.limits",
     "engine.machine.openmp",
     "engine.terminal",

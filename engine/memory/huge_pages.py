@@ -18,13 +18,6 @@ CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
 
 
-def trim_heap() -> None:
-    """Give back what was freed: glibc keeps it for the next allocation, gigabytes after loading a model."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 class HugePages:
     """Makes tensors, one after the other. A chunk is given back when the last of its tensors is gone."""
 

@@ -23,7 +23,7 @@ from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, LayerI
 from truedraft.engine.layers.linear import Embeddings, Linear, Linears
 from truedraft.engine.layers.rotary import NoAngles
 from truedraft.engine.layers.weight import Weight
-from truedraft.engine.memory.huge_pages import trim_heap
+from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import HEAD, Checkpoint
 from truedraft.engine.models.families.ends import (

@@ -24,8 +24,8 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.runner import LaunchingRunner
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import own_memory
-from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.messages import (
     MTP,
     WITH_DRAFT,

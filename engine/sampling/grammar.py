@@ -17,10 +17,9 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from truedraft.engine.machine.deep_stack import start_on_deep_stack
-from truedraft.engine.memory.huge_pages import trim_heap
+from truedraft.engine.machine.heap import heap_in_use, trim_heap
 from truedraft.engine.memory.pointers import address
 from truedraft.engine.sampling.grammar_compiler import GrammarError, compile_grammar, error_of
-from truedraft.engine.sampling.heap import heap_in_use
 
 # Compiled grammars that are kept and what they may take together, the least recently used leave first.
 MAX_KEPT = 64

@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from pydantic import ByteSize
 
 from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import num_cpus
 from truedraft.engine.machine.openmp import THREADS_VARIABLE
 from truedraft.engine.messages import Ready
@@ -257,8 +258,10 @@ async def _announce(services: Services, server: Server) -> None:
         telling.cancel()
         with suppress(asyncio.CancelledError):
             await telling  # a bar is gone before anything else is printed
-    # What is imported and loaded stays: to look through it again would stop every stream for a while.
+    # What is imported and loaded stays: to look through it again would stop every stream for a while. What
+    # that took on the way does not.
     gc.freeze()
+    trim_heap()
     _say(capacity(services.settings, worker), log_format)
 
 

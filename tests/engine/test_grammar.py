@@ -23,6 +23,7 @@ from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.machine.heap import heap_in_use
 from truedraft.engine.messages import DraftCounts, Failed, Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
@@ -31,7 +32,6 @@ from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.sampling import grammar_compiler
 from truedraft.engine.sampling.grammar import Grammars, Matcher
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
-from truedraft.engine.sampling.heap import heap_in_use
 from truedraft.engine.sampling.sampler import Drafts
 from truedraft.engine.speculation import lookups, planner
 

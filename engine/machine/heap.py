@@ -1,4 +1,4 @@
-"""Reads how much memory the C library has handed out, to bound what native code keeps and cannot weigh."""
+"""Reads how much memory the C library has handed out, and has it give back what was freed."""
 
 import ctypes
 from functools import cache
@@ -33,9 +33,17 @@ def _mallinfo() -> "ctypes._NamedFuncPointer | None":
 
 
 def heap_in_use() -> int | None:
-    """Bytes that the main thread has allocated and not freed; None where the C library does not tell."""
+    """Bytes that the main thread has allocated and not freed; None where the C library does not tell. They
+    bound what native code keeps and cannot weigh."""
     read = _mallinfo()
     if read is None:
         return None
     counts = read()
     return int(counts.uordblks) + int(counts.hblkhd)
+
+
+def trim_heap() -> None:
+    """Give back what was freed: glibc keeps it for the next allocation, gigabytes after loading a model."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
