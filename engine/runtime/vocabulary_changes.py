@@ -17,7 +17,7 @@ from truedraft.engine.core.step import Kind, StepPlan, StepResult
 from truedraft.engine.layers.decoder import MakeOutput
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.machine.beside import start_beside
-from truedraft.engine.memory.huge_pages import trim_heap
+from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.models.heads.served_tokens import Ids, ServedTokens
 from truedraft.engine.proposers.heads.proposer import HeadProposer
 from truedraft.engine.runtime.draft_vocabulary import Chosen, in_words, output_seconds, smaller_sizes
