@@ -164,7 +164,7 @@ def test_an_orderly_end_is_no_failure(model_folder: Path, tmp_path: Path, number
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_end_while_loading_takes_no_time(model_folder: Path, tmp_path: Path, number: int) -> None:
-    """A worker that loads does not hear that it should leave: it is killed. Nor does a tokenizer that loads."""
+    """A worker that loads does not hear that it should leave, and is killed; nor does a tokenizer."""
     folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
     (folder / "tokenizer.json").unlink()
     os.mkfifo(folder / "tokenizer.json")  # which nobody writes to
