@@ -236,8 +236,11 @@ async def serve(server: Server, listener: socket.socket, services: Services) -> 
             if task.done() and not server.num_signals:  # after a signal, the end of the worker is no failure
                 task.result()
     finally:
-        for task in (announcing, failing, draining):
+        others = (announcing, failing, draining)
+        for task in others:
             task.cancel()
+        # What the end does to them is no failure, and asyncio reports what nobody asks for.
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 def _end_with_the_terminal(server: Server) -> None:

@@ -96,10 +96,10 @@ QWEN, NEMOTRON = "Qwen3.5, a value head for each key head", "Nemotron-H with exp
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     (QWEN, {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' cannot be served: only silu"),
     (QWEN, {"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be served: only silu"),
-    (QWEN, {"layer_types": ["linear_attention"] * 3}, "without a layer of attention cannot be served"),
     ("Qwen3-Next", {"shared_expert_intermediate_size": 0}, "has shared_expert_intermediate_size 0"),
     ("Granite 4 H", {"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be served: only silu"),
     (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' cannot be served: only relu2"),
+    (NEMOTRON, {"layers_block_type": ["moe"] * 4}, "nemotron_h models without a mixer of tokens cannot"),
     (NEMOTRON, {"moe_latent_size": 16}, "moe_latent_size 16 cannot be served: only None"),
     (NEMOTRON, {"n_group": 2}, "n_group 2 cannot be served: only 1"),
     (

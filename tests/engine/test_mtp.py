@@ -314,5 +314,5 @@ def test_what_is_no_head_for_the_target_is_refused(tmp_path: Path) -> None:
         mtp_engine(plain)
     with pytest.raises(ModelLoadError, match="method is mtp, but the draft is no MTP head"):
         make_engine(TRAINED, None, method="mtp")
-    with pytest.raises(ModelLoadError, match="gpt_neox models are not fused"):
+    with pytest.raises(ModelLoadError, match="a gpt_neox model that is not served by fused layers"):
         mtp_engine(save_random(tmp_path / "neox", "gpt_neox", SHAPE))

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -163,8 +164,11 @@ def test_an_orderly_end_is_no_failure(model_folder: Path, tmp_path: Path, number
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_end_while_loading_takes_no_time(model_folder: Path, tmp_path: Path, number: int) -> None:
-    """A worker that loads does not hear that it should leave: it is killed."""
-    with serve_process(model_folder, tmp_path, *FOR_EVER, wait=False) as serve:
+    """A worker that loads does not hear that it should leave, and is killed; nor does a tokenizer."""
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")  # which nobody writes to
+    with serve_process(folder, tmp_path, *FOR_EVER, wait=False) as serve:
         wait_for(lambda: bool(children(serve)), "the worker")
         worker = worker_pid(serve)
         started = time.monotonic()
@@ -172,6 +176,7 @@ def test_the_end_while_loading_takes_no_time(model_folder: Path, tmp_path: Path,
         assert serve.wait() == 0
         assert time.monotonic() - started < 4  # it used to wait 5 s for the worker alone
         assert not is_alive(worker)
+        assert "Traceback" not in serve.log.read_text()
 
 
 def test_loading_says_what_it_is_at(model_folder: Path, tmp_path: Path) -> None:

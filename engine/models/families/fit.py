@@ -10,8 +10,8 @@ from truedraft.engine.models.families.mlp import activation_of
 from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.stacks import StackedCheckpoint
 
-# What configs call layers without attention.
-WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
+# What configs call layers that are no mixers.
+MLPS = {"mlp", "moe"}
 
 
 def has_family(module: Any) -> bool:
@@ -44,9 +44,8 @@ def check_settings(config: Any) -> None:
                 f"{config.model_type} models with {name} {value!r} cannot be served: only {served} is known"
             )
     family.check(config)
-    types = getattr(config, "layer_types", None)
-    if family.recurrence is not None and types and WITHOUT_ATTENTION.issuperset(types):
-        raise ModelLoadError(f"{config.model_type} models without a layer of attention cannot be served")
+    if MLPS.issuperset(getattr(config, "layer_types", None) or ["attention"]):
+        raise ModelLoadError(f"{config.model_type} models without a mixer of tokens cannot be served")
 
 
 def experts_of(config: Any) -> ExpertSpec | None:

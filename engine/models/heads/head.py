@@ -120,8 +120,8 @@ def check_target(path: str, target: Model) -> FusedDecoder:
     """Returns the target if a head can read its states; else raises ``ModelLoadError``."""
     if not isinstance(target, FusedDecoder):
         raise ModelLoadError(
-            f"{path} is a head, which reads states inside of the target: {target.config.model_type} "
-            "models are not fused, so take a draft model instead"
+            f"no head of {path} can draft: heads read states inside of the target, a "
+            f"{target.config.model_type} model that is not served by fused layers; take a draft model instead"
         )
     return target
 
