@@ -212,6 +212,8 @@ def _is_served(shape: AttentionShape) -> bool:
         and shape.softcap is None
         and shape.whole_norms is None
         and shape.sinks is None
+        and shape.value_norm is None
+        and shape.source is None
         and not shape.values_are_keys
         and shape.head_size <= MAX_HEAD_SIZE
     )
