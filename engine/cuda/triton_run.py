@@ -1,4 +1,4 @@
-"""What a Llama-shaped layer does between its matrix products on a GPU, in Triton (``kernels``).
+"""What a layer does between its matrix products on a GPU, in Triton (``kernels``).
 
 A norm is one launch, rotary embedding and the write to the cache another, the gate of the MLP a third, and
 attention reads keys where they lie; recurrences have some of their own. The kernels are used if triton is
