@@ -27,8 +27,8 @@ class ModelSettings(BaseModel):
     draft: str | None = Field(
         None,
         description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'mtp' (the head in "
-        "the target's own checkpoint) or a file or folder of such a head, 'self:int4' or 'self:int8' (on a "
-        "CPU: the target's own weights in 4 or 8 bits), 'auto' (on a CPU 'mtp', where the target's "
+        "the target's own checkpoint) or a file or folder of such a head, 'self:int4' or 'self:int8' "
+        "(the target's own weights in 4 or 8 bits), 'auto' (on a CPU 'mtp', where the target's "
         "checkpoint has such a head and it pays by passes measured at start, else none), or 'none'. "
         "Default: the bundled draft with the bundled target, else none.",
     )
@@ -42,7 +42,7 @@ class ModelSettings(BaseModel):
         description="Number type of weights and activations. auto: bfloat16 on a GPU, or float16 on one "
         "below compute capability 8.0, which has no bfloat16; float32 on a CPU, with the weights of a 16-bit "
         "checkpoint kept in 16 bits, which loses nothing. bfloat16 on a CPU with AVX512-BF16: only matrix "
-        "multiplications of Llama-shaped models use it; sums and everything else stay float32.",
+        "multiplications of fused models use it; sums and everything else stay float32.",
     )
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
         None,
@@ -74,13 +74,13 @@ class ModelSettings(BaseModel):
     )
     native_kernels: bool = Field(
         True,
-        description="On a CPU, run linear layers, passes of Llama-shaped models, drafting and "
+        description="On a CPU, run linear layers, passes of fused models (most families), drafting and "
         "sampling in C, compiled once where a C compiler is installed. They are compared "
         "with torch's operations at load and left out if they differ.",
     )
     quantize: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
-        description="Quantise the weights of Llama-shaped models, target and draft, at load: to 8 or 4 "
+        description="Quantise the weights of fused models, target and draft, at load: to 8 or 4 "
         "bits in groups of 32 (embeddings and output layer to 8), on a CPU with the inputs "
         "of layers in 8 bits; fp8 (a GPU of compute capability 8.9): layers in 8-bit floating "
         "point, weights and inputs. The target then differs from the checkpoint. "
@@ -88,8 +88,8 @@ class ModelSettings(BaseModel):
     )
     cuda_graphs: bool = Field(
         True,
-        description="On a GPU, capture drafting, scoring and verification as CUDA graphs, for Llama-"
-        "shaped models. They are compared with the usual passes at load and left out if "
+        description="On a GPU, capture drafting, scoring and verification as CUDA graphs, for fused "
+        "models. They are compared with the usual passes at load and left out if "
         "they differ.",
     )
     cuda_graph_seconds: float = Field(

@@ -57,6 +57,20 @@ def save_perturbed(folder: Path, original: str, seed: int, noise: float) -> str:
     return str(folder)
 
 
+def greedily_generated(
+    model: Any, prompts: Sequence[list[int]], num_tokens: int, **more: Any
+) -> list[list[int]]:
+    """Returns what transformers' ``generate`` continues each prompt with."""
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, **more
+        )
+        outputs.append(generated[0, len(prompt) :].tolist())
+    return outputs
+
+
 def make_engine(
     target: str, draft: str | None, proposers: Sequence[Proposer] = (), **config: Any
 ) -> EngineCore:

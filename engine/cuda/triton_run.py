@@ -1,4 +1,4 @@
-"""What a Llama-shaped layer does between its matrix products on a GPU, in Triton (``kernels``).
+"""What a layer does between its matrix products on a GPU, in Triton (``kernels``).
 
 A norm is one launch, rotary embedding and the write to the cache another, the gate of the MLP a third, and
 attention reads keys where they lie; recurrences have some of their own. The kernels are used if triton is
@@ -212,6 +212,8 @@ def _is_served(shape: AttentionShape) -> bool:
         and shape.softcap is None
         and shape.whole_norms is None
         and shape.sinks is None
+        and shape.value_norm is None
+        and shape.source is None
         and not shape.values_are_keys
         and shape.head_size <= MAX_HEAD_SIZE
     )

@@ -79,7 +79,7 @@ def check_shape(source: str, name: str, found: Shape, needed: Shape, said_by: st
 
 
 def untie(module: Any, checkpoint: Checkpoint) -> None:
-    """Gives a Llama-shaped ``module`` without weights an output layer of its own, if its config ties it to
+    """Gives a fused family's ``module`` without weights an output layer of its own, if its config ties it to
     the embeddings, but the checkpoint has one that is not the same. transformers does that, too."""
     if not module.config.tie_word_embeddings or not {EMBEDDINGS, HEAD} <= checkpoint.files.keys():
         return
@@ -92,8 +92,8 @@ def untie(module: Any, checkpoint: Checkpoint) -> None:
 
 
 def has_all(module: Any, checkpoint: Checkpoint) -> bool:
-    """Tells whether a Llama-shaped ``module`` without weights can be read from the checkpoint by the names of
-    its tensors. Raises ``ModelLoadError`` if it can, but they are of other shapes, or some are left over."""
+    """Tells whether a fused family's ``module`` without weights can be read from the checkpoint by its
+    tensors' names. Raises ``ModelLoadError`` if it can, but they have other shapes, or some are left over."""
     needed = {name: tuple(parameter.shape) for name, parameter in stored_tensors(module).items()}
     if module.config.tie_word_embeddings:
         needed.pop(HEAD, None)

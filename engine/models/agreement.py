@@ -80,9 +80,7 @@ def _models(
     if library is not None:
         yield "The native kernels", FusedDecoder(facts, weights, NativeKernels(library))
         return
-    shapes = weights.attention
-    is_plain = all(shape.source is None and shape.value_norm is None for shape in shapes)
-    cuda = find_kernels(shapes, facts.dtype, facts.device, weights.recurrences) if is_plain else None
+    cuda = find_kernels(weights.attention, facts.dtype, facts.device, weights.recurrences)
     if cuda is not None:
         own = grouped(weights, cuda, facts.dtype, facts.device, CUDA_TOLERANCES[facts.dtype])
         yield "The CUDA kernels", FusedDecoder(facts, own, partial(TritonRun, cuda))

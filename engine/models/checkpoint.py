@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledBytes, ScaledRows
 
-# What transformers calls them in every Llama-shaped model.
+# Most families in transformers call them so.
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Names of whole checkpoints and of the index of one in shards, as transformers prefers them.
 LAYOUTS = (

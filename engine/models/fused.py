@@ -132,7 +132,7 @@ def _backends(options: LoadOptions, sizes: set[int]) -> Iterator[Backend]:
         return
     if options.dtype == torch.bfloat16 and options.device.type == "cpu":
         logger.warning(
-            "dtype bfloat16 is left to torch: there are kernels for Llama-shaped models on a processor with "
+            "dtype bfloat16 is left to torch: there are kernels for fused models on a processor with "
             "AVX512-BF16 only. A token's logits may then depend on what is computed with it"
         )
     yield Backend(options.dtype, TorchLinears())

@@ -73,8 +73,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # The first NVIDIA devices that compute in bfloat16.
 BFLOAT16_CAPABILITY = (8, 0)
 NOT_QUANTISED = (
-    "{} cannot be quantised: that needs a Llama-shaped model, in float32 and with a C compiler on a CPU, or "
-    "on a GPU of compute capability 8.0 with Triton"
+    "{} cannot be quantised: that needs a model of a fused family (docs/models.md), in float32 and with a C "
+    "compiler on a CPU, or on a GPU of compute capability 8.0 with Triton"
 )
 NO_FP8 = (
     "{} cannot be quantised to fp8: that needs bfloat16 and Triton on a GPU of compute capability 8.9 or "

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 # transformers computes with these on a GPU, and dequantises them for other devices.
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
 ALTERNATIVES = (
-    "use its unquantised checkpoint with quantize, a GGUF file of it, or, of a Llama-shaped model, a "
+    "use its unquantised checkpoint with quantize, a GGUF file of it, or, of a model of a fused family, a "
     "checkpoint in FP8, or in 4 bits by GPTQ, AWQ or compressed-tensors"
 )
 # These settings of compressed-tensors change more than the weights.

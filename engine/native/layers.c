@@ -1,4 +1,4 @@
-/* What a Llama-shaped layer does between its matrix products, for a few float32 rows on a CPU.
+/* What a layer does between its matrix products, for a few float32 rows on a CPU.
  *
  * torch spends a microsecond or more on starting each small operation, and a layer has some forty of them.
  * Here they are three calls: a norm, everything from rotary embedding to attention ("attention.c"), a gated activation.

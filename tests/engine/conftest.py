@@ -3,13 +3,14 @@
 import hashlib
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.families import save_family
 from tests.models import save_perturbed, save_random_llama
 from truedraft.engine.native import compiler, headers, library
 from truedraft.engine.native.threads import set_num_threads
@@ -39,6 +40,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         lacking_draft=save_random_llama(root / "lacking", seed=5, layers=1, hidden=16, vocab_size=12),
         padded_draft=save_random_llama(root / "padded", seed=4, layers=1, hidden=16, vocab_size=24),
     )
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Returns the folder of a family of ``tests.families``, made once."""
+    root, folders = tmp_path_factory.mktemp("families"), {}
+
+    def get(family: str) -> str:
+        if family not in folders:
+            folders[family] = save_family(root / str(len(folders)), family)
+        return str(folders[family])
+
+    return get
+
+
+@pytest.fixture
+def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are packed, however small they are."""
+    monkeypatch.setattr("truedraft.engine.models.linear.MIN_NATIVE_WEIGHTS", 0)
+    monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
 
 
 @pytest.fixture(scope="session")

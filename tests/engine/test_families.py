@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_family, save_random
-from tests.models import make_engine, run_engine
+from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_random
+from tests.models import greedily_generated, make_engine, run_engine
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers import attention
@@ -23,13 +23,14 @@ from truedraft.engine.layers.attention import ATTENTION_NAME, AttentionCall, Pag
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.messages import SamplingParams, Verification
-from truedraft.engine.models import linear
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.self_check import self_check
 from truedraft.engine.models.loader import load_causal_model, load_decoder
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
+
+pytestmark = pytest.mark.usefixtures("packs_small_layers")
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
@@ -47,14 +48,7 @@ def by_generate(folder: str) -> list[list[int]]:
     config = AutoConfig.from_pretrained(folder)
     choose_rotary_factors(config, None)  # generate() would begin with the other set
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
-    outputs = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS
-        )
-        outputs.append(generated[0, len(prompt) :].tolist())
-    return outputs
+    return greedily_generated(model, prompts(), NUM_TOKENS)
 
 
 def engine(folder: str, num_speculative_tokens: int, **config: Any) -> EngineCore:
@@ -65,29 +59,9 @@ def engine(folder: str, num_speculative_tokens: int, **config: Any) -> EngineCor
     )
 
 
-@pytest.fixture(autouse=True)
-def _packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are here."""
-    monkeypatch.setattr(linear, "MIN_NATIVE_WEIGHTS", 0)
-    monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a family, made once."""
-    root, folders = tmp_path_factory.mktemp("families"), {}
-
-    def get(family: str) -> str:
-        if family not in folders:
-            folders[family] = save_family(root / str(len(folders)), family)
-        return str(folders[family])
-
-    return get
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(folder: Callable[[str], str], family: str) -> None:
-    path = folder(family)
+def test_family(family_folder: Callable[[str], str], family: str) -> None:
+    path = family_folder(family)
     expected = by_generate(path)
     assert len({token for output in expected for token in output}) > 4, "a text of one token shows nothing"
     assert run_engine(engine(path, 0), prompts(), GREEDY) == expected
@@ -201,8 +175,8 @@ def test_unknown_keywords_of_attention_are_refused(keyword: str, given: Any) -> 
         )
 
 
-def test_keywords_without_effect_are_taken(folder: Callable[[str], str]) -> None:
-    decoder = load_decoder(folder("Llama"), LoadOptions())
+def test_keywords_without_effect_are_taken(family_folder: Callable[[str], str]) -> None:
+    decoder = load_decoder(family_folder("Llama"), LoadOptions())
     seen = {}
 
     class Recorder:
@@ -295,9 +269,9 @@ PLANTED: list[tuple[str, Callable[[Patch], None]]] = [
 
 @pytest.mark.parametrize(("family", "bug"), PLANTED, ids=lambda value: getattr(value, "__name__", value))
 def test_the_table_notices(
-    folder: Callable[[str], str], monkeypatch: Patch, family: str, bug: Callable[[Patch], None]
+    family_folder: Callable[[str], str], monkeypatch: Patch, family: str, bug: Callable[[Patch], None]
 ) -> None:
-    path = folder(family)
+    path = family_folder(family)
     expected = by_generate(path)
     core = engine(path, 0, self_check=False)
     bug(monkeypatch)
@@ -311,9 +285,9 @@ def test_the_table_notices(
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_the_self_check_notices(
-    folder: Callable[[str], str], monkeypatch: Patch, family: str, bug: Callable[[Patch], None]
+    family_folder: Callable[[str], str], monkeypatch: Patch, family: str, bug: Callable[[Patch], None]
 ) -> None:
-    decoder = load_decoder(folder(family), LoadOptions())
+    decoder = load_decoder(family_folder(family), LoadOptions())
     self_check(decoder)
     bug(monkeypatch)
     with pytest.raises(ModelLoadError, match="deviate by"):
@@ -322,12 +296,14 @@ def test_the_self_check_notices(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["Llama", "Gemma 2", "Qwen3-MoE", "GPT-OSS, attention sinks"])
-def test_the_self_check_bears_rounding(folder: Callable[[str], str], family: str, dtype: torch.dtype) -> None:
-    self_check(load_decoder(folder(family), LoadOptions(dtype)))
+def test_the_self_check_bears_rounding(
+    family_folder: Callable[[str], str], family: str, dtype: torch.dtype
+) -> None:
+    self_check(load_decoder(family_folder(family), LoadOptions(dtype)))
 
 
-def test_the_self_check_names_broken_weights(folder: Callable[[str], str]) -> None:
-    decoder = load_decoder(folder("Llama"), LoadOptions())
+def test_the_self_check_names_broken_weights(family_folder: Callable[[str], str]) -> None:
+    decoder = load_decoder(family_folder("Llama"), LoadOptions())
     decoder.module.model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(ModelLoadError, match="not finite in float32"):
         self_check(decoder)

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import Models
-from tests.models import make_engine, run_engine
+from tests.models import greedily_generated, make_engine, run_engine
 from truedraft.engine.messages import SamplingParams
 
 NUM_PROMPTS, NUM_TOKENS = 10, 48
@@ -21,14 +21,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(models: Models) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
-    outputs = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS
-        )
-        outputs.append(generated[0, len(prompt) :].tolist())
-    return outputs
+    return greedily_generated(model, prompts(), NUM_TOKENS)
 
 
 @pytest.mark.parametrize("max_num_sequences", [1, 3, 8])
@@ -95,13 +88,5 @@ def test_repetition_penalty_is_that_of_transformers(models: Models) -> None:
     model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
     core = make_engine(models.target, models.close_draft)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, repetition_penalty=1.3)
-    for prompt, got in zip(prompts(), run_engine(core, prompts(), params), strict=True):
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NUM_TOKENS,
-            repetition_penalty=1.3,
-        )
-        assert got == generated[0, len(prompt) :].tolist()
+    expected = greedily_generated(model, prompts(), NUM_TOKENS, repetition_penalty=1.3)
+    assert run_engine(core, prompts(), params) == expected

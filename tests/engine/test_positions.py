@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.families import CONTEXT, FAMILIES, ORIGINAL, VOCAB_SIZE, save_family
+from tests.families import CONTEXT, FAMILIES, ORIGINAL, VOCAB_SIZE
 from tests.models import make_engine, run_engine
 from truedraft.engine.commands import check
 from truedraft.engine.commands.check_exactness import GreedyResult
@@ -24,7 +24,7 @@ from truedraft.engine.layers import rotary as rotary_module
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import architecture, linear, probe_texts
+from truedraft.engine.models import architecture, probe_texts
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
@@ -34,32 +34,14 @@ from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import boundaries
 from truedraft.server.cli.settings_sources import read_options
 
+pytestmark = pytest.mark.usefixtures("packs_small_layers")
+
 Patch = pytest.MonkeyPatch
 Folder = Callable[[str], str]
 
 LONGROPE = ["Phi-3, longrope", "Phi-3, longrope in C", "Phi-MoE, longrope", "MiniCPM3, longrope"]
 BLOCK_SIZE = 4
 NUM_DRAFTED = 4
-
-
-@pytest.fixture(autouse=True)
-def _packed(monkeypatch: Patch) -> None:
-    """Layers are packed, however small they are here."""
-    monkeypatch.setattr(linear, "MIN_NATIVE_WEIGHTS", 0)
-    monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Returns the folder of a family, made once."""
-    root, folders = tmp_path_factory.mktemp("families"), {}
-
-    def get(family: str) -> str:
-        if family not in folders:
-            folders[family] = save_family(root / str(len(folders)), family)
-        return str(folders[family])
-
-    return get
 
 
 def random_ids(length: int, seed: int = 5) -> list[int]:
@@ -153,25 +135,25 @@ def gate(model: Model, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_follow_from_the_text_alone(folder: Folder, family: str) -> None:
-    path = folder(family)
+def test_logits_follow_from_the_text_alone(family_folder: Folder, family: str) -> None:
+    path = family_folder(family)
     model = load_model(path, LoadOptions())
     assert model.is_native == family.endswith("in C") or isinstance(model, FusedDecoder)
     gate(model, load_causal_model(path, LoadOptions(), "eager"))
 
 
 @pytest.mark.parametrize("family", ["Phi-3, longrope in C", "Llama, YaRN in C", "Gemma 2 in C"])
-def test_logits_of_torch_follow_from_the_text_alone(folder: Folder, family: str) -> None:
-    path, options = folder(family), LoadOptions(native_kernels=False)
+def test_logits_of_torch_follow_from_the_text_alone(family_folder: Folder, family: str) -> None:
+    path, options = family_folder(family), LoadOptions(native_kernels=False)
     model = load_model(path, options)
     assert isinstance(model, FusedDecoder)
     assert not model.is_native
     gate(model, load_causal_model(path, options, "eager"))
 
 
-def test_boundaries_of_the_families(folder: Folder) -> None:
+def test_boundaries_of_the_families(family_folder: Folder) -> None:
     def of(family: str) -> list[int]:
-        return boundaries(AutoConfig.from_pretrained(folder(family)))
+        return boundaries(AutoConfig.from_pretrained(family_folder(family)))
 
     assert of("Llama") == []
     assert of("Gemma 2") == of("Gemma 3") == of("Mistral, sliding window") == of("Cohere 2") == [8]
@@ -185,9 +167,9 @@ def test_boundaries_of_the_families(folder: Folder) -> None:
 @pytest.mark.parametrize("family", LONGROPE)
 @pytest.mark.parametrize("length", [ORIGINAL, ORIGINAL + 1])
 def test_factors_are_transformers_own_for_texts_of_the_length_that_is_served(
-    folder: Folder, family: str, length: int
+    family_folder: Folder, family: str, length: int
 ) -> None:
-    path, ids = folder(family), random_ids(length)
+    path, ids = family_folder(family), random_ids(length)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
         expected = theirs(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
@@ -199,8 +181,8 @@ def test_factors_are_transformers_own_for_texts_of_the_length_that_is_served(
 
 
 @pytest.mark.parametrize("family", LONGROPE[:2])
-def test_a_text_is_the_same_beside_a_longer_one(folder: Folder, family: str) -> None:
-    path = folder(family)
+def test_a_text_is_the_same_beside_a_longer_one(family_folder: Folder, family: str) -> None:
+    path = family_folder(family)
     short, long = random_ids(12), random_ids(150, seed=6)
     for params in (SamplingParams(max_tokens=80, temperature=0), SamplingParams(max_tokens=80, seed=7)):
         (expected,) = run_engine(make_engine(path, None, max_model_len=CONTEXT), [short], params)
@@ -223,8 +205,8 @@ def factors_of_the_longest_text(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_the_gate_notices(folder: Folder, monkeypatch: Patch, native: bool) -> None:
-    path, options = folder("Phi-3, longrope in C"), LoadOptions(native_kernels=native)
+def test_the_gate_notices(family_folder: Folder, monkeypatch: Patch, native: bool) -> None:
+    path, options = family_folder("Phi-3, longrope in C"), LoadOptions(native_kernels=native)
     model = load_model(path, options)
     assert isinstance(model, FusedDecoder)
     assert model.is_native == native
@@ -238,11 +220,13 @@ def test_the_gate_notices(folder: Folder, monkeypatch: Patch, native: bool) -> N
 
 
 @pytest.mark.parametrize("family", LONGROPE)
-def test_the_gate_notices_in_transformers_layers(folder: Folder, monkeypatch: Patch, family: str) -> None:
+def test_the_gate_notices_in_transformers_layers(
+    family_folder: Folder, monkeypatch: Patch, family: str
+) -> None:
     factors_of_the_longest_text(monkeypatch)
-    model = load_model(folder(family), LoadOptions(self_check=False))
+    model = load_model(family_folder(family), LoadOptions(self_check=False))
     with pytest.raises(AssertionError):
-        gate(model, load_causal_model(folder(family), LoadOptions(), "eager"))
+        gate(model, load_causal_model(family_folder(family), LoadOptions(), "eager"))
 
 
 @pytest.mark.parametrize(
@@ -253,10 +237,10 @@ def test_the_gate_notices_in_transformers_layers(folder: Folder, monkeypatch: Pa
     ],
 )
 def test_models_too_large_for_long_texts_are_tried_with_late_positions(
-    folder: Folder, monkeypatch: Patch, family: str
+    family_folder: Folder, monkeypatch: Patch, family: str
 ) -> None:
     monkeypatch.setattr(probe_texts, "MAX_MULTIPLICATIONS", {"cpu": 0})
-    model = load_model(folder(family), LoadOptions())
+    model = load_model(family_folder(family), LoadOptions())
     assert isinstance(model, FusedDecoder) == model.config.model_type.startswith(("phi3", "gemma", "gpt_oss"))
     facts = ModelFacts(model.config, None, model.num_parameters, model.dtype, model.device)
     _, late = probe_texts.probe_texts(facts)
@@ -265,12 +249,12 @@ def test_models_too_large_for_long_texts_are_tried_with_late_positions(
 
 @pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize("family", LONGROPE)
-def test_loading_notices(folder: Folder, monkeypatch: Patch, family: str, is_small: bool) -> None:
+def test_loading_notices(family_folder: Folder, monkeypatch: Patch, family: str, is_small: bool) -> None:
     if not is_small:
         monkeypatch.setattr(probe_texts, "MAX_MULTIPLICATIONS", {"cpu": 0})
     factors_of_the_longest_text(monkeypatch)
     with pytest.raises(ModelLoadError, match="deviate by"):
-        load_model(folder(family), LoadOptions())
+        load_model(family_folder(family), LoadOptions())
 
 
 def run_check(path: str, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
@@ -281,20 +265,20 @@ def run_check(path: str, capsys: pytest.CaptureFixture[str], *more: str) -> tupl
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_check_notices(folder: Folder, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_notices(family_folder: Folder, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     family = "Phi-3, longrope in C"
-    code, report = run_check(folder(family), capsys)
+    code, report = run_check(family_folder(family), capsys)
     assert code == check.EXACT
     assert report["positions"] | {"greedy": None} == {"greedy": None, "crossed": [ORIGINAL], "skipped": []}
     factors_of_the_longest_text(monkeypatch)
-    code, report = run_check(folder(family), capsys, "--no-self-check")
+    code, report = run_check(family_folder(family), capsys, "--no-self-check")
     assert code == check.NOT_EXACT
     assert "a text depends on its neighbours" in report["verdict"]
     assert report["positions"]["greedy"]["differences"]
 
 
-def test_check_says_what_there_was_no_time_for(folder: Folder) -> None:
-    target = FreshModel(folder("Phi-3, longrope"), LoadOptions())
+def test_check_says_what_there_was_no_time_for(family_folder: Folder) -> None:
+    target = FreshModel(family_folder("Phi-3, longrope"), LoadOptions())
     texts = long_texts(target, None, seconds=1e-9)
     assert (texts.crossed, texts.skipped) == ([], [ORIGINAL])
     words = PositionsResult(GreedyResult(0, 0, []), texts.crossed, texts.skipped).in_words

@@ -21,7 +21,7 @@ from truedraft.engine.models.options import LoadOptions
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 FUSED = ("gemma3", "gemma4", "idefics3", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
-# Their text part is no Llama-shaped model: transformers' own forward runs it.
+# Their text part is of no fused family: transformers' own forward runs it.
 BY_LAYERS = ("aya_vision", "glm4v", "qwen3_vl_moe")
 
 # Tensors have these names on the hub, by transformers' names: layouts that it renames.

@@ -11,10 +11,10 @@ import numpy as np
 
 from truedraft.engine.layers.decoder import Attention
 from truedraft.engine.layers.latent import LatentProjection
-from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.families.norms import make_norm
 from truedraft.engine.models.linear import HeadRows, Make, Rows
 
 
@@ -36,7 +36,7 @@ def make_latent_attention(
         down = make([Rows(attention.q_proj, of_queries), low], 1.0)
     else:
         down = make([attention.q_a_proj, low], 1.0)
-        query_norm = _norm(attention.q_a_layernorm)
+        query_norm = make_norm("plain", attention.q_a_layernorm)
         query_up = make([Rows(attention.q_b_proj, of_queries)], 1.0)
     begins = np.arange(heads) * (others + value_size)
     both = attention.kv_b_proj
@@ -56,7 +56,7 @@ def make_latent_attention(
         ),
         qkv=LatentProjection(
             down=down,
-            norm=_norm(attention.kv_a_layernorm),
+            norm=make_norm("plain", attention.kv_a_layernorm),
             key_up=tuple(make([each], 1.0) for each in keys),
             value_up=tuple(make([each], 1.0) for each in values),
             query_size=turned + others,
@@ -68,7 +68,3 @@ def make_latent_attention(
         output=make([attention.o_proj], residual),
         cache=AttentionCache((1, turned + rank), None, facts.dtype, facts.device),
     )
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), module.variance_epsilon)
