@@ -129,7 +129,7 @@ def _check_paths(settings: TrainSettings) -> None:
     assert out is not None
     if head is not None and head_method(head) != MTP:
         raise ModelLoadError(f"{head} is no MTP head: leave --head out to train a new EAGLE-3 head")
-    is_read = head is not None and Path(head).resolve() == out.resolve()
+    is_read = head not in (None, MTP) and Path(str(head)).resolve() == out.resolve()
     if is_read or (any(out.glob("*.safetensors")) and head_method(str(out)) is None):
         raise ModelLoadError(
             f"{out} has a model, which would be written over: name another folder with --out"
