@@ -24,7 +24,7 @@ class MtpHead(TrainedHead):
     """Is the head at ``path`` that ``load_mtp`` serves for ``target``; ``dtype`` is what it is saved in."""
 
     most_drafted = float("inf")
-    rate = 0.1
+    rate = 0.3
 
     def __init__(self, path: str, target: FusedDecoder, options: LoadOptions, dtype: torch.dtype) -> None:
         self.target = target

@@ -79,7 +79,7 @@ def test_wrong_steps_are_caught(
         steps_are_those_of_inference(tmp_path, "GLM-4.5")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["Qwen3-Next", "GLM-4.5"])
 def test_it_is_saved_as_the_checkpoint_has_it(tmp_path: Path, name: str) -> None:
     """What is not trained is equal to the bit, under names that can be merged, and drafts as before."""
     target, naive = save_other(tmp_path / "target", OTHERS[name])
