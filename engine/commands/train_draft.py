@@ -32,7 +32,7 @@ from truedraft.engine.models.prompt_file import read_prompts
 from truedraft.engine.training.eagle_head import EagleHead, layer_inputs
 from truedraft.engine.training.mtp_head import MtpHead
 from truedraft.engine.training.texts import Listener, Text, Writer
-from truedraft.engine.training.trained_head import TrainedHead
+from truedraft.engine.training.trained_head import TrainedHead, stored_dtype
 from truedraft.engine.training.trainer import Measured, Progress, Schedule, Trainer
 
 DONE, FAILED = 0, 1
@@ -43,6 +43,11 @@ VALIDATION_STEP, MAX_VALIDATION = 10, 32
 SAVE_SECONDS = 120.0
 # Lines of progress.
 SHOWN = 20
+# A stopped run goes on with the same of these settings.
+OF_A_RUN = (
+    *("target", "head", "tokens", "text_tokens", "temperature", "draft_vocab_size", "steps"),
+    *("learning_rate", "texts_per_update"),
+)
 
 
 class TrainSettings(EngineConfig, BaseSettings):
@@ -104,23 +109,41 @@ def train(settings: TrainSettings) -> Measured:
     prompts = read_prompts(settings.prompts)
     kept = prompts[::VALIDATION_STEP][:MAX_VALIDATION]
     learned = [prompt for number, prompt in enumerate(prompts) if number % VALIDATION_STEP] or kept
-    if settings.head is not None and head_method(settings.head) != MTP:
-        raise ModelLoadError(f"{settings.head} is no MTP head: leave --head out to train a new EAGLE-3 head")
+    _check_paths(settings)
+    assert settings.out is not None
+    chosen = {name: getattr(settings, name) for name in OF_A_RUN}
+    progress = Progress(settings.out / "training.pt", chosen)
     listener = Listener(layer_inputs if settings.head is None else lambda num_layers: ())
     llm = LLM(settings.target, draft="none", proposer=listener, **_fields(settings))
     target = llm.core.target.model
     assert isinstance(target, FusedDecoder)  # others have no states to listen to
     held = Writer(llm, listener, kept, settings.text_tokens, settings.temperature)
     writer = Writer(llm, listener, learned, settings.text_tokens, settings.temperature)
-    return _Run(settings, target, _head(settings, target), writer, held.write(0, len(kept))).run()
+    head = _head(settings, target)
+    return _Run(settings, target, head, writer, held.write(0, len(kept)), progress).run()
+
+
+def _check_paths(settings: TrainSettings) -> None:
+    """Refuses what is no head to begin with, and to write over models."""
+    head, out = settings.head, settings.out
+    assert out is not None
+    if head is not None and head_method(head) != MTP:
+        raise ModelLoadError(f"{head} is no MTP head: leave --head out to train a new EAGLE-3 head")
+    is_read = head not in (None, MTP) and Path(str(head)).resolve() == out.resolve()
+    if is_read or (any(out.glob("*.safetensors")) and head_method(str(out)) is None):
+        raise ModelLoadError(
+            f"{out} has a model, which would be written over: name another folder with --out"
+        )
 
 
 def _head(settings: TrainSettings, target: FusedDecoder) -> TrainedHead:
     assert settings.target is not None  # filled in by EngineConfig
+    options = load_options(settings)
+    dtype = stored_dtype(settings.target, options)
     if settings.head is None:
-        return EagleHead(settings.target, target)
+        return EagleHead(settings.target, target, dtype)
     path = settings.target if settings.head == MTP else settings.head
-    return MtpHead(path, target, load_options(settings))
+    return MtpHead(path, target, options, dtype)
 
 
 def _fields(settings: TrainSettings) -> dict[str, Any]:
@@ -138,6 +161,7 @@ class _Run:
         head: TrainedHead,
         writer: Writer,
         validation: list[Text],
+        progress: Progress,
     ) -> None:
         self.settings = settings
         self.target = target
@@ -148,18 +172,7 @@ class _Run:
         assert settings.out is not None
         self.out = settings.out
         self.out.mkdir(parents=True, exist_ok=True)
-        names = (
-            "target",
-            "head",
-            "tokens",
-            "text_tokens",
-            "temperature",
-            "draft_vocab_size",
-            "steps",
-            "learning_rate",
-        )
-        chosen = {name: getattr(settings, name) for name in (*names, "texts_per_update")}
-        self.progress = Progress(self.out / "training.pt", chosen)
+        self.progress = progress
 
     def run(self) -> Measured:
         trainer, num_texts = self._begin()
@@ -182,7 +195,7 @@ class _Run:
 
     def _begin(self) -> tuple[Trainer, int]:
         """Returns a trainer, and the number of texts that it has seen."""
-        state, num_texts = self.progress.load(), 0
+        state, num_texts = self.progress.state, 0
         if state is None:
             token_ids, num_texts = self._vocabulary()
         else:

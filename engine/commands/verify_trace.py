@@ -17,7 +17,7 @@ from truedraft.engine.build import drafting_method
 from truedraft.engine.commands.options import command_options
 from truedraft.engine.commands.replay import DraftKey, Replayer, RoundReport, key_of
 from truedraft.engine.commands.replay_round import Fresh, Outcome
-from truedraft.engine.commands.trace_file import TracedAnswer, TracedRound, TraceFileError, read_answer
+from truedraft.engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from truedraft.engine.config import AUTO, EngineConfig
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import DRAFT_MODEL, HEADS, MTP, HeadOutput
@@ -26,6 +26,10 @@ from truedraft.engine.models.heads.fresh import FreshHead
 from truedraft.engine.models.heads.loader import load_head
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
+from truedraft.engine.proposers.grammar import GrammarProposer
+from truedraft.engine.proposers.ngram import NgramProposer
+from truedraft.engine.proposers.prediction import PredictionProposer
+from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_compiler import GrammarError
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
@@ -33,6 +37,11 @@ from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
 # Half precision leaves logits two or three digits.
 TOLERANCES = {"torch.float32": 1e-4, "torch.bfloat16": 0.05, "torch.float16": 0.02}
+# These draw nothing, and what a draft model draws is judged if there is one.
+JUDGED = (
+    *(GrammarProposer.name, NgramProposer.name, PredictionProposer.name),
+    *(TranslatedDraftProposer.trace_source, DRAFT_MODEL, "none"),
+)
 HEADER = (
     f"{'round':>5} {'position':>8}  {'source':<12}{'rule':<12}"
     f"{'drafted':>7}{'accepted':>9}  {'next':>6}  verdict"
@@ -75,18 +84,15 @@ def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
     elif method is not None and (outputs := _outputs_of_heads(answer)):
         loaded = target.served or load_model(settings.target, options)
         drafts |= _heads(settings, loaded, outputs)
-    _check_heads(answer, drafts)
+    _check_drawn(answer, drafts)
     grammars = Grammars(partial(load_tokenizer, settings.target, target.vocab_size, target.eos_token_ids))
     tolerance = settings.tolerance or TOLERANCES[str(options.dtype)]
     return Replayer(target, drafts, answer.params, tolerance, grammars)
 
 
 def _outputs_of_heads(answer: TracedAnswer) -> set[HeadOutput | None]:
-    return {round_.head_output for round_ in _rounds_of_heads(answer)} - {None, "fewer"}
-
-
-def _rounds_of_heads(answer: TracedAnswer) -> list[TracedRound]:
-    return [round_ for one in answer.choices for round_ in one.rounds if round_.source in HEADS]
+    rounds = (round_ for one in answer.choices for round_ in one.rounds if round_.source in HEADS)
+    return {round_.head_output for round_ in rounds} - {None, "fewer"}
 
 
 def _heads(settings: ReplaySettings, target: Model, outputs: set[HeadOutput | None]) -> dict[DraftKey, Fresh]:
@@ -108,11 +114,16 @@ def _heads(settings: ReplaySettings, target: Model, outputs: set[HeadOutput | No
     return found
 
 
-def _check_heads(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None:
-    """Refuses what a head has drawn from probabilities that cannot be computed again."""
-    for round_ in _rounds_of_heads(answer):
-        if key_of(round_) in drafts or all(token.draft_prob == 1 for token in round_.drafted):
+def _check_drawn(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None:
+    """Refuses what was drawn from probabilities that cannot be computed again."""
+    for round_ in (round_ for one in answer.choices for round_ in one.rounds):
+        is_drawn = any(token.draft_prob != 1 for token in round_.drafted)
+        if not is_drawn or round_.source in JUDGED or key_of(round_) in drafts:
             continue
+        if round_.source not in HEADS:
+            raise TraceFileError(
+                f"{round_.source} has drawn some of its rounds, which cannot be repeated here"
+            )
         if round_.head_output == "fewer":
             raise TraceFileError(
                 "a head has drawn some of its rounds from fewer tokens than the target has, and the trace "
@@ -120,7 +131,7 @@ def _check_heads(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None
                 "serve with draft_vocab_size full"
             )
         raise TraceFileError(
-            f"it has rounds that a head has drawn: name that {round_.source} head with --draft"
+            f"a head has drawn some of its rounds: name that {round_.source} head with --draft"
         )
 
 

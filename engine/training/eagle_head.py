@@ -11,7 +11,7 @@ from torch import nn
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.training.eagle_module import EagleModule, HeadShape
-from truedraft.engine.training.trained_head import TrainedHead, rows_of, stored_dtype
+from truedraft.engine.training.trained_head import TrainedHead, rows_of
 
 LAYER = "layers.0."
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -27,14 +27,15 @@ def layer_inputs(num_layers: int) -> tuple[int, ...]:
 
 
 class EagleHead(TrainedHead):
-    """Is a new head for ``target``, which was loaded from ``path``."""
+    """Is a new head for ``target``, which was loaded from ``path``; ``dtype`` is what it is saved in."""
 
     # Heads of larger vocabularies draft the most frequent tokens only.
     most_drafted = 32_768
     rate = 0.6
 
-    def __init__(self, path: str, target: FusedDecoder) -> None:
+    def __init__(self, path: str, target: FusedDecoder, dtype: torch.dtype) -> None:
         self.path = path
+        self.dtype = dtype
         self.target = target
         self.embeddings = target.weights.embeddings
         self.layer_inputs = layer_inputs(target.num_layers)
@@ -50,8 +51,7 @@ class EagleHead(TrainedHead):
 
     def save(self, folder: Path, module: nn.Module, token_ids: torch.Tensor | None) -> None:
         assert isinstance(module, EagleModule)
-        config = self.target.config
-        named = self.layer_inputs, self.path, config, stored_dtype(config)
+        named = self.layer_inputs, self.path, self.target.config, self.dtype
         save_head(folder, module, token_ids, *named)
 
     def _shape(self, num_drafted: int) -> HeadShape:

@@ -14,20 +14,21 @@ from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.stacks import StackedCheckpoint, stored_tensors
 from truedraft.engine.training.mtp_module import MtpModule
-from truedraft.engine.training.trained_head import TrainedHead, rows_of, stored_dtype
+from truedraft.engine.training.trained_head import TrainedHead, rows_of
 
 # Names of the module's own parts and of ``Parts``.
 PARTS = ("projection", "embedding_norm", "state_norm", "norm")
 
 
 class MtpHead(TrainedHead):
-    """Is the head at ``path`` that ``load_mtp`` serves for ``target``."""
+    """Is the head at ``path`` that ``load_mtp`` serves for ``target``; ``dtype`` is what it is saved in."""
 
     most_drafted = float("inf")
-    rate = 0.1
+    rate = 0.3
 
-    def __init__(self, path: str, target: FusedDecoder, options: LoadOptions) -> None:
+    def __init__(self, path: str, target: FusedDecoder, options: LoadOptions, dtype: torch.dtype) -> None:
         self.target = target
+        self.dtype = dtype
         self.served = load_mtp(path, target, options).model.weights
         self.embeddings = self.served.embeddings
         with stage(path, "weights"):
@@ -43,18 +44,19 @@ class MtpHead(TrainedHead):
         weights = {name.replace(LAYER, "layer."): tensor for name, tensor in of_layer.items()}
         of_parts = {getattr(found.parts, part): f"{part}.weight" for part in PARTS}
         weights |= {of_parts[name]: tensor for name, tensor in found.source.read(of_parts).items()}
-        module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+        # They are copies: what is stored stays as it is.
+        copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in weights.items()}
+        module.load_state_dict(copies, assign=True)
         return module.requires_grad_()
 
     def save(self, folder: Path, module: nn.Module, token_ids: torch.Tensor | None) -> None:
         assert isinstance(module, MtpModule)
         config = self.target.config
         _, _, parts = layout_of(config)
-        dtype = stored_dtype(config)
         weights = {getattr(parts, part): module.get_parameter(f"{part}.weight") for part in PARTS}
         tensors = weights | self._of_layer(module) | self._not_shared()
         named = {
-            name: tensor.detach().to("cpu", dtype if tensor.requires_grad else tensor.dtype).contiguous()
+            name: tensor.detach().to("cpu", self.dtype if tensor.requires_grad else tensor.dtype).contiguous()
             for name, tensor in tensors.items()
         }
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.layers.linear import Embeddings, Linear
+from truedraft.engine.models.architecture import read_architecture
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.reader import HALVES
 
 
 class TrainedHead(ABC):
@@ -28,10 +32,13 @@ class TrainedHead(ABC):
         """Writes ``module`` in a layout that ``--draft`` loads."""
 
 
-def stored_dtype(target_config: object) -> torch.dtype:
-    """Returns the type in which a head is saved: the target's if it has 16 bits."""
-    stored = getattr(target_config, "dtype", None)
-    return stored if stored in (torch.float16, torch.bfloat16) else torch.float32
+def stored_dtype(path: str, options: LoadOptions) -> torch.dtype:
+    """Returns the type in which a head for the target at ``path`` is saved: 16 bits, unless the target's
+    checkpoint has more."""
+    if is_gguf(path):
+        return torch.float16
+    stored = read_architecture(path, options).config.get_text_config().dtype
+    return stored if stored in HALVES else torch.float32
 
 
 def rows_of(output: Linear, like: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:

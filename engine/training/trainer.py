@@ -154,11 +154,13 @@ def _mean(found: list[Measured]) -> Measured:
 
 
 class Progress:
-    """Keeps in a file how far training has come, so that a stopped run goes on."""
+    """Keeps in a file how far training has come, so that a stopped run goes on: ``state`` is what was saved,
+    None if nothing was. Raises ``ModelLoadError`` if that is another run's."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self.settings = settings
+        self.state = self._load()
 
     def save(self, trainer: Trainer, num_texts: int) -> None:
         state = {
@@ -173,8 +175,7 @@ class Progress:
         torch.save(state, temporary)
         temporary.replace(self.path)
 
-    def load(self) -> dict[str, Any] | None:
-        """Returns what was saved; None if nothing was. ``ModelLoadError`` for another run's."""
+    def _load(self) -> dict[str, Any] | None:
         if not self.path.exists():
             return None
         state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)

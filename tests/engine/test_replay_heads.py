@@ -116,6 +116,11 @@ def test_what_cannot_be_computed_again_is_refused(mtp: Pair, tmp_path: Path) -> 
     answer = answered(mtp, settings, **parameters("rejection"))
     with pytest.raises(TraceFileError, match="drawn some of its rounds from fewer tokens"):
         reports_of(answer, mtp)
+    renamed = answered(mtp, **parameters("rejection"))
+    for round_ in renamed["trace"][0]:
+        round_["source"] = "memory"
+    with pytest.raises(TraceFileError, match="memory has drawn some of its rounds"):
+        reports_of(renamed, mtp)
     greedy = answered(mtp, settings, draft_sample_method="greedy", **parameters("rejection"))
     assert {report.outcome for report in reports_of(greedy, mtp)} == {Outcome.CONFIRMED}
     file = tmp_path / "answer.json"
