@@ -74,6 +74,7 @@ class VocabularyChanges:
         self._steps.append((plan, result))
         if self._making is not None and self._making.made.done():
             making, self._making = self._making, None
+            self._learn()  # the steps so far have drafted with the layer that may go
             self._take(making)
         if len(self._steps) >= STEPS:
             self._learn()

@@ -171,7 +171,7 @@ def test_rounds_in_c_that_do_not_hear_of_it_are_caught(
 
     monkeypatch.setattr(NativeDrafter, "_describe", describe)
     with pytest.raises(AssertionError):
-        rounds_in_c_do_what_phases_do(prompts[:3], expected[:3])
+        rounds_in_c_do_what_phases_do(prompts[:2], expected[:2])
 
 
 @pytest.mark.usefixtures("needs_compiler")

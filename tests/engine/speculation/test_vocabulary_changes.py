@@ -194,7 +194,7 @@ def test_no_vocabulary_comes_and_goes(monkeypatch: pytest.MonkeyPatch, exponent:
     """Texts have all tokens, or so many that leaving some out is as good as not: nothing is lost either."""
     run, other = (start(Truth(lambda now: skewed(1, exponent)), monkeypatch) for _ in range(2))
     monkeypatch.setattr(other.changes, "observe", lambda plan, result: None)
-    outputs = 16 * REVIEW
+    outputs = 12 * REVIEW
     assert run.serve(outputs) > 0.98 * other.simulation.run(run.simulation.now).rate()
     assert len(run.proposer.changes) <= (exponent > 1)
 
@@ -204,10 +204,10 @@ def test_other_texts_get_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_tokens, "SHARE_HALF_LIFE", REVIEW)
     topics = [1]
     run = start(Truth(lambda now: skewed(topics[-1])), monkeypatch)
-    run.serve(10 * REVIEW)
+    run.serve(8 * REVIEW)
     first = run.truth.token_ids
     topics.append(2)
-    run.serve(14 * REVIEW)
+    run.serve(10 * REVIEW)
     assert first is not None
     assert run.truth.token_ids is not None
     assert skewed(2)[first].sum() < 0.5 < 0.9 < skewed(2)[run.truth.token_ids].sum()
@@ -224,7 +224,7 @@ def test_a_layer_that_takes_longer_than_its_size_promises_is_dropped(monkeypatch
 
 def test_what_four_bits_leave_of_the_acceptance_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(Truth(lambda now: skewed(1), left={True: 0.5, False: 1.0}), monkeypatch, num_rows=2)
-    run.serve(20 * REVIEW)
+    run.serve(16 * REVIEW)
     bits = [layer.in_four_bits for layer in run.proposer.changes]
     assert bits[0]
     assert not bits[-1]
