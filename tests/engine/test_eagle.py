@@ -269,6 +269,11 @@ REFUSED: dict[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]] = {
     "the target has layers 1 to 4": lambda tensors, config: config.update(
         eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}
     ),
+    r"has eagle_aux_hidden_state_layer_ids \[2, 3.5\]": lambda tensors, config: config.update(
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3.5]}
+    ),
+    "config.json.*literal": lambda tensors, config: config.update(draft_vocab_size="many"),
+    "hidden_act 'gelu' are not known": lambda tensors, config: config.update(hidden_act="gelu"),
     "EAGLE's first versions": lambda tensors, config: config.update(architectures=["EagleLlamaForCausalLM"]),
     "'eagle3' are served": lambda tensors, config: config.update(speculators_model_type="dflash"),
 }

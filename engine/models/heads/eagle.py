@@ -24,6 +24,7 @@ from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families.ends import make_rotary
+from truedraft.engine.models.families.fit import has_family
 from truedraft.engine.models.families.layer import decoder_layer
 from truedraft.engine.models.heads.eagle_config import EagleConfig
 from truedraft.engine.models.heads.head import Head, check_target, linears_for
@@ -129,6 +130,11 @@ class _Reader:
         """Describes the layer by way of transformers' own, whose queries, keys and values have twice the
         inputs here. Returns its angles and its number of parameters, too."""
         module: Any = plain_skeleton(self.layer_config, self.facts.dtype)
+        if not has_family(module):
+            raise ModelLoadError(
+                f"{self.config.path} cannot be served: layers of heads with hidden_act "
+                f"{self.layer_config.hidden_act!r} are not known"
+            )
         layer, size = module.model.layers[0], self.layer_config.hidden_size
         weights: dict[Source, list[Weight]] = {}
         small: dict[str, torch.Tensor] = {}

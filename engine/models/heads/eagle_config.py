@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.checkpoint import locate
+from truedraft.engine.models.load_errors import stage
 
 # Kinds of layers that heads have.
 LAYER_TYPES = ("llama", "qwen3")
@@ -63,6 +64,11 @@ def read_eagle_config(path: str) -> EagleConfig | None:
         return None  # loading says what is wrong with it
     if not isinstance(config, dict):
         return None
+    with stage(path, "config.json"):
+        return _read(path, config)
+
+
+def _read(path: str, config: dict[str, Any]) -> EagleConfig | None:
     if "speculators_model_type" in config:
         return _of_parts(path, config)
     names = [str(name).lower() for name in config.get("architectures") or ()]
@@ -111,12 +117,12 @@ def _config(
         path=path,
         layer=made,
         draft_vocab_size=int(options.get("draft_vocab_size") or made.vocab_size),
-        layer_inputs=_layer_inputs(options),
+        layer_inputs=_layer_inputs(path, options),
         **flags,
     )
 
 
-def _layer_inputs(options: dict[str, Any]) -> tuple[int, ...] | None:
+def _layer_inputs(path: str, options: dict[str, Any]) -> tuple[int, ...] | None:
     """Returns the layers whose inputs are meant.
 
     Some files count outputs instead: as heads that read inputs begin with the third layer, a first id of 1
@@ -125,5 +131,9 @@ def _layer_inputs(options: dict[str, Any]) -> tuple[int, ...] | None:
     ids = options.get(LAYER_IDS) or options.get("aux_hidden_state_layer_ids")
     if not ids:
         return None
-    counts_outputs = int(ids[0]) == 1
-    return tuple(int(layer) + counts_outputs for layer in ids)
+    if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
+        raise ModelLoadError(
+            f"{path} has {LAYER_IDS} {ids!r} in its config.json: numbers of layers are served"
+        )
+    counts_outputs = ids[0] == 1
+    return tuple(layer + counts_outputs for layer in ids)
