@@ -105,14 +105,41 @@ class Checkpoint:
         return by_file
 
 
-class RenamedCheckpoint(Checkpoint):
+class DerivedCheckpoint(Checkpoint):
+    """Has the tensors of ``source``, laid out as there; subclasses change some. ``files``: more or others."""
+
+    def __init__(self, source: Checkpoint, files: dict[str, str] | None = None) -> None:
+        super().__init__(source.files if files is None else files)
+        self.source = source
+        self.parts = source.parts
+        self.is_tiled = source.is_tiled
+
+    def blocks(self, name: str) -> QuantisedBlocks | None:
+        return self.source.blocks(name)
+
+    def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
+        return self.source.expert_blocks(name, number)
+
+    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
+        return self.source.head_blocks(name, number, is_turned)
+
+    def rotary_factors(self) -> torch.Tensor | None:
+        return self.source.rotary_factors()
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return self.source.read(names)
+
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        return self.source.shapes(names)
+
+
+class RenamedCheckpoint(DerivedCheckpoint):
     """``source`` with other names: ``names`` are those that it has for ours."""
 
     def __init__(self, source: Checkpoint, names: dict[str, str]) -> None:
-        super().__init__({name: source.files[stored] for name, stored in names.items()})
-        self.source = source
+        super().__init__(source, {name: source.files[stored] for name, stored in names.items()})
         self.names = names
-        self.is_tiled = source.is_tiled
+        self.parts = frozenset(name for name, stored in names.items() if stored in source.parts)
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
         return self.source.blocks(self.names[name])
@@ -131,9 +158,6 @@ class RenamedCheckpoint(Checkpoint):
 
     def expert_bytes(self, name: str, number: int) -> list[ScaledBytes]:
         return self.source.expert_bytes(self.names[name], number)
-
-    def rotary_factors(self) -> torch.Tensor | None:
-        return self.source.rotary_factors()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         wanted = {self.names[name]: name for name in names}

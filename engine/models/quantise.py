@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledRows, Weight
-from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.checkpoint import Checkpoint, DerivedCheckpoint
 from truedraft.engine.models.stacks import DOWN, GATE_UP
 
 # The setting ``quantize`` decides the type of the layers. Embeddings and output layers have 8 bits.
@@ -49,14 +49,12 @@ def quantised_to_four_bits(weight: Weight) -> Weight:
     return Weight(weight.name, weight.shape, partial(_dequantised, blocks), blocks)
 
 
-class QuantisedCheckpoint(Checkpoint):
+class QuantisedCheckpoint(DerivedCheckpoint):
     """``source`` with every matrix in the ``layer_type`` whose rows are whole groups; those that have no more
     bits than that stay as they are. ``read`` gives the weights that the blocks stand for."""
 
     def __init__(self, source: Checkpoint, layer_type: GGMLQuantizationType) -> None:
-        super().__init__(source.files)
-        self.source = source
-        self.is_tiled = source.is_tiled
+        super().__init__(source)
         self.layer_type = layer_type
         self.made = lru_cache(KEPT)(self._quantise)
         self.stacks = lru_cache(KEPT_STACKS)(self._quantise_stack)
@@ -66,12 +64,6 @@ class QuantisedCheckpoint(Checkpoint):
 
     def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
         return self.stacks(name)[number : number + 1] or self.source.expert_blocks(name, number)
-
-    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
-        return self.source.head_blocks(name, number, is_turned)
-
-    def rotary_factors(self) -> torch.Tensor | None:
-        return self.source.rotary_factors()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
@@ -113,29 +105,16 @@ def _dequantised(blocks: QuantisedBlocks) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(blocks.data, GGMLQuantizationType(blocks.type)))
 
 
-class ScaledCheckpoint(Checkpoint):
+class ScaledCheckpoint(DerivedCheckpoint):
     """``source`` with its layers' matrices in 8-bit floating point, a scale for each row. What is quantised
     already stays as it is; so do embeddings, output layer and experts with their routers."""
 
     def __init__(self, source: Checkpoint) -> None:
-        super().__init__(source.files)
-        self.source = source
+        super().__init__(source)
         self.made = lru_cache(KEPT)(self._scale)
-
-    def blocks(self, name: str) -> QuantisedBlocks | None:
-        return self.source.blocks(name)
-
-    def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
-        return self.source.expert_blocks(name, number)
 
     def scaled_rows(self, name: str) -> ScaledRows | None:
         return self.made(name)
-
-    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
-        return self.source.head_blocks(name, number, is_turned)
-
-    def rotary_factors(self) -> torch.Tensor | None:
-        return self.source.rotary_factors()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

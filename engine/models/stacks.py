@@ -13,7 +13,7 @@ from torch import nn
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledBytes, Weight
-from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.checkpoint import Checkpoint, DerivedCheckpoint
 
 # A matrix as a checkpoint has it.
 Quantised: TypeAlias = QuantisedBlocks | ScaledBytes
@@ -118,12 +118,10 @@ def _is_stored(module: nn.Module, name: str) -> bool:
     return own not in module.get_submodule(path)._non_persistent_buffers_set
 
 
-class StackedCheckpoint(Checkpoint):
+class StackedCheckpoint(DerivedCheckpoint):
     """``source`` under the names of transformers' ``module``, a model with experts."""
 
     def __init__(self, source: Checkpoint, module: Any, stored: StoredExperts) -> None:
-        self.source = source
-        self.is_tiled = source.is_tiled
         made: dict[str, list[list[str]]] = {}
         numbers = {name: len(tensor) for name, tensor in stored_tensors(module).items()}
         for name, number in numbers.items():
@@ -133,8 +131,7 @@ class StackedCheckpoint(Checkpoint):
         self.made = made
         taken = {part for parts in made.values() for each in parts for part in each}
         left = {name: file for name, file in source.files.items() if name not in taken}
-        super().__init__(left | {name: source.files[parts[0][0]] for name, parts in made.items()})
-        self.parts = source.parts
+        super().__init__(source, left | {name: source.files[parts[0][0]] for name, parts in made.items()})
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
         parts = self.made.get(name, [[name]])
@@ -146,9 +143,6 @@ class StackedCheckpoint(Checkpoint):
         found = [self.source.blocks(each[number]) for each in self.made[name] if len(each) > 1]
         return [blocks for blocks in found if blocks is not None] if None not in found else []
 
-    def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
-        return self.source.head_blocks(name, number, is_turned)
-
     def scaled_bytes(self, name: str) -> ScaledBytes | None:
         parts = self.made.get(name, [[name]])
         return self.source.scaled_bytes(parts[0][0]) if len(parts) == len(parts[0]) == 1 else None
@@ -158,9 +152,6 @@ class StackedCheckpoint(Checkpoint):
             return self.source.expert_bytes(name, number)
         found = [self.source.scaled_bytes(each[number]) for each in self.made[name] if len(each) > 1]
         return [part for part in found if part is not None] if None not in found else []
-
-    def rotary_factors(self) -> torch.Tensor | None:
-        return self.source.rotary_factors()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: self._read(name) for name in names}

@@ -28,7 +28,7 @@ from tests.hybrids import (
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import GgufCheckpoint, open_gguf
-from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.loader import load_causal_model, load_model, requantised
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.quantised import QuantisedLinear
 
@@ -203,6 +203,19 @@ def test_shapes_are_those_of_what_is_read(folder: Callable[[str], str], tmp_path
     checkpoint = open_gguf(str(path))
     read = {each: tuple(tensor.shape) for each, tensor in checkpoint.read(checkpoint.files).items()}
     assert checkpoint.shapes(checkpoint.files) == read
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_quantised_at_load_a_file_is_laid_out_as_before(
+    folder: Callable[[str], str], tmp_path: Path, quantize: str
+) -> None:
+    """Value heads in another order would be another model, which transformers' layers would compute, too."""
+    path = str(tmp_path / "model.gguf")
+    save_hybrid_gguf(Path(path), folder("Qwen3.5, 2 heads a key"), "F16")
+    file = open_gguf(path)
+    quantised = requantised(file, LoadOptions(quantize=quantize))
+    assert quantised.is_tiled
+    assert quantised.shapes(file.files) == file.shapes(file.files)
 
 
 def test_decays_that_grow_are_refused(folder: Callable[[str], str], tmp_path: Path) -> None:

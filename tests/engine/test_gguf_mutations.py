@@ -84,8 +84,21 @@ def base(architecture: str) -> Content:
     heads, kv_heads = (2, 1) if architecture in ("phi3", "qwen2moe") else (4, 2)
     if architecture == "olmoe":
         heads = kv_heads = 2
-    queries, keys = heads * HEAD_SIZE, kv_heads * HEAD_SIZE
-    shapes = {
+    shapes = _matrices(architecture, with_experts, heads * HEAD_SIZE, kv_heads * HEAD_SIZE)
+    norms, biases = _norms(architecture, heads), _biases(architecture, shapes)
+    tensors = {"token_embd.weight": matrix(VOCAB_SIZE, HIDDEN), "output_norm.weight": vector(HIDDEN, 1)}
+    if architecture != "gemma2":
+        tensors["output.weight"] = matrix(VOCAB_SIZE, HIDDEN)
+    for layer in range(LAYERS):
+        tensors |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        tensors |= {f"blk.{layer}.{name}.weight": vector(size, 1) for name, size in norms.items()}
+        tensors |= {f"blk.{layer}.{name}.bias": vector(size, 0) for name, size in biases.items()}
+    return Content(architecture, _metadata(architecture, with_experts, heads, kv_heads), tensors)
+
+
+def _matrices(architecture: str, with_experts: bool, queries: int, keys: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a layer's matrices."""
+    shapes: dict[str, tuple[int, ...]] = {
         "attn_q": (queries, HIDDEN),
         "attn_k": (keys, HIDDEN),
         "attn_v": (keys, HIDDEN),
@@ -97,9 +110,6 @@ def base(architecture: str) -> Content:
     if architecture == "phi3":
         shapes = {name: shapes[name] for name in ("attn_output", "ffn_down")}
         shapes |= {"attn_qkv": (queries + 2 * keys, HIDDEN), "ffn_up": (2 * INNER, HIDDEN)}
-    norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
-    if architecture in ("gemma2", "gemma3"):
-        norms |= {"post_attention_norm": HIDDEN, "post_ffw_norm": HIDDEN}
     if with_experts:
         shapes = {name: shape for name, shape in shapes.items() if name.startswith("attn")}
         shapes |= {"ffn_gate_inp": (NUMBER, HIDDEN)}
@@ -109,6 +119,14 @@ def base(architecture: str) -> Content:
         size = SHARED[architecture]
         shapes |= {f"ffn_{part}_shexp": (size, HIDDEN) for part in ("gate", "up")}
         shapes |= {"ffn_down_shexp": (HIDDEN, size)}
+    return shapes
+
+
+def _norms(architecture: str, heads: int) -> dict[str, int]:
+    """Returns the sizes of a layer's norms, and of what else multiplies or adds."""
+    norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
+    if architecture in ("gemma2", "gemma3"):
+        norms |= {"post_attention_norm": HIDDEN, "post_ffw_norm": HIDDEN}
     if architecture == "qwen2moe":
         norms |= {"ffn_gate_inp_shexp": HIDDEN}
     if architecture == "olmoe":
@@ -119,22 +137,19 @@ def base(architecture: str) -> Content:
         norms = {"attn_norm": HIDDEN, "post_attention_norm": HIDDEN}
     if architecture in ("qwen3", "gemma3", "qwen3moe", "glm4moe"):
         norms |= {"attn_q_norm": HEAD_SIZE, "attn_k_norm": HEAD_SIZE}
-    tensors = {"token_embd.weight": matrix(VOCAB_SIZE, HIDDEN), "output_norm.weight": vector(HIDDEN, 1)}
-    if architecture != "gemma2":
-        tensors["output.weight"] = matrix(VOCAB_SIZE, HIDDEN)
-    for layer in range(LAYERS):
-        tensors |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-        tensors |= {f"blk.{layer}.{name}.weight": vector(size, 1) for name, size in norms.items()}
-        if architecture in ("qwen2", "qwen2moe"):
-            biases = {name: shapes[name][:1] for name in ("attn_q", "attn_k", "attn_v")}
-        elif architecture == "gpt-oss":
-            biases = {name: shape[:-1] for name, shape in shapes.items()}
-        elif architecture == "glm4moe":
-            biases = {"exp_probs_b": (NUMBER,)}
-        else:
-            biases = {}
-        if biases:
-            tensors |= {f"blk.{layer}.{name}.bias": vector(size, 0) for name, size in biases.items()}
+    return norms
+
+
+def _biases(architecture: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a layer's biases."""
+    if architecture in ("qwen2", "qwen2moe"):
+        return {name: shapes[name][:1] for name in ("attn_q", "attn_k", "attn_v")}
+    if architecture == "gpt-oss":
+        return {name: shape[:-1] for name, shape in shapes.items()}
+    return {"exp_probs_b": (NUMBER,)} if architecture == "glm4moe" else {}
+
+
+def _metadata(architecture: str, with_experts: bool, heads: int, kv_heads: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "block_count": LAYERS,
         "context_length": CONTEXT,
@@ -183,7 +198,7 @@ def base(architecture: str) -> Content:
     if architecture == "glm4moe":
         metadata |= {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.5}
         metadata["rope.dimension_count"] = HEAD_SIZE // 2
-    return Content(architecture, metadata, tensors)
+    return metadata
 
 
 # Architectures with experts, of which only these keys are changed: the others go the same ways as elsewhere.

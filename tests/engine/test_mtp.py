@@ -1,5 +1,6 @@
 """MTP heads in the engine: they draft what their definition says, and what is emitted is the target's."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import gguf
 import pytest
 import torch
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests import gguf_latent
@@ -112,6 +114,27 @@ def save_other(folder: Path, other: Other) -> tuple[str, NaiveMtp]:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layouts_and_experts(tmp_path: Path, name: str) -> None:
     target, head = save_other(tmp_path / "target", OTHERS[name])
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [5]]
+    compare_with_definition(head, mtp_engine(target), prompts, structs.replace(GREEDY, max_tokens=12))
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5", "Qwen3-Next"])
+def test_heads_in_fp8(tmp_path: Path, name: str) -> None:
+    """Scales of a head's weights are none of its tensors; the definition has the weights that are meant."""
+    target, head = save_other(tmp_path / "target", OTHERS[name])
+    scale, file, config = 1 / 64, Path(target) / "model.safetensors", Path(target) / "config.json"
+    stored = load_file(file)
+    for each in [each for each in stored if each.endswith("_proj.weight") and "eh_proj" not in each]:
+        stored[each] = (stored[each] / scale).to(torch.float8_e4m3fn)
+        stored[f"{each}_scale_inv"] = torch.tensor([scale])
+    save_file(stored, file, metadata={"format": "pt"})
+    method = {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | method))
+    with torch.no_grad():
+        for module in (head, head.target[0]):
+            for each, parameter in module.named_parameters():
+                if each.removesuffix(".weight").endswith("_proj"):
+                    parameter.copy_((parameter / scale).to(torch.float8_e4m3fn).float() * scale)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [5]]
     compare_with_definition(head, mtp_engine(target), prompts, structs.replace(GREEDY, max_tokens=12))
 
