@@ -61,17 +61,23 @@ class LatentProjection:
             assert self.query_up is not None
             queries = run.linear(self.query_up, run.norm(self.query_norm, queries.contiguous()))
         heads = queries.reshape(len(x), self.num_heads, -1)
-        of_latents = _by_head(self.key_up, heads[..., self.num_turned :], run)
-        joined = torch.cat((heads[..., : self.num_turned], of_latents), -1)
-        return torch.cat((joined.flatten(1), turned, run.norm(self.norm, latent.contiguous())), 1)
+        joined = x.new_empty(len(x), self.num_heads + 1, self.key_size)
+        attending, key = joined[:, :-1], joined[:, -1]
+        attending[..., : self.num_turned] = heads[..., : self.num_turned]
+        _by_head(self.key_up, heads[..., self.num_turned :], attending[..., self.num_turned :], run)
+        key[:, : self.num_turned] = turned
+        key[:, self.num_turned :] = run.norm(self.norm, latent.contiguous())
+        return joined.flatten(1)
 
     def values(self, attended: torch.Tensor, run: MlpRun) -> torch.Tensor:
         """Returns [tokens, heads * value size] of what heads attended, [tokens, heads * size of the key]."""
         heads = attended.view(len(attended), self.num_heads, -1)
-        return _by_head(self.value_up, heads[..., self.num_turned :], run).flatten(1)
+        found = attended.new_empty(len(attended), self.num_heads, self.value_size)
+        _by_head(self.value_up, heads[..., self.num_turned :], found, run)
+        return found.flatten(1)
 
 
-def _by_head(linears: tuple[Linear, ...], heads: torch.Tensor, run: MlpRun) -> torch.Tensor:
+def _by_head(linears: tuple[Linear, ...], heads: torch.Tensor, to: torch.Tensor, run: MlpRun) -> None:
     """Computes ``heads`` [tokens, heads, size] each by its own layer."""
-    pairs = zip(linears, heads.unbind(1), strict=True)
-    return torch.stack([run.linear(linear, x.contiguous()) for linear, x in pairs], 1)
+    for linear, x, found in zip(linears, heads.unbind(1), to.unbind(1), strict=True):
+        found.copy_(run.linear(linear, x.contiguous()))

@@ -22,6 +22,8 @@
 #define AHEAD 8
 /* A head of 576; head sizes are multiples of 16. */
 #define MAX_WIDTH (576 / LANES)
+/* Vectors of values that two rows' sums of them have registers for. */
+#define STRIP 4
 /* Queries of a span that are attended together; of a prompt, those that an item of work has. */
 #define QUERIES 32
 /* Queries of a kv head, of all heads that share it, that an item of work has, if it has more than one token. */
@@ -230,28 +232,47 @@ static inline ALWAYS float soften(float *score, int64_t from, int64_t last, floa
     return lane_sum(sum);
 }
 
-/* Adds a chunk's values from ``from`` to ``last``, by their weights, to what one or two rows have, times ``shrink``. */
-static inline ALWAYS void add_values(
-    float *const *out, const float *shrink, float (*weights)[CHUNK], const char *values, const int64_t *offset,
-    int64_t from, int64_t last, const int64_t width, const int64_t type, const int64_t num_rows) {
-    if (from >= last) return;
+/* Values of a chunk from ``from`` to ``last``, and their weights for one or two rows. */
+typedef struct {
+    float *const *out;
+    const float *shrink;
+    float (*weights)[CHUNK];
+    const char *values;
+    const int64_t *offset;
+    int64_t from, last;
+} Addends;
+
+/* Adds them to what the rows have, times ``shrink``: to ``width`` vectors from ``first`` on. */
+static inline ALWAYS void add_vectors(
+    const Addends x, const int64_t first, const int64_t width, const int64_t type, const int64_t num_rows) {
     vec sum[2][MAX_WIDTH];
     for (int64_t row = 0; row < num_rows; row++) {
         UNROLL
-        for (int64_t i = 0; i < width; i++) sum[row][i] = ((const vec *)out[row])[i] * shrink[row];
+        for (int64_t i = 0; i < width; i++) sum[row][i] = ((const vec *)x.out[row])[first + i] * x.shrink[row];
     }
-    for (int64_t j = from; j < last; j++) {
+    for (int64_t j = x.from; j < x.last; j++) {
         UNROLL
         for (int64_t i = 0; i < width; i++) {
-            const vec value = cached(values + offset[j], i, type);
+            const vec value = cached(x.values + x.offset[j], first + i, type);
             for (int64_t row = 0; row < num_rows; row++)
-                sum[row][i] = multiply_add(SPREAD(weights[row][j]), value, sum[row][i]);
+                sum[row][i] = multiply_add(SPREAD(x.weights[row][j]), value, sum[row][i]);
         }
     }
     for (int64_t row = 0; row < num_rows; row++) {
         UNROLL
-        for (int64_t i = 0; i < width; i++) ((vec *)out[row])[i] = sum[row][i];
+        for (int64_t i = 0; i < width; i++) ((vec *)x.out[row])[first + i] = sum[row][i];
     }
+}
+
+/* Adds them to all of the rows' vectors: those of sizes that are not known in advance some at a time, whose sums stay
+ * in registers. */
+static inline ALWAYS void add_values(
+    const Addends x, const int64_t width, const int64_t type, const int64_t num_rows) {
+    if (x.from >= x.last) return;
+    int64_t first = 0;
+    if (width != 64 / LANES && width != 128 / LANES)
+        for (; first + STRIP <= width; first += STRIP) add_vectors(x, first, STRIP, type, num_rows);
+    if (first < width) add_vectors(x, first, width - first, type, num_rows);
 }
 
 /* Adds one more score, ``number``, with a value of zeros to what a query has: the highest score may be that one. */
@@ -335,10 +356,9 @@ static inline ALWAYS void attend_queries(
         for (int64_t row = 0; row < rows; of_head += head_bytes) {
             for (const int64_t end = row + rows_of_head; row < end;) {
                 const int64_t count = row + 1 < end && from[row] == from[row + 1] && last[row] == last[row + 1] ? 2 : 1;
-#define ADD(count) \
-    add_values(outs + row, shrink + row, scores + row, of_head, offset, from[row], last[row], width, type, count)
-                if (count == 2) ADD(2);
-                else ADD(1);
+                const Addends x = { outs + row, shrink + row, scores + row, of_head, offset, from[row], last[row] };
+                if (count == 2) add_values(x, width, type, 2);
+                else add_values(x, width, type, 1);
                 row += count;
             }
         }

@@ -1,5 +1,6 @@
 """Layers as they are described: of any size each, and their room in C is what the largest part needs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.engine.test_native import plant
 from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights
+from truedraft.engine.layers.latent import LatentProjection
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
 from truedraft.engine.layers.mlp import GatedMlp
 from truedraft.engine.layers.norm import Norm
@@ -43,16 +45,31 @@ class Size(NamedTuple):
     normed: str = "mixer_norm mlp_norm"
 
 
+class Latent(NamedTuple):
+    """Has heads that share a key of ``turned`` numbers and a latent vector."""
+
+    heads: int
+    latent: int
+    turned: int
+    others: int
+    value: int
+    mlp: int
+    queries: int | None = None
+    normed: str = "mixer_norm mlp_norm"
+
+
 # The first layer is the smallest, which must not be the measure of the others.
-UNEVEN = [
+UNEVEN: list[Size | Latent] = [
     Size(2, 1, 16, 24),
     Size(6, 2, 32, 40, "mixer_norm mixer_post_norm mlp_norm mlp_post_norm"),
     Size(4, 4, 16, 300, "mixer_post_norm mlp_post_norm"),
     Size(3, 1, 48, 16),
+    Latent(5, 40, 8, 12, 20, 16),
+    Latent(3, 24, 8, 4, 36, 16, queries=28),
 ]
 
 
-def decoder(sizes: list[Size], loaded: bool) -> FusedDecoder:
+def decoder(sizes: Sequence[Size | Latent], loaded: bool) -> FusedDecoder:
     """Draws weights; ``loaded``: for the kernels in C, else for torch."""
     generator = torch.Generator().manual_seed(7)
     kernels = library.load_library() if loaded else None
@@ -65,20 +82,43 @@ def decoder(sizes: list[Size], loaded: bool) -> FusedDecoder:
         weight = drawn(rows, columns)
         return linears.make([Weight("drawn", (rows, columns), lambda: weight)], None)
 
-    def layer(number: int, size: Size) -> DecoderLayer:
+    def attention(number: int, size: Size) -> Attention:
         attended, cached = size.heads * size.head_size, (size.kv_heads, size.head_size)
-        shape = AttentionShape(number, *size[:3], scaling=0.3, sliding_window=None, norm=None)
+        return Attention(
+            shape=AttentionShape(number, *size[:3], scaling=0.3, sliding_window=None, norm=None),
+            qkv=linear(attended + 2 * size.kv_heads * size.head_size, HIDDEN),
+            output=linear(HIDDEN, attended),
+            cache=AttentionCache(cached, cached, torch.float32, CPU),
+        )
+
+    def to_latents(number: int, size: Latent) -> Attention:
+        key, query = size.turned + size.latent, size.turned + size.others
+        queries = size.heads * query
+        return Attention(
+            shape=AttentionShape(number, size.heads, 1, key, 0.3, None, None, values_are_keys=True),
+            qkv=LatentProjection(
+                down=linear((size.queries or queries) + key, HIDDEN),
+                norm=Norm(1 + drawn(size.latent), 1e-5),
+                key_up=tuple(linear(size.latent, size.others) for _ in range(size.heads)),
+                value_up=tuple(linear(size.value, size.latent) for _ in range(size.heads)),
+                query_size=query,
+                num_turned=size.turned,
+                value_size=size.value,
+                query_norm=None if size.queries is None else Norm(1 + drawn(size.queries), 1e-5),
+                query_up=None if size.queries is None else linear(queries, size.queries),
+            ),
+            output=linear(HIDDEN, size.heads * size.value),
+            cache=AttentionCache((1, key), None, torch.float32, CPU),
+        )
+
+    def layer(number: int, size: Size | Latent) -> DecoderLayer:
+        mixer = to_latents(number, size) if isinstance(size, Latent) else attention(number, size)
         names = ("mixer_norm", "mixer_post_norm", "mlp_norm", "mlp_post_norm")
         norms = {
             name: Norm(1 + drawn(HIDDEN), 1e-5) if name in size.normed.split() else None for name in names
         }
         return DecoderLayer(
-            mixer=Attention(
-                shape=shape,
-                qkv=linear(attended + 2 * size.kv_heads * size.head_size, HIDDEN),
-                output=linear(HIDDEN, attended),
-                cache=AttentionCache(cached, cached, torch.float32, CPU),
-            ),
+            mixer=mixer,
             mlp=GatedMlp("silu", linear(2 * size.mlp, HIDDEN), linear(HIDDEN, size.mlp)),
             **norms,
         )
@@ -125,19 +165,24 @@ def test_layers_of_different_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "mlp"),
+    ("right", "wrong", "layer"),
     [
-        ("part_bytes(&decoder->layers[i].mlp, rows)", "part_bytes(&decoder->layers[0].mlp, rows)", 300),
-        ("+ arena_size(rows * part->output->in_features, sizeof(float))", "", 8),
+        (
+            "part_bytes(&decoder->layers[i].mlp, rows)",
+            "part_bytes(&decoder->layers[0].mlp, rows)",
+            UNEVEN[1]._replace(mlp=300),
+        ),
+        ("+ arena_size(rows * part->output->in_features, sizeof(float))", "", UNEVEN[1]._replace(mlp=8)),
+        (", of.heads * of.values,\n    };", ",\n    };", UNEVEN[5]),
     ],
-    ids=["the first layer's MLP", "a mixer without what it attends"],
+    ids=["the first layer's MLP", "a mixer without what it attends", "latent vectors without values"],
 )
 def test_a_part_without_room_writes_nothing(
-    right: str, wrong: str, mlp: int, fresh_library: pytest.MonkeyPatch, tmp_path: Path
+    right: str, wrong: str, layer: Size | Latent, fresh_library: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Room that is not reserved is not given out, although the memory after its end may be there."""
     fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
-    sizes = [UNEVEN[0]._replace(mlp=8), UNEVEN[1]._replace(mlp=mlp)]
+    sizes = [UNEVEN[0]._replace(mlp=8), layer]
     with pytest.raises(MemoryError):
         logits_of(decoder(sizes, loaded=True), is_whole=True)
 
