@@ -24,7 +24,7 @@ from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.native import compiler, library
 from truedraft.engine.native.linear import NativeLinear, half_scale, linear_library
-from truedraft.engine.native.native_run import NativeKernels, serves
+from truedraft.engine.native.native_run import NativeKernels, qkv_width, serves
 from truedraft.engine.native.threads import set_num_threads
 
 CPU = torch.device("cpu")
@@ -50,6 +50,8 @@ SHAPES = {
         0, 4, 2, 80, 0.3, None, NORM, interleaved=True, norm_after_rotary=True
     ),
     "a softcap, a window": AttentionShape(0, 6, 2, 32, 0.4, 9, None, softcap=1.5),
+    "576, values are keys": AttentionShape(0, 3, 1, 576, 0.05, None, None, values_are_keys=True),
+    "many heads share one": AttentionShape(0, 40, 1, 16, 0.25, None, None, values_are_keys=True),
 }
 
 
@@ -98,7 +100,8 @@ def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
 
 def make_cache(shape: AttentionShape) -> KVCache:
     heads = shape.num_kv_heads, shape.head_size
-    cache = KVCache([AttentionCache(heads, heads, torch.float32, CPU)], NUM_BLOCKS, BLOCK_SIZE)
+    values = None if shape.values_are_keys else heads
+    cache = KVCache([AttentionCache(heads, values, torch.float32, CPU)], NUM_BLOCKS, BLOCK_SIZE)
     generator = torch.Generator().manual_seed(7)
     cache.keys[0].normal_(generator=generator)
     cache.values[0].normal_(generator=generator)
@@ -123,7 +126,7 @@ def check_attention(
     shape: AttentionShape, rows: list[tuple[int, int]], rotary: Any, kernels: NativeKernels
 ) -> None:
     batch = make_batch(rows)
-    qkv = torch.randn(batch.slots.shape[0], (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size)
+    qkv = torch.randn(batch.slots.shape[0], qkv_width(shape))
     results = []
     for make_parts in (TorchRun, kernels):
         cache = make_cache(shape)
@@ -200,7 +203,7 @@ def test_a_row_does_not_depend_on_the_others(
 def test_attention_does_not_depend_on_the_chunk(shape: AttentionShape, kernels: NativeKernels) -> None:
     """To the last bit, also of prompts that are cut, and however threads share heads and queries."""
     rotary: Any = TableOfAngles(shape.head_size, has_table=True)
-    qkv = torch.randn(100, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size)
+    qkv = torch.randn(100, qkv_width(shape))
     attended = []
     for threads, size in product((1, 2, 5), (1, 5, 12, MAX_GROUPED_QUERIES, 100)):
         set_num_threads(threads)
