@@ -39,6 +39,7 @@ from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models import gguf_experts
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families.fit import has_experts
@@ -277,6 +278,34 @@ def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
     assert torch.allclose(logits_in(load(path, compact=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
     reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_latent_vectors_in_files_of_before(tmp_path: Path) -> None:
+    """What makes keys and values was one tensor."""
+    path = tmp_path / "model.gguf"
+    expected = expected_logits(save_gguf(path, CONFIGS["deepseek2, V2"], is_split=False))
+    assert "blk.0.attn_kv_b.weight" in read_gguf(str(path)).tensors
+    assert torch.allclose(logits_in(load(path, compact=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_experts_of_latent_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that does not say how they are scored means softmax, but in one model."""
+    path = tmp_path / "model.gguf"
+    unsaid = {"deepseek2.expert_gating_func": 0}
+    expected = expected_logits(save_gguf(path, CONFIGS["deepseek2, V2"], **unsaid))
+    assert torch.allclose(logits_in(load(path, compact=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
+    expected = expected_logits(save_gguf(path, CONFIGS["deepseek2, GLM"], **unsaid))
+    assert "deepseek_v2 models with norm_topk_prob True cannot be served" in refusal(path)
+    monkeypatch.setattr(gguf_experts, "GLM_LAYERS", (2, 3))
+    monkeypatch.setattr(gguf_experts, "GLM_TOKENS", 96)
+    assert torch.allclose(logits_in(load(path, compact=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
+    save_gguf(path, CONFIGS["deepseek2, GLM"], **{"deepseek2.attention.kv_lora_rank": 128})
+    assert "which are no latent vectors of 128 and 32 numbers that are turned" in refusal(path)
+    save_gguf(path, CONFIGS["deepseek2, V2"], **{"deepseek2.expert_weights_norm": True})
+    assert "deepseek_v2 models with norm_topk_prob True cannot be served" in refusal(path)
+    unknown = {"deepseek2.rope.scaling.type": "yarn", "deepseek2.rope.scaling.factor": 2.0}
+    save_gguf(path, CONFIGS["deepseek2, GLM"], **unknown)
+    assert "scales its positions by yarn without deepseek2.rope.scaling.yarn_log_multiplier" in refusal(path)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
