@@ -123,6 +123,10 @@ def _grouped(keys: GgufKeys, scoring: int, found: dict[str, Any]) -> dict[str, A
     settings = {"n_group": groups, "topk_group": keys.says("expert_group_used_count") or 1}
     if scoring == SIGMOID or (scoring == 0 and is_glm):
         return settings | {"scoring_func": "sigmoid"}
+    if keys.says("expert_weights_norm", False):
+        raise GgufError(
+            f"{keys.path} renormalises weights of experts that softmax scores, which is not served"
+        )
     method = "greedy" if groups == 1 else "group_limited_greedy"
     return settings | {"scoring_func": "softmax", "topk_method": method}
 

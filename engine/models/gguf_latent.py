@@ -105,7 +105,10 @@ def _rope(keys: GgufKeys, rope: dict[str, Any]) -> dict[str, Any]:
         raise GgufError(
             f"{keys.path} scales its positions by yarn without {keys.prefix}rope.scaling.yarn_log_multiplier"
         )
-    keys.expect("rope.scaling.attn_factor", 1.0)
+    if keys.says("rope.scaling.attn_factor", 1.0) != 1:
+        raise GgufError(
+            f"{keys.path} has another {keys.prefix}rope.scaling.attn_factor than 1, which is not served"
+        )
     # Angles and all numbers have the same share in these models, which leaves angles as they are.
     stretched = {name: value for name, value in rope.items() if name != "attention_factor"}
     return stretched | {"mscale": scale / LOG_SHARE, "mscale_all_dim": scale / LOG_SHARE}

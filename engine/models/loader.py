@@ -246,7 +246,6 @@ def _load_gguf(path: str, options: LoadOptions) -> FusedDecoder:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     with stage(path, ""):
         file = _open_gguf(path, options)
-        check_settings(file.config)
         make_skeleton = partial(plain_skeleton, file.config)
         check_complete(make_skeleton(options.dtype), file)
         model = load_fused(make_skeleton, requantised(file, options), generation_config(file), options)
