@@ -25,7 +25,7 @@ from truedraft.engine.models.identity import fingerprint
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.library import load_library
-from truedraft.engine.native.native_run import NativeKernels
+from truedraft.engine.native.native_run import NativeKernels, qkv_width
 from truedraft.engine.runtime.native.runner import NativeRunner
 
 CPU = torch.device("cpu")
@@ -43,7 +43,8 @@ def kernels() -> NativeKernels:
 def attend(make_run: Any, shape: AttentionShape, batch: ForwardBatch, qkv: Any, dtype: Any) -> Any:
     """Returns the outputs and the cache, which held numbers of 16 bits before."""
     wide, heads = make_cache(shape), (shape.num_kv_heads, shape.head_size)
-    cache = KVCache([AttentionCache(heads, heads, dtype, CPU)], len(wide.keys[0]) // 4, 4)
+    values = None if shape.values_are_keys else heads
+    cache = KVCache([AttentionCache(heads, values, dtype, CPU)], len(wide.keys[0]) // 4, 4)
     cache.keys[0].copy_(wide.keys[0].to(HALF))
     cache.values[0].copy_(wide.values[0].to(HALF))
     run = make_run(batch, cache, TableOfAngles(shape.head_size, has_table=True))
@@ -56,7 +57,7 @@ def test_numbers_of_16_bits_are_attended_as_in_float32(name: str, rows: str, ker
     """To the bit, where new keys and values lose nothing: they are neither normed nor rotated."""
     shape, batch = replace(SHAPES[name], rotary=None), make_batch(BATCHES[rows])
     torch.manual_seed(5)
-    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+    width = qkv_width(shape)
     qkv = torch.randn(len(batch.slots), width).half().float()
     (half, stored), (wide, expected) = (
         attend(kernels, shape, batch, qkv, dtype) for dtype in (HALF, torch.float32)
