@@ -9,8 +9,8 @@ chosen by the other cycles, so that none is the best because it was lucky in thi
 
 ``--before CHECKOUT`` starts a second server from another checkout and measures its ``default`` and ``none``
 in the same alternation. ``--apart`` adds controls for sharing a server: one that only ever serves
-``default``, and one that has ``num_speculative_tokens`` 0. With ``--no-draft``, or a ``--target`` alone,
-``default`` and the fixed lengths draft with n-grams.
+``default``, and one that has ``num_speculative_tokens`` 0. ``--draft-stop`` adds a server whose drafts may
+end early. With ``--no-draft``, or a ``--target`` alone, ``default`` and the fixed lengths draft with n-grams.
 """
 
 import argparse
@@ -42,10 +42,19 @@ from benchmarks.common import (
 )
 from benchmarks.http_load import LoadError
 from benchmarks.online import ROOT, Server, running_server, until_ready
-from benchmarks.pairs import BUNDLED, Pair, add_pair_options, chat_prompt_ids, prompt_ids, resolve_pair
+from benchmarks.pairs import (
+    BUNDLED,
+    NGRAM,
+    Pair,
+    add_pair_options,
+    chat_prompt_ids,
+    prompt_ids,
+    resolve_pair,
+)
 from benchmarks.plots import panels
 from benchmarks.request_mix import requests
 from benchmarks.result_file import Figure, record
+from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP
 from truedraft.engine.process.worker import keep_loaded
 from truedraft.loadtest.client import BenchmarkError
 from truedraft.loadtest.command import find_model
@@ -53,7 +62,7 @@ from truedraft.loadtest.counters import DraftCounters, read_counters
 from truedraft.loadtest.generator import new_session
 from truedraft.loadtest.machine import BUSY_SHARE
 
-DEFAULT, NONE, BEFORE, APART = "default", "none", "before ", "apart "
+DEFAULT, NONE, BEFORE, APART, STOPS = "default", "none", "before ", "apart ", "draft_stop"
 BEST = "best"
 NUM_PROMPTS = 64
 # The default policy learns while it runs.
@@ -103,8 +112,9 @@ def parse_arguments() -> argparse.Namespace:
         help="another checkout, measured in alternation with this one",
     )
     add("--apart", action="store_true", help="'default' and 'none' on servers of their own too")
+    add("--draft-stop", action="store_true", help="'default' on a server whose drafts may end early, too")
     add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture next to it")
-    add("--result", metavar="NAME", help="write benchmarks/results/NAME.json; of one pair")
+    add("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
 
 
@@ -141,7 +151,7 @@ class Block(NamedTuple):
 Blocks = dict[str, list[Block]]
 
 
-def speculation(length: int, method: str = "draft_model") -> dict[str, Any]:
+def speculation(length: int, method: str = DRAFT_MODEL) -> dict[str, Any]:
     """The field of a request that drafts ``length`` tokens in every round, whatever the policy thinks."""
     options = {"method": method, "num_speculative_tokens": length} if length else {"method": "none"}
     return {"speculation": options}
@@ -214,7 +224,6 @@ async def measure(
 
 async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of clients."""
-    method = "ngram" if pair.draft is None else "draft_model"
     lengths = arguments.lengths or (
         [4] if pair.draft is None else [1, 2, 3, 5, 8] if pair.is_synthetic else [1, 2, 3, 4]
     )
@@ -232,13 +241,15 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
                 model = await find_model(session, server.base_url)
                 variants.extend(Variant(name, server, model, fields) for name, fields in named.items())
 
-            fixed = {f"k={length}": speculation(length, method) for length in sorted(set(lengths) - {0})}
+            fixed = {f"k={length}": speculation(length, pair.method) for length in sorted(set(lengths) - {0})}
             await serve({DEFAULT: {}, NONE: speculation(0), **fixed})
             if arguments.before is not None:
                 await serve({BEFORE + DEFAULT: {}, BEFORE + NONE: speculation(0)}, arguments.before)
             if arguments.apart:
                 await serve({APART + DEFAULT: {}})
                 await serve({APART + NONE: speculation(0)}, num_speculative_tokens=0)
+            if arguments.draft_stop:
+                await serve({STOPS: {}}, draft_stop=True)
             watched = process_ids({variant.server for variant in variants})
             if arguments.chats:
                 prompts = chat_prompt_ids(pair, NUM_PROMPTS, arguments.chats)
@@ -276,6 +287,8 @@ def summarise(blocks: Blocks) -> dict[str, Any]:
             for name in (DEFAULT, NONE):
                 compared[f"{name}/{other}{name}"] = (name, other + name)
             compared[f"{other}default/none"] = (other + DEFAULT, other + NONE)
+    if STOPS in speeds:
+        compared[f"{STOPS}/default"] = (STOPS, DEFAULT)
     return {
         "tokens/s": medians,
         "best": max(fixed, key=medians.__getitem__),
@@ -358,14 +371,14 @@ def draw(figure: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """Returns tokens per second by number of clients, and what default settings gain within each cycle."""
-    found = []
+    several, found = len({row["pair"] for row in rows}) > 1, list[Figure]()
     for row in rows:
         speeds = {
             name: [block["num_tokens"] / block["seconds"] for block in blocks]
             for name, blocks in row["blocks"].items()
         }
         fixed = [speeds[name] for name in speeds if name == NONE or name.startswith("k=")]
-        clients = str(row["clients"])
+        clients = f"{row['pair']}, {row['clients']}" if several else str(row["clients"])
         found += [
             Figure.of(clients, "default, tokens/s", speeds[DEFAULT]),
             Figure.of(clients, "no drafts, tokens/s", speeds[NONE]),
@@ -374,24 +387,39 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
                 clients, "default : best fixed length", speeds[DEFAULT], best_by_other_cycles(fixed)
             ),
         ]
+        if STOPS in speeds:
+            title = "ending drafts early : default"
+            found.append(Figure.of_ratios(clients, title, speeds[STOPS], speeds[DEFAULT]))
     return found
 
 
+# What drafts, by its name in requests.
+DRAFTS = {
+    NGRAM: "n-grams, no draft model",
+    DRAFT_MODEL: "draft model",
+    EAGLE: "EAGLE-3 head",
+    MTP: "MTP head",
+}
+
+
 def write_result(
-    arguments: argparse.Namespace, pair: Pair, rows: Sequence[Mapping[str, Any]], facts: Any
+    arguments: argparse.Namespace, pairs: Sequence[Pair], rows: Sequence[Mapping[str, Any]], facts: Any
 ) -> None:
     others = [block["others"] for row in rows for blocks in row["blocks"].values() for block in blocks]
     prompts = {"questions": "questions", "edits": "edits of programs"}.get(
         arguments.chats, "openings of texts"
     )
-    method = "n-grams, no draft model" if pair.draft is None else "draft model"
-    name = Path(pair.target).name.split(".")[0] if pair.name == "named" else f"{pair.name} pair"
+    models = []
+    for pair in pairs:
+        name = Path(pair.target).name.split(".")[0] if pair.name == "named" else pair.name
+        is_told = len(pairs) > 1 or pair.name == "named"
+        models.append(f"{name}{'' if is_told else ' pair'}, {DRAFTS[pair.method]}")
     record(
         arguments.result,
         what=f"Through HTTP, requests of 32 to 256 tokens that come and go, {prompts}",
-        rows="clients",
-        model=f"{name}, {method}",
-        dtype="float32" if pair.is_synthetic else "the file's own weights",
+        rows="clients" if len(pairs) == 1 else "pair, clients",
+        model="; ".join(models),
+        dtype="float32" if any(pair.is_synthetic for pair in pairs) else "the file's own weights",
         num_repeats=arguments.blocks,
         machine={**facts, "others": round(statistics.median(others), 3)},
         figures=figures(rows),
@@ -400,10 +428,8 @@ def write_result(
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.result and len(arguments.pair) > 1:
-        raise SystemExit("--result: of one pair")
     busy = warn_if_busy()
-    rows: list[dict[str, Any]] = []
+    rows, pairs = list[dict[str, Any]](), list[Pair]()
     try:
         with tempfile.TemporaryDirectory() as temporary:
             work = arguments.work or Path(temporary)
@@ -411,6 +437,7 @@ def main() -> None:
                 pair = resolve_pair(arguments, name, work)
                 if arguments.no_draft:
                     pair = pair._replace(draft=None)
+                pairs.append(pair)
                 rows += asyncio.run(measure_pair(pair, arguments))
     except (BenchmarkError, LoadError, aiohttp.ClientError) as error:
         raise SystemExit(f"benchmarks.defaults: error: {error}") from error
@@ -423,7 +450,7 @@ def main() -> None:
         {"machine": facts, "arguments": settings, "results": rows},
         lambda figure: draw(figure, rows),
     )
-    write_result(arguments, pair, rows, facts)
+    write_result(arguments, pairs, rows, facts)
 
 
 if __name__ == "__main__":

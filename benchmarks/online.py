@@ -88,7 +88,10 @@ def running_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    flags = [
+        f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}"
+        for name, value in settings.items()
+    ]
     command = [sys.executable, "-m", "truedraft", "serve", f"--port={port}", *flags]
     if worker:
         command = [sys.executable, str(SERVER_WITH_WORKER), f"--port={port}", *flags, "--", *worker]

@@ -1,6 +1,8 @@
-"""Which pair a benchmark runs on: the bundled one, a synthetic one by its shape, or folders."""
+"""Which pair a benchmark runs on: a trained one of ours, a synthetic one by its shape, or folders."""
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,10 +10,35 @@ from benchmarks import synthetic_gguf
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import note, read_prompts
 from benchmarks.edits import read_edits
+from truedraft.engine.build import drafting_method
 from truedraft.engine.config import BUNDLED_PAIR
+from truedraft.engine.messages import MTP, Method
 from truedraft.engine.proposers.translated.pairing import load_tokenizer
 
 BUNDLED = "bundled"
+# The bundled target with a head that is trained where it is first asked for, and a trained hybrid with its
+# own. The head's texts begin otherwise than those that are measured.
+HEAD, HYBRID = "bundled-head", "story-hybrid"
+HEAD_TOKENS = 200_000
+BEGINNINGS = (
+    "One morning,",
+    "Every evening",
+    "Far away,",
+    "In a small house",
+    "Near the river",
+    "Last winter",
+)
+HEROES = (
+    "a boy",
+    "two sisters",
+    "an old man",
+    "a brown dog",
+    "the teacher",
+    "a tiny bird",
+    "her brother",
+    "he",
+)
+NGRAM: Method = "ngram"
 SELF_DRAFTS = ("self:int4", "self:int8")
 QUESTIONS = (
     "Why is the sky blue?",
@@ -42,13 +69,18 @@ class Pair(NamedTuple):
         return self.target.lower().endswith(".gguf")
 
     @property
+    def method(self) -> Method:
+        """Returns who drafts."""
+        return NGRAM if self.draft is None else drafting_method(self.draft)
+
+    @property
     def draft_file(self) -> str | None:
         """Names the draft, unless it is the target's own weights."""
         return None if self.draft in SELF_DRAFTS else self.draft
 
 
 def add_pair_options(parser: argparse.ArgumentParser, default: str, *, several: bool = False) -> None:
-    choices = [BUNDLED, *synthetic.PAIRS, *synthetic_gguf.SHAPES]
+    choices = [BUNDLED, HEAD, HYBRID, *synthetic.PAIRS, *synthetic_gguf.SHAPES]
     if several:
         parser.add_argument("--pair", choices=choices, nargs="+", default=[default])
     else:
@@ -77,6 +109,10 @@ def resolve_pair(arguments: argparse.Namespace, name: str, work: Path) -> Pair:
         return Pair("named", arguments.target, arguments.draft)
     if name == BUNDLED:
         return Pair(name, str(BUNDLED_PAIR / "target"), str(BUNDLED_PAIR / "draft"))
+    if name == HYBRID:
+        return Pair(name, str(Path(__file__).with_name("story_hybrid")), MTP)
+    if name == HEAD:
+        return Pair(name, str(BUNDLED_PAIR / "target"), str(trained_head(work / name)))
     folder = work / f"{name}-{arguments.acceptance:g}"
     if name in synthetic_gguf.SHAPES:
         files = synthetic_gguf.ensure(
@@ -87,6 +123,20 @@ def resolve_pair(arguments: argparse.Namespace, name: str, work: Path) -> Pair:
         note(f"Writing the synthetic pair to {folder}")
         synthetic.save_pair(folder, arguments.acceptance, synthetic.PAIRS[name])
     return Pair(name, str(folder / "target"), str(folder / "draft"))
+
+
+def trained_head(folder: Path) -> Path:
+    """Returns the folder of a head for the bundled target, which is trained there for some minutes first."""
+    # A run that was stopped has left what it goes on from.
+    if not (folder / "config.json").exists() or (folder / "training.pt").exists():
+        note(f"Training a head in {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        prompts = folder / "prompts.txt"
+        texts = [f"{beginning} {hero}" for beginning in BEGINNINGS for hero in HEROES]
+        prompts.write_text("\n".join(texts), encoding="utf-8")
+        options = ["--prompts", str(prompts), "--out", str(folder), "--tokens", str(HEAD_TOKENS)]
+        subprocess.run([sys.executable, "-m", "truedraft", "train-draft", *options], check=True)
+    return folder
 
 
 def prompt_ids(

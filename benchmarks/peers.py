@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -80,6 +81,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contestant")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--auto", action="store_true", help="a variant that decides itself what to draft")
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        help="compare a head that drafts so many tokens with one that drafts all",
+    )
     parser.add_argument("--num-prompts", type=int, default=1, help="prompts of one run")
     parser.add_argument(
         "--chats", choices=["questions", "edits"], help="prompts through the target's chat template"
@@ -193,7 +199,8 @@ def prepare(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> Cont
     is_float32 = not (arguments.gguf or arguments.quantize or pair.is_gguf)
     dtype = arguments.dtype or ("float32" if is_float32 else "auto")
     target, draft = gguf if gguf and arguments.gguf else (pair.target, pair.draft)
-    ours = truedraft.Truedraft(
+    engine = partial(
+        truedraft.Truedraft,
         str(target),
         None if draft is None else str(draft),
         k,
@@ -203,11 +210,18 @@ def prepare(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> Cont
         auto=arguments.auto,
         quantize=arguments.quantize or "none",
     )
+    num_drafted = arguments.draft_vocab_size
+    engines = [engine(draft_vocab_size="full" if num_drafted else "auto")]
+    if num_drafted:
+        engines.append(engine(draft_vocab_size=num_drafted, note=f"{num_drafted:,} tokens drafted"))
+    ours = engines[0]
     if arguments.chats:
         prompts = chat_prompt_ids(pair, arguments.num_prompts, arguments.chats)
     else:
         prompts = prompt_ids(pair, arguments.num_prompts, arguments.prompt_length)
-    variants = ours.variants(prompts, arguments.max_tokens, concurrency)
+    variants = {}
+    for each in engines:
+        variants |= each.variants(prompts, arguments.max_tokens, concurrency)
     model: Any | None = None
     if not arguments.no_transformers and is_float32 and concurrency == 1:
         peer = transformers_generate.TransformersGenerate.from_folders(

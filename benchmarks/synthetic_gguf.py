@@ -3,8 +3,10 @@
     python -m benchmarks.synthetic_gguf --shape qwen3.5-0.8b --type Q4_0 --out /tmp/pair
 
 The text is that of ``synthetic_pair``: branches add almost nothing to the embeddings, and the output layer
-has the embedding of each token in its successor's row. Blocks are drawn as they are stored, so a file takes
-seconds and never stands in memory as numbers. The draft is a small Llama with the target's vocabulary.
+has the embedding of each token in its successor's row. With an MTP head texts have mostly the lower ids, as
+those of real tokenizers do, so that a head may draft these alone. Blocks are drawn as they are stored, so a
+file takes seconds and never stands in memory as numbers. The draft is a small Llama with the target's
+vocabulary.
 """
 
 import argparse
@@ -21,6 +23,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from benchmarks.synthetic_pair import cycle, mistaken, successors
 
 CONTEXT = 32768
+# A text with an MTP head has this share of the lowest ids, if there are twice as many, and others.
+COMMON, COMMON_SHARE = 32768, 0.97
 # What adds to the embeddings is this many times smaller than other matrices.
 SMALL = 1e-3
 
@@ -136,7 +140,7 @@ def delta_rule(file: File, name: str) -> None:
     file.matrix(f"{name}.ssm_alpha.weight", heads, hidden)
     file.matrix(f"{name}.ssm_out.weight", hidden, values, SMALL)
     file.numbers(f"{name}.ssm_conv1d.weight", 2 * keys + values, 4, deviation=0.5)
-    file.numbers(f"{name}.ssm_a", heads, mean=-1.0, deviation=0.3)
+    file.numbers(f"{name}.ssm_a", heads, mean=-1.0, deviation=0.1)  # all are below zero
     file.numbers(f"{name}.ssm_dt.bias", heads, mean=-2.0)
     file.numbers(f"{name}.ssm_norm.weight", 128)
 
@@ -178,6 +182,18 @@ def mtp_head(file: File, layer: int, acceptance: float) -> None:
     file.numbers(f"{name}.post_attention_norm.weight", hidden)
     attention(file, name, gated=True)
     mlp(file, name)
+
+
+def uneven_cycle(vocab_size: int, seed: int) -> torch.Tensor:
+    """Returns all tokens, [vocab]: first those of a text, of which ``COMMON_SHARE`` are low ids, at random
+    places."""
+    order = cycle(vocab_size, seed)
+    if vocab_size < 2 * COMMON:
+        return order
+    common, rare = order[order < COMMON], order[order >= COMMON]
+    num_rare = round(COMMON / COMMON_SHARE) - COMMON
+    text = torch.cat([common, rare[:num_rare]])
+    return torch.cat([text[cycle(len(text), seed)], rare[num_rare:]])
 
 
 def mixer_of(shape: Shape, layer: int) -> Callable[[File, str], None]:
@@ -280,8 +296,9 @@ def write(
 
 def ensure(folder: Path, name: str, kind: str, acceptance: float, *, mtp: bool = False) -> tuple[str, str]:
     """Returns the target and its draft, a file of the same type or ``mtp``: written unless they are there."""
-    shape, order = SHAPES[name], cycle(SHAPES[name].vocab_size, 0)
-    target = folder / f"{name}{'-mtp' * mtp}.{kind}.gguf"
+    shape = SHAPES[name]
+    order = (uneven_cycle if mtp else cycle)(shape.vocab_size, 0)
+    target = folder / f"{name}{'-with-mtp' * mtp}.{kind}.gguf"
     draft = folder / f"{name}-draft.{kind}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     if not target.exists():

@@ -17,7 +17,8 @@ PLAIN, SPECULATIVE, DEFAULT = "Truedraft plain", "Truedraft speculative", "Trued
 
 class Truedraft:
     """One engine does all: plain decoding is its step with no drafts. ``auto``: there is a variant that
-    leaves drafting to the engine, with n-grams where there is no draft model."""
+    leaves drafting to the engine, with n-grams where there is no draft model. ``note`` is added to the names
+    of variants of a further engine, which has none without drafts."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Truedraft:
         dtype: str,
         *,
         auto: bool = False,
+        note: str = "",
         **others: Any,
     ) -> None:
         # Repeats see the same prompts: what an earlier one computed must not help.
@@ -45,7 +47,10 @@ class Truedraft:
         self.lengths: dict[str, int | None] = {DEFAULT: None} if auto else {}
         if draft is not None:
             self.lengths[SPECULATIVE] = num_speculative_tokens
-        self.lengths[PLAIN] = 0
+        if note:
+            self.lengths = {f"{name}, {note}": length for name, length in self.lengths.items()}
+        else:
+            self.lengths[PLAIN] = 0
         self.core = build_engine(config)
         keep_loaded()
         self.num_threads = torch.get_num_threads()
