@@ -19,7 +19,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 START_SECONDS, ANSWER_SECONDS = 600, 3600
-# By then the tokenizer of grammars is loaded, and what was freed has been given back.
+# The tokenizer of grammars is loaded by then, and what was freed has been given back.
 QUIET_SECONDS = 10
 NAMES = {
     "engine.process": "worker",
