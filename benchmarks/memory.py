@@ -19,6 +19,8 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 START_SECONDS, ANSWER_SECONDS = 600, 3600
+# The tokenizer of grammars is loaded by then, and what was freed has been given back.
+QUIET_SECONDS = 10
 NAMES = {
     "engine.process": "worker",
     "template_renderer": "templates",
@@ -78,7 +80,7 @@ def ask(port: int, path: str, **body: Any) -> Any:
 
 
 def show(when: str, pid: int) -> None:
-    time.sleep(2)  # what was freed has been given back
+    time.sleep(QUIET_SECONDS)
     for process in family(pid):
         command = Path(f"/proc/{process}/cmdline").read_text()
         name = next((name for part, name in NAMES.items() if part in command), "another")

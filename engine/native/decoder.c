@@ -61,6 +61,7 @@ static int has_blocks(const Decoder *decoder, const NewTokens *new) {
     for (int64_t span = 0; span < new->num_spans; span++) {
         const int64_t *blocks = new->blocks + new->first_block[span];
         const int64_t end = new->num_stored[span] + new->num_tokens[span];
+        if (new->num_stored[span] < 0) return 0;
         for (int64_t i = 0; i * decoder->block_size < end; i++)
             if (blocks[i] < 0 || blocks[i] >= decoder->num_blocks) return 0;
     }

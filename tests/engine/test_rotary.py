@@ -22,6 +22,7 @@ from truedraft.engine.runtime.native.runner import NativeRunner
 Patch = pytest.MonkeyPatch
 SHAPE = {"hidden_size": 320, "num_attention_heads": 4, "num_hidden_layers": 6, "vocab_size": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 500, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 NUM_POSITIONS = 2000
 
 
@@ -35,7 +36,11 @@ def llama(**settings: Any) -> Rotary:
     return Rotary(LlamaRotaryEmbedding(config), config, torch.empty(0))
 
 
-@pytest.mark.parametrize("make", [llama, lambda: llama(rope_parameters=YARN), gemma])
+@pytest.mark.parametrize(
+    "make",
+    [llama, lambda: llama(rope_parameters=YARN), lambda: llama(rope_parameters=DYNAMIC), gemma],
+    ids=["one kind", "YaRN", "dynamic", "two kinds"],
+)
 def test_a_table_that_has_grown_is_the_one_made_at_once(make: Any, monkeypatch: Patch) -> None:
     monkeypatch.setattr(rotary_module, "GROWTH", 7)
     rotary = make()
