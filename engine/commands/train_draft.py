@@ -88,6 +88,9 @@ class TrainSettings(EngineConfig, BaseSettings):
     def _has_files(self) -> Self:
         if self.prompts is None or self.out is None:
             raise ValueError("--prompts names the file of prompts, and --out the folder for the head")
+        self.prompts, self.out = self.prompts.expanduser(), self.out.expanduser()
+        if self.head is not None and self.head.startswith("~"):
+            self.head = str(Path(self.head).expanduser())
         if self.draft == MTP and self.head is None:
             raise ValueError("--draft drafts for a server: --head mtp names the head to train further")
         return self

@@ -150,6 +150,8 @@ def test_what_is_no_mtp_head_is_refused(tmp_path: Path) -> None:
         train_draft.train(settings_for(tmp_path, head="self:int4"))
     with pytest.raises(ValueError, match="--head mtp names the head"):
         settings_for(tmp_path, draft="mtp")
+    at_home = settings_for(tmp_path, head="~/head", out="~/out")
+    assert (at_home.head, at_home.out) == (str(Path.home() / "head"), Path.home() / "out")
 
 
 def test_no_model_is_written_over(tmp_path: Path) -> None:
