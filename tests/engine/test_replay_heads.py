@@ -46,7 +46,7 @@ def answered(pair: Pair, config: dict[str, Any] | None = None, **params: Any) ->
     target, draft = pair
     settings = {"method": "auto", "num_speculative_tokens": 3, **(config or {})}
     method = "mtp" if draft == "mtp" else "eagle"
-    return traced(target, draft, config=settings, **{"max_tokens": 20, "method": method, **params})
+    return traced(target, draft, config=settings, **{"max_tokens": 12, "method": method, **params})
 
 
 def reports_of(answer: dict[str, Any], pair: Pair, **settings: Any) -> list[RoundReport]:
@@ -77,7 +77,7 @@ def test_a_trace_with_every_parameter_verifies(mtp: Pair) -> None:
     assert {report.outcome for report in reports} == {Outcome.CONFIRMED}
 
 
-@pytest.mark.parametrize("how", ["accepted too much", "drafted id", "draft_prob"])
+@pytest.mark.parametrize("how", ["accepted too much", "drafted id"])
 def test_a_tampered_trace_is_refused(mtp: Pair, how: str) -> None:
     answer = answered(mtp, **parameters("rejection"))
     number = tamper(answer["trace"][0], how)
