@@ -78,7 +78,7 @@ def base() -> Content:
         "attention.value_length": RANK,
         "attention.key_length_mla": TURNED + OTHERS,
         "attention.value_length_mla": VALUE,
-        # That of latent vectors is fixed in transformers' modules.
+        # Latent vectors have one that is fixed in transformers' modules.
         "attention.layer_norm_rms_epsilon": 1e-6,
         "attention.kv_lora_rank": RANK,
         "attention.q_lora_rank": QUERIES,
