@@ -41,12 +41,12 @@ FLOAT_FIELDS = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _worker_must_not_notice(server: RunningServer) -> Iterator[None]:
+def _worker_must_not_notice(shared_server: RunningServer) -> Iterator[None]:
     """What is answered with an error has not reached the worker, and the server goes on as before."""
     yield
-    assert server.metric("truedraft_worker_restarts_total") == 0
-    assert server.metric("truedraft_request_errors_total", code="internal_error") == 0
-    assert server.get("/ready").status_code == 200
+    assert shared_server.metric("truedraft_worker_restarts_total") == 0
+    assert shared_server.metric("truedraft_request_errors_total", code="internal_error") == 0
+    assert shared_server.get("/ready").status_code == 200
 
 
 @pytest.mark.parametrize(
