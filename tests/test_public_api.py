@@ -64,7 +64,9 @@ def test_a_folder_with_modules_of_our_folders_names(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text("MINE = True")
     script = tmp_path / "script.py"
     values = ", ".join(f"{name}.MINE" for name in names)
-    script.write_text(f"import {', '.join(names)}; from truedraft import LLM; print({values}, LLM.__module__)")
+    script.write_text(
+        f"import {', '.join(names)}; from truedraft import LLM; print({values}, LLM.__module__)"
+    )
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     result = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
