@@ -88,6 +88,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that lie here come first: some take long, and at the end one processor would wait for the other.
+    items.sort(key=lambda item: item.path.parent != TESTS)
     for item in items:
         if is_slow(item.path):
             item.add_marker("slow")
