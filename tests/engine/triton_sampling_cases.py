@@ -30,7 +30,7 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 
 Patch = pytest.MonkeyPatch
 CPU = torch.device("cpu")
-SHOWING = (0, 6, 1, 2, 3)
+SHOWING = (0, 6, 1, 2, 3, 12, 13, 14, 15, 16, 17)
 # numpy warns where a quotient is thrown away, and where integers wrap.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
