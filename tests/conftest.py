@@ -1,6 +1,7 @@
 """Settings of every test run: no network, no threads left behind by the tokenizers, none of torch's that
 spin, examples that stay; which tests are slow, and which may be skipped where all are required."""
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -11,6 +12,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from truedraft.engine.machine.openmp import spin_settings
+
+# Modules and tests stay. To look through them for garbage, again and again, would be a fifth of the time that
+# it takes to collect them.
+gc.disable()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -77,7 +82,14 @@ def is_slow(path: Path) -> bool:
     return any(path.is_relative_to(TESTS / name) for name in SLOW)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that lie here come first: some take long, and at the end one processor would wait for the other.
+    items.sort(key=lambda item: item.path.parent != TESTS)
     for item in items:
         if is_slow(item.path):
             item.add_marker("slow")

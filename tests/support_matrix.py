@@ -32,7 +32,7 @@ from truedraft.engine.sampling.splitmix import sequence_seed
 
 PAGE = Path(__file__).parent.parent / "docs" / "support-matrix.md"
 VOCAB_SIZE, NUM_TOKENS, STOP_ID, PROMPT = 6, 3, 5, [2, 1, 0, 3, 2, 1, 4, 0]
-NUM_SAMPLES, NUM_SEEDS, SIGNIFICANCE = 1000, 12, 1e-5
+NUM_SAMPLES, NUM_SEEDS, SIGNIFICANCE = 500, 12, 1e-5
 PROPOSERS = ("draft_model", "ngram", "none")
 RULES = ("rejection", "block", "coupled", "exact match")
 EXACT, SAME, EQUAL, REPEATABLE, ALONE, VERIFIED, REFUSED, NO = (

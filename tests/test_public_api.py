@@ -57,17 +57,21 @@ def test_a_prompt_that_does_not_fit_is_an_error(llm: LLM) -> None:
         llm.generate([[1] * 2000], SamplingParams(max_tokens=1))
 
 
-@pytest.mark.parametrize("name", ["engine", "server", "loadtest"])
-def test_a_folder_with_modules_of_our_folders_names(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_modules_of_our_folders_names(tmp_path: Path) -> None:
     """A script's own folder is the first in which Python looks."""
-    (tmp_path / f"{name}.py").write_text("MINE = True")
+    names = "engine", "server", "loadtest"
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("MINE = True")
     script = tmp_path / "script.py"
-    script.write_text(f"import {name}; from truedraft import LLM; print({name}.MINE, LLM.__module__)")
+    values = ", ".join(f"{name}.MINE" for name in names)
+    script.write_text(
+        f"import {', '.join(names)}; from truedraft import LLM; print({values}, LLM.__module__)"
+    )
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     result = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
     )
-    assert result.stdout == "True truedraft.engine.llm\n"
+    assert result.stdout == "True True True truedraft.engine.llm\n"
 
 
 def test_the_package_runs_as_a_module() -> None:

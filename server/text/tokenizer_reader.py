@@ -15,6 +15,7 @@ from truedraft.engine.process.lifeline import end_with_parent
 
 def main() -> int:
     end_with_parent()
+    _do_without_torch()
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints
     with answer:
@@ -23,6 +24,13 @@ def main() -> int:
         except (OSError, ValueError) as error:
             json.dump({"error": str(error)}, answer)
     return 0
+
+
+def _do_without_torch() -> None:
+    """transformers would import it wherever it is installed, which takes longer than all that is needed here
+    of a tokenizer; it is made to do without, and otherwise says so."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 def told(model: str) -> dict[str, Any]:

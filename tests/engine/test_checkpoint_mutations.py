@@ -270,7 +270,9 @@ VALUES: dict[str, list[Any]] = {
     "use_conv_bias": [False],
     "layer_norm_epsilon": [0.5],
 }
-# These are read alike for every family; those with recurrent layers do without them, for they are slower.
+# In these families everything is changed.
+WHOLE = ("cohere2", "gemma2", "llama", "phi3")
+# These are read alike for every family, so others do without them.
 READ_ALIKE = {"vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 READ_ALIKE |= {"max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "rms_norm_eps"}
 # What other families' configs say, and this one's class does not read.
@@ -298,7 +300,8 @@ def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Chang
     values_of = VALUES if is_dense or config["model_type"] == "nemotron_h" else OF_EXPERTS
     if config["model_type"] == "nemotron_h":  # transformers does not read it
         values_of = {key: values for key, values in values_of.items() if key != "time_step_limit"}
-    left_out = READ_ALIKE if family.recurrence else ()
+    is_other = values_of is VALUES and config["model_type"] not in WHOLE
+    left_out = READ_ALIKE if is_other or family.recurrence else ()
     for key, values in values_of.items():
         if key in config and key not in left_out:
             yield from ((config | {key: value}, weights) for value in values if config[key] != value)
@@ -306,24 +309,26 @@ def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Chang
     yield config | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, weights
 
 
-def is_changed(name: str) -> bool:
-    """Tells whether a tensor is: of several layers those of one, and what is another's own."""
-    return not re.search(r"layers\.[1-9]", name) or "layers.2.self_attn" in name
+def changed_tensors(config: dict[str, Any], weights: Weights, turn: int) -> Iterator[str]:
+    """Yields those of one of several layers, and what is another's own. Outside of ``WHOLE`` every other one
+    has its turn: each is removed, or reshaped."""
+    names = [
+        name for name in weights if not re.search(r"layers\.[1-9]", name) or "layers.2.self_attn" in name
+    ]
+    yield from names if config["model_type"] in WHOLE else names[turn::2]
 
 
 def removed_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
-    for name in weights:
-        if is_changed(name):
-            yield config, {other: tensor for other, tensor in weights.items() if other != name}
+    for name in changed_tensors(config, weights, 0):
+        yield config, {other: tensor for other, tensor in weights.items() if other != name}
     tied = config | {"tie_word_embeddings": True}
     for name in ("lm_head.weight", _embeddings(weights)):
         yield tied, {other: tensor for other, tensor in weights.items() if other != name}
 
 
 def reshaped_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
-    for name, tensor in weights.items():
-        if is_changed(name):
-            yield config, weights | {name: tensor[:-4].contiguous()}
+    for name in changed_tensors(config, weights, 1):
+        yield config, weights | {name: weights[name][:-4].contiguous()}
 
 
 def added_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
@@ -370,35 +375,35 @@ MUTATIONS: dict[str, Callable[[dict[str, Any], Weights], Iterator[Changed]]] = {
 # Checkpoints served as by transformers, and refused, by kind of mutation.
 COUNTS: dict[str, list[tuple[int, int]]] = {
     "cohere2": [(17, 18), (2, 11), (0, 11), (4, 8)],
-    "deepseek_v3": [(11, 17), (2, 15), (0, 15), (5, 7)],
-    "ernie4_5": [(14, 15), (2, 12), (0, 12), (4, 8)],
-    "exaone4": [(15, 17), (2, 14), (0, 14), (4, 7)],
-    "falcon_h1": [(18, 18), (1, 20), (0, 19), (4, 8)],
-    "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],
+    "deepseek_v3": [(11, 17), (2, 8), (0, 7), (5, 7)],
+    "ernie4_5": [(8, 6), (2, 6), (0, 6), (4, 8)],
+    "exaone4": [(9, 8), (2, 7), (0, 7), (4, 7)],
+    "falcon_h1": [(18, 18), (1, 11), (0, 9), (4, 8)],
+    "gemma": [(9, 6), (2, 6), (0, 6), (4, 8)],
     "gemma2": [(22, 17), (2, 14), (0, 14), (4, 8)],
-    "gemma3_text": [(20, 17), (2, 16), (0, 16), (4, 7)],
-    "gemma4_text": [(7, 14), (2, 26), (0, 26), (4, 6)],
-    "glm": [(13, 14), (2, 14), (0, 14), (4, 8)],
-    "glm4": [(13, 14), (2, 16), (0, 16), (4, 8)],
-    "gpt_oss": [(8, 6), (2, 20), (0, 20), (4, 6)],
-    "granite": [(18, 16), (2, 12), (0, 12), (4, 8)],
-    "granitemoehybrid": [(14, 18), (1, 16), (0, 15), (4, 8)],
-    "hunyuan_v1_dense": [(15, 15), (2, 14), (0, 14), (4, 8)],
-    "lfm2": [(8, 10), (1, 12), (0, 11), (4, 8)],
-    "lfm3": [(5, 17), (1, 14), (0, 13), (4, 8)],
+    "gemma3_text": [(14, 8), (2, 8), (0, 8), (4, 7)],
+    "gemma4_text": [(7, 17), (2, 13), (0, 13), (4, 6)],
+    "glm": [(7, 5), (2, 7), (0, 7), (4, 8)],
+    "glm4": [(7, 5), (2, 8), (0, 8), (4, 8)],
+    "gpt_oss": [(11, 6), (2, 10), (0, 10), (4, 6)],
+    "granite": [(12, 7), (2, 6), (0, 6), (4, 8)],
+    "granitemoehybrid": [(14, 18), (1, 9), (0, 7), (4, 8)],
+    "hunyuan_v1_dense": [(9, 6), (2, 7), (0, 7), (4, 8)],
+    "lfm2": [(8, 10), (1, 7), (0, 5), (4, 8)],
+    "lfm3": [(5, 17), (1, 8), (0, 6), (4, 8)],
     "llama": [(15, 16), (2, 12), (0, 12), (4, 8)],
-    "mistral": [(16, 14), (2, 12), (0, 12), (4, 8)],
-    "mixtral": [(6, 4), (2, 22), (0, 22), (4, 8)],
-    "nemotron_h": [(6, 16), (0, 14), (0, 12), (2, 10)],
-    "olmo2": [(14, 15), (2, 14), (0, 14), (4, 7)],
-    "olmo3": [(16, 17), (2, 14), (0, 14), (4, 7)],
+    "mistral": [(10, 5), (2, 6), (0, 6), (4, 8)],
+    "mixtral": [(9, 4), (2, 11), (0, 11), (4, 8)],
+    "nemotron_h": [(6, 16), (0, 8), (0, 6), (2, 10)],
+    "olmo2": [(8, 6), (2, 7), (0, 7), (4, 7)],
+    "olmo3": [(10, 8), (2, 7), (0, 7), (4, 7)],
     "phi3": [(15, 16), (2, 9), (0, 9), (4, 8)],
-    "qwen2": [(16, 17), (2, 15), (0, 15), (4, 8)],
-    "qwen3": [(16, 18), (2, 14), (0, 14), (4, 7)],
-    "qwen3_5_text": [(6, 17), (1, 18), (0, 17), (4, 8)],
-    "qwen3_next": [(4, 5), (1, 30), (0, 29), (4, 8)],
-    "seed_oss": [(15, 16), (2, 15), (0, 15), (4, 8)],
-    "smollm3": [(18, 19), (2, 12), (0, 12), (4, 8)],
+    "qwen2": [(10, 8), (2, 8), (0, 7), (4, 8)],
+    "qwen3": [(10, 9), (2, 7), (0, 7), (4, 7)],
+    "qwen3_5_text": [(6, 17), (1, 10), (0, 8), (4, 8)],
+    "qwen3_next": [(7, 5), (1, 16), (0, 14), (4, 8)],
+    "seed_oss": [(9, 7), (2, 8), (0, 7), (4, 8)],
+    "smollm3": [(12, 10), (2, 6), (0, 6), (4, 8)],
 }
 
 

@@ -92,7 +92,7 @@ def p_values_of(core: EngineCore, pair: Pair, num_samples: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(("in_flight", "num_samples"), [(1, 1000), (2, 2000), (8, 6000)])
+@pytest.mark.parametrize(("in_flight", "num_samples"), [(1, 600), (2, 1000), (8, 3000)])
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
 def test_joint_distribution_is_the_targets(
     pair: Pair, verification: str, in_flight: int, num_samples: int
@@ -105,7 +105,7 @@ def test_joint_distribution_is_the_targets(
 def test_joint_distribution_of_rounds_that_share_a_step(
     native_pair: Pair, verification: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_samples, shared = 3000, []
+    num_samples, shared = 2000, []
     honest = NativeRunner.run_rounds
 
     def counted(self: NativeRunner, plan: StepPlan) -> list[Round]:

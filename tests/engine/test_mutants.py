@@ -444,7 +444,21 @@ def test_the_engine_itself_passes(models: Models, gate: Callable[[Models], None]
     gate(models)
 
 
-@pytest.mark.parametrize("params", [WARM, FLAT, NARROW, PLAIN, PENALIZED, MINIMUM])
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
-def test_the_sampler_itself_passes(rule: Rule, params: SamplingParams) -> None:
-    gates.joint_distribution(params, rule, num_samples=10_000)
+@pytest.mark.parametrize(
+    ("params", "rule", "num_samples"),
+    [
+        (WARM, Rule.REJECTION, 4000),
+        (WARM, Rule.COUPLED, 4000),
+        (FLAT, Rule.COUPLED, 4000),
+        (NARROW, Rule.BLOCK, 20_000),
+        (PLAIN, Rule.REJECTION, 20_000),
+        (PLAIN, Rule.BLOCK, 4000),
+        (PLAIN, Rule.COUPLED, 4000),
+        (PENALIZED, Rule.REJECTION, 4000),
+        (PENALIZED, Rule.COUPLED, 4000),
+        (MINIMUM, Rule.REJECTION, 4000),
+    ],
+)
+def test_the_sampler_itself_passes(params: SamplingParams, rule: Rule, num_samples: int) -> None:
+    """Every histogram that a bug changes is right without it, with as many samples."""
+    gates.joint_distribution(params, rule, num_samples)

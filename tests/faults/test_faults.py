@@ -219,7 +219,7 @@ def test_clients_that_read_nothing(server: Watched) -> None:
 
 def test_sigterm_under_load(tmp_path: Path) -> None:
     """What runs is finished exactly, what comes is refused, and nothing of the server is left."""
-    cases = [STORY | {"max_tokens": 300, "ignore_eos": True, "seed": number} for number in range(6)]
+    cases = [STORY | {"max_tokens": 200, "ignore_eos": True, "seed": number} for number in range(6)]
     with watched(tmp_path, cases=cases) as server, ThreadPoolExecutor(len(cases)) as threads:
         asked = [threads.submit(server.ask, case, stream=True) for case in cases]
         wait_for(lambda: server.gauges()["num_requests_running"] > 2, lambda: "no load")

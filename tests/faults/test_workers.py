@@ -13,7 +13,7 @@ from tests.faults.watched import CASES, STORY, ServerError, Watched, wait_for, w
 
 NUM_STREAMS = 32
 # Too long to end before the worker is killed.
-STORIES = [STORY | {"max_tokens": 400, "ignore_eos": True, "seed": number} for number in range(8)]
+STORIES = [STORY | {"max_tokens": 200, "ignore_eos": True, "seed": number} for number in range(8)]
 SETTINGS = (
     *("--workers", "2", "--num-threads", "2", "--cache-memory", "256MiB"),
     *("--heartbeat-timeout", "1000"),  # workers are stopped for a while

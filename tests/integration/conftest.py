@@ -80,5 +80,5 @@ def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "true
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server")) as running:
+    with serving(tmp_path_factory.mktemp("server"), "--cache-memory", "256MiB") as running:
         yield running

@@ -53,9 +53,15 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def server(
+def shared_server(
     model_folder: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server that all tests share which only ask for completions."""
     with run_server(model_folder, tokenizer, tmp_path_factory.mktemp("log")) as running:
         yield running
+
+
+@pytest.fixture
+def server(shared_server: RunningServer) -> RunningServer:
+    """A server that all tests share which only ask for completions, done with earlier ones."""
+    shared_server.wait_until_idle()
+    return shared_server

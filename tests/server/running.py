@@ -61,6 +61,7 @@ class RunningServer:
     worker: WorkerOrders
     loop: ClockedLoop
     connections: set[Any]  # uvicorn's
+    tasks: set[Any]  # uvicorn's as well: requests until they are written to the log
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return self.client.post(path, json={"model": MODEL} | body, **options)
@@ -94,6 +95,10 @@ class RunningServer:
     def pass_time(self, seconds: float) -> None:
         """Move the clock of the server's timers forward."""
         self.loop.call_soon_threadsafe(self.loop.pass_time, seconds)
+
+    def wait_until_idle(self) -> None:
+        """Waits until nothing of earlier requests can still be counted or logged."""
+        wait_for(lambda: not self.tasks and not self.services.engine.num_requests, "earlier requests")
 
     def wait_for_requests(self, number: int) -> None:
         """Waits until the engine has ``number`` of them open; each prompt is one."""
@@ -188,8 +193,9 @@ def run_server(
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         client = httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS, verify=False)
+        state = server.server_state
         running = RunningServer(
-            url, client, app.state.services, worker_log, orders, loop, server.server_state.connections
+            url, client, app.state.services, worker_log, orders, loop, state.connections, state.tasks
         )
         try:
             wait_for(lambda: server.started, "the port")

@@ -80,7 +80,7 @@ def test_a_hung_worker_is_replaced(start_server: StartServer) -> None:
 def test_an_idle_worker_is_not_hung(start_server: StartServer) -> None:
     with start_server(step_timeout=0.5, heartbeat_timeout=2.5) as server:
         before = server.services.engine.workers[0].pid
-        time.sleep(4)
+        time.sleep(3)
         assert server.services.engine.workers[0].pid == before
 
 

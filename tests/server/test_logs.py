@@ -13,11 +13,10 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.server.conftest import StartServer
-from tests.server.running import RunningServer, run_server, wait_for
+from tests.server.running import RunningServer, wait_for
 from tests.server.serve_process import serve_process
 from truedraft.server.observability.logs import TEXT, JsonFormatter, WithRequestId
 from truedraft.server.observability.tracing import make_provider
-from truedraft.server.text.tokenizer import Tokenizer
 
 SECONDS = {"seconds", "queue_seconds", "first_token_seconds"}
 
@@ -35,15 +34,6 @@ class Log:
         """Once there are ``number`` of them: the last one is written after the client has its answer."""
         wait_for(lambda: self.stream.getvalue().count("\n") >= number, f"{number} lines")
         return self.stream.getvalue().splitlines()
-
-
-@pytest.fixture(scope="module")
-def server(
-    model_folder: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
-    """This file has a server of its own: a shared one may still write the line of another file's request."""
-    with run_server(model_folder, tokenizer, tmp_path_factory.mktemp("log")) as running:
-        yield running
 
 
 @pytest.fixture(params=["text", "json"])

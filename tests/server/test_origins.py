@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import StartServer
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, wait_for
 from tests.server.wire import answers
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -35,6 +35,7 @@ def test_sums_are_those_of_usage_report_and_metrics(
 ) -> None:
     """Characters of the text have up to four tokens, which chunks do not tear apart."""
     accepted_name = "truedraft_spec_decode_num_accepted_tokens_total"
+    wait_for(lambda: server.metric("truedraft_num_requests_running") == 0, "what the worker still counts")
     generated = server.metric("truedraft_generation_tokens_total")
     accepted = server.metric(accepted_name, method="draft_model")
     chunks = answers(server, path, body(path, n=n, **way))
