@@ -92,6 +92,11 @@ class Rotary:
             self._grow(num_positions)
         return self.num_reached
 
+    def reach_all(self) -> None:
+        """Has the whole table made: a captured pass cannot ask the host for what it lacks."""
+        if self.table is not None:
+            self.reach(self.table[0].shape[1])
+
     def _make_table(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the whole table on a device, whose graphs look into it by themselves. In the host's memory
         it has a place that takes none before it is written to."""

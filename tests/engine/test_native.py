@@ -294,7 +294,7 @@ def test_what_was_compiled_otherwise_is_not_taken(kernels: NativeKernels) -> Non
 # Planted bugs: (what is right, what is wrong).
 BUGS = {
     "sees the next token": ("row % num_queries + 1 - begin", "row % num_queries + 2 - begin"),
-    "forgets to shrink": ("[i] * shrink[row];", "[i];"),
+    "forgets to shrink": (" + i] * x.shrink[row];", " + i];"),
     "turns the wrong way": ("        x[i] = a * cos[i] + b", "        x[i] = a * cos[i] - b"),
     "adds no eps, halves the sum": ("sum / (float)size + eps", "sum / (float)size * 0.5f"),
     "gates with a sigmoid": ("out[i] = silu(gate[i]) * up[i]", "out[i] = silu(gate[i]) / gate[i] * up[i]"),

@@ -73,6 +73,9 @@ class RoundGraphs:
         self.capture = capture
         self.max_drawn = max_drawn
         self.taps = list(taps)
+        for runner in (target, draft, None if head is None else head.runner):
+            if runner is not None and isinstance(runner.model, FusedDecoder):
+                runner.model.rotary.reach_all()
         device, vocab_size = target.device, target.vocab_size
         num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
         # In one place for all, as their pool is overwritten by every replay.
