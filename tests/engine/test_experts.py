@@ -32,7 +32,7 @@ from truedraft.engine.runtime.calibrate import calibrate
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
-HIDDEN, SIZE, SHARED, NUMBER = 48, 40, 72, 8
+HIDDEN, SIZE, SHARED, NUMBER = 48, 40, 72, 12
 ROWS = 16
 
 VARIANTS: dict[str, dict[str, Any]] = {

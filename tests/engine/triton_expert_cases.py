@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine import torch_block_kernels
-from tests.engine.test_experts import HIDDEN, VARIANTS, experts
+from tests.engine.test_experts import HIDDEN, NUMBER, VARIANTS, experts
 from tests.engine.triton_bugs import planted_in
 from tests.engine.triton_cases import products_of_bfloat16 as products_of_bfloat16
 from tests.gguf_blocks import random_blocks
@@ -62,10 +62,10 @@ def quantised(names: list[str], down: str, size: int) -> GroupedExperts:
         return PackedLinear(torch_block_kernels, parts, None)
 
     plain = experts(TorchLinears(), {})
-    router = replace(plain.router, linear=TorchLinear(torch.randn(7, size), None))
+    router = replace(plain.router, linear=TorchLinear(torch.randn(NUMBER, size), None))
     mlps = (
         GatedMlp("silu", linear(names, 96, size, number), linear([down], size, 96, number))
-        for number in range(7)
+        for number in range(NUMBER)
     )
     return grouped(Experts(router, tuple(mlps)))
 
@@ -107,7 +107,8 @@ def test_a_row_has_its_bits_whatever_is_computed_with_it() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_of_equal_experts_the_first_are_chosen() -> None:
     router = replace(experts(TorchLinears(), {}).router, num_chosen=3)
-    numbers = torch.tensor([[0.0, 1, 0, 1, 1, 1, 0], [2.0, 0, 0, 0, 0, 0, 0], [torch.nan] * 7])
+    last = [0.0] * (NUMBER - 6)
+    numbers = torch.tensor([[0.0, 1, 0, 1, 1, 1, *last], [2.0, 0, 0, 0, 0, 0, *last], [torch.nan] * NUMBER])
     chosen, _ = kernels.choose_experts(router, numbers, None)
     assert chosen.tolist() == [[1, 3, 4], [0, 1, 2], [0, 1, 2]]
 
