@@ -129,6 +129,9 @@ def measurements(arguments: argparse.Namespace) -> list[Measurement]:
                 )
         mtp = ["--pair", "qwen3.5-0.8b", "--draft", "mtp", "--num-speculative-tokens", 3]
         found.append(Measurement("one-stream-qwen-mtp", [*ours, *mtp], ("--repeats", 5), small))
+        large = ["--pair", "qwen3.5-4b", "--draft", "mtp", "--num-speculative-tokens", 3]
+        chosen = ["--draft-vocab-size", 32768]
+        found.append(Measurement("one-stream-qwen4b-mtp", [*ours, *large, *chosen], ("--repeats", 3), small))
     found.append(
         Measurement(
             "http-a3b",
