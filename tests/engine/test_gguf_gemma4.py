@@ -14,11 +14,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.test_gemma4 import EXACT, IDS, expected_logits, logits_in
 from tests.engine.test_gguf_mutations import IDS as SHORT
-from tests.engine.test_gguf_mutations import Content, changed_keys, equal_and_refused, outcome, served
+from tests.engine.test_gguf_mutations import (
+    Content,
+    changed_keys,
+    equal_and_refused,
+    logits_unless_refused,
+    outcome,
+    served,
+)
 from tests.families import GEMMA4, GEMMA4_E, GEMMA4_MOE, SHAPE, save_random
 from tests.gguf_models import finish
 from tests.llama_cpp_gemma4 import Gemma4Graph
-from tests.llama_cpp_graph import RefusedError
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
@@ -380,10 +386,11 @@ COUNTS = [(11, 69), (4, 38), (0, 42), (4, 13)]
 
 def reference(content: Content) -> Any:
     """Logits, or None where llama.cpp refuses."""
-    try:
-        return Gemma4Graph(content.architecture, content.keys, content.tensors).logits(SHORT)
-    except (RefusedError, ValueError, IndexError, ZeroDivisionError, KeyError, TypeError):
-        return None
+
+    def make() -> Gemma4Graph:
+        return Gemma4Graph(content.architecture, content.keys, content.tensors)
+
+    return logits_unless_refused(make, SHORT, KeyError, TypeError)
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)

@@ -19,11 +19,11 @@ from tests.engine.test_gguf_mutations import (
     Content,
     changed_keys,
     equal_and_refused,
+    logits_unless_refused,
     outcome,
     removed_tensors,
     reshaped_tensors,
 )
-from tests.llama_cpp_graph import RefusedError
 from tests.llama_cpp_hybrids import HybridGraph
 
 # The first layer has a state, the second one attention; Falcon-H1's only layer has both.
@@ -324,10 +324,11 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
 
 def reference(content: Content) -> Any:
     """Logits, or None where llama.cpp refuses."""
-    try:
-        return HybridGraph(content.architecture, content.keys, content.tensors).logits(IDS)
-    except (RefusedError, ValueError, IndexError, ZeroDivisionError, KeyError, TypeError):
-        return None
+
+    def make() -> HybridGraph:
+        return HybridGraph(content.architecture, content.keys, content.tensors)
+
+    return logits_unless_refused(make, IDS, KeyError, TypeError)
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)

@@ -484,6 +484,15 @@ def served(content: Content, path: Path) -> Any:
     return runner.forward([Span(table, IDS, len(IDS))]).logits.numpy()
 
 
+def logits_unless_refused(make: Callable[[], Any], ids: list[int], *also: type[Exception]) -> Any:
+    """Returns the logits of a graph, or None where it refuses the file, or fails by sizes that do not fit;
+    ``also`` are errors that a graph raises for keys that are missing or of another type."""
+    try:
+        return make().logits(ids)
+    except (RefusedError, ValueError, IndexError, ZeroDivisionError, *also):
+        return None
+
+
 def reference(content: Content) -> Any:
     """Logits, or None where llama.cpp refuses or does what the graph leaves out."""
     meaningful = {
@@ -493,10 +502,7 @@ def reference(content: Content) -> Any:
     }
     if any(content.metadata.get(key) in values for key, values in meaningful.items()):
         return None
-    try:
-        return Graph(content.architecture, content.keys, content.tensors).logits(IDS)
-    except (RefusedError, ValueError, IndexError, ZeroDivisionError):  # sizes that do not fit
-        return None
+    return logits_unless_refused(lambda: Graph(content.architecture, content.keys, content.tensors), IDS)
 
 
 def outcome(content: Content, path: Path, reference: Callable[[Content], Any] = reference) -> str:
