@@ -1,4 +1,4 @@
-"""Which pair a benchmark runs on: a trained one of ours, a synthetic one by its shape, or folders."""
+"""Finds the pair a benchmark runs on: a trained one of ours, a synthetic one by its shape, or folders."""
 
 import argparse
 import subprocess

@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--draft-vocab-size",
         type=int,
-        help="compare a head that drafts so many tokens with one that drafts all",
+        help="also run a head that drafts this many tokens of the vocabulary",
     )
     parser.add_argument("--num-prompts", type=int, default=1, help="prompts of one run")
     parser.add_argument(

@@ -9,7 +9,7 @@ from truedraft.engine.memory.huge_pages import HugePages
 
 # A table of angles has at most this many positions, or else this many numbers.
 MAX_TABLE_POSITIONS, MAX_TABLE_NUMBERS = 1 << 17, 1 << 24
-# On a CPU it has angles of so many positions more each time that one is reached which it does not have.
+# On a CPU the table grows by this many positions at a time.
 GROWTH = 512
 
 

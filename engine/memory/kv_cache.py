@@ -91,8 +91,8 @@ class KVCache:
             tensor[: -(-len(tensor) * TOUCHED_BYTES // max(size, TOUCHED_BYTES))].zero_()
 
     def forget(self) -> None:
-        """Gives back the memory of what was written, which nobody reads again. Rows that run together are
-        stored far apart: a few tokens of each have every layer write to pages of its own."""
+        """Zeroes the caches and returns their memory to the system, after measurements. Rows that are
+        measured together are stored far apart, so a few tokens of each take pages in every layer."""
         self._pages.discard()
         self._touch()
 

@@ -27,7 +27,7 @@ class ModelRunner:
 
     def change_model(self, model: Model) -> None:
         """Runs another model from now on, over the same cache. A fast pass that the model has not made itself
-        stays: whoever has made it must know."""
+        stays: its maker has to update it."""
         self.model = model
         self.fast_pass = model.fast_pass(self.cache) or self.fast_pass
 

@@ -176,7 +176,7 @@ class NativeDecoder:
             self.decoder.num_reached = min(self._rotary.reach(num_positions), self.decoder.num_angles)
 
     def reach_blocks(self, num_blocks: int) -> None:
-        """Does the same for all positions that so many blocks hold."""
+        """Does the same for all positions that ``num_blocks`` blocks hold."""
         self.reach(num_blocks * self.decoder.block_size)
 
     def _taps(self, taps: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, Taps]:

@@ -40,7 +40,7 @@ class Found(NamedTuple):
     gain: float
 
 
-# Says the tokens per second with a layer, if so many times the drafts are accepted; None if nobody knows.
+# A rate is the tokens per second with a layer whose drafts are accepted a factor as often; None if unknown.
 Rate = Callable[[Layer, float], float | None]
 
 

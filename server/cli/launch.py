@@ -239,7 +239,7 @@ async def serve(server: Server, listener: socket.socket, services: Services) -> 
         others = (announcing, failing, draining)
         for task in others:
             task.cancel()
-        # What the end does to them is no failure, and asyncio reports what nobody asks for.
+        # Cancelled tasks are no failures; gathering them keeps asyncio from reporting their exceptions.
         await asyncio.gather(*others, return_exceptions=True)
 
 

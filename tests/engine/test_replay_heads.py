@@ -1,6 +1,6 @@
 """Traces of what heads have drawn verify offline: their distributions are computed anew.
 
-What was drawn from an output layer that nobody can make again is refused in words.
+Drafts of an output layer that cannot be made again are refused in words.
 """
 
 import json

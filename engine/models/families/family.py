@@ -98,7 +98,7 @@ class ExpertSpec:
     shared_down: str = "down_proj"
     shared_gate: str | None = None
     activation: Activation | None = None
-    # Rows of the stored matrices are gates and what they gate by turns, as in ``Matrix``.
+    # Rows of the stored matrices alternate between gate and up, as in ``Matrix``.
     reads_pairs: bool = False
     # This says of a config whether its experts are like this.
     fits: Callable[[Any], bool] = lambda config: True
@@ -129,7 +129,7 @@ class Family:
     residual_multiplier: str | None = None
 
     embeddings: str = "embed_tokens"
-    # The embeddings' own module multiplies them, or whoever looks one up, or the decoder, by a setting.
+    # Embeddings are multiplied by their own module, or by a setting: in the lookup, or by the decoder.
     scales_embeddings: bool = False
     table_multiplier: str | None = None
     embedding_multiplier: str | None = None

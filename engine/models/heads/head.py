@@ -104,8 +104,8 @@ class Head:
         return replace(self, model=model, token_ids=on_device)
 
     def take_over(self, token_ids: torch.Tensor | None, output: Linear) -> bool:
-        """Takes the numbers of another output layer over in place, where what was captured of a layer of as
-        many tokens reads them. The layer must be a copy that is nobody else's: one of some tokens is."""
+        """Copies another output layer of the same size over the present one, whose addresses captured
+        passes read. The present one must be the head's own copy, as a layer of some tokens is."""
         own, ids = self.model.weights.head, self.token_ids
         if ids is None or token_ids is None or len(ids) != len(token_ids):
             return False

@@ -191,7 +191,7 @@ def test_a_few_frequent_tokens_are_drafted_alone(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.1])
 def test_no_vocabulary_comes_and_goes(monkeypatch: pytest.MonkeyPatch, exponent: float) -> None:
-    """Texts have all tokens, or so many that leaving some out is as good as not: nothing is lost either."""
+    """Texts use all tokens, or so many that leaving some out gains nothing: no speed is lost either way."""
     run, other = (start(Truth(lambda now: skewed(1, exponent)), monkeypatch) for _ in range(2))
     monkeypatch.setattr(other.changes, "observe", lambda plan, result: None)
     outputs = 12 * REVIEW
