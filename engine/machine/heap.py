@@ -33,8 +33,8 @@ def _mallinfo() -> "ctypes._NamedFuncPointer | None":
 
 
 def heap_in_use() -> int | None:
-    """Bytes that the main thread has allocated and not freed; None where the C library does not tell. They
-    bound what native code keeps and cannot weigh."""
+    """Returns the bytes that the main thread has allocated and not freed; None where the C library does not
+    tell. They bound what native code keeps and cannot weigh."""
     read = _mallinfo()
     if read is None:
         return None
@@ -43,7 +43,7 @@ def heap_in_use() -> int | None:
 
 
 def trim_heap() -> None:
-    """Give back what was freed: glibc keeps it for the next allocation, gigabytes after loading a model."""
+    """Gives back what was freed: glibc keeps it for the next allocation, gigabytes after loading a model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
