@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -65,9 +66,11 @@ def propose(mixes: bool) -> Callable[..., Drafts]:
 
         drafts = drawn_drafts(lengths, sampler, next_logits, [stop] * len(lengths))
         if mixes:
-            for ids, number in zip(drafts.token_ids, drawn_by, strict=True):
+            mixed = drafts.token_ids.clone()  # an empty one is shared by all callers
+            for ids, number in zip(mixed, drawn_by, strict=True):
                 places = [TOY[number].tolist().index(token) if token in TOY[number] else 0 for token in ids]
                 ids[:] = TOY[1 - number][places]
+            return replace(drafts, token_ids=mixed)
         return drafts
 
     return propose

@@ -12,6 +12,7 @@ from tests.server.running import RunningServer
 @contextmanager
 def page(browser: Browser, server: RunningServer, view: str = "chat") -> Iterator[None]:
     """Opens the page anew, ready for use. At the end nothing may have been refused or thrown."""
+    browser.call("Page.navigate", url="about:blank")  # the page of a test that failed may still complain
     browser.problems.clear()
     browser.look()
     forget = "location.origin === 'null' || sessionStorage.clear()"  # what an earlier test's page kept

@@ -158,6 +158,7 @@ def test_stop(browser: Browser, start_server: StartServer) -> None:
         browser.press("Escape")
         wait_for_answer(browser)
         assert figures(browser)[0]["ended"] == "stopped by you"
+        server.wait_for_messages("Abort", 1)  # its steps would be counted
         press_button(browser, "Regenerate", wait=False)
         server.worker.at_most(5)
         browser.wait("document.querySelector('.prose')?.textContent === 'Hello, wörl'")
