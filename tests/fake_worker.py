@@ -195,13 +195,17 @@ class FakeWorker:
         return True
 
     def run(self) -> None:
-        while self.take_messages(0 if self.may_step() else POLL_MILLISECONDS):
+        order = self.order()
+        while self.take_messages(0 if self.may_step(order) else POLL_MILLISECONDS):
             self.heartbeats.beat()
+            before, order = order, self.order()
+            if order != before:
+                continue  # What was sent before the order is heard before the order is obeyed.
             while self.order() == HANG:
                 time.sleep(0.01)
-            if self.order() == DIE:
+            if order == DIE:
                 os._exit(7)
-            if self.may_step():
+            if self.may_step(order):
                 self.step()
 
     def order(self) -> str:
@@ -211,8 +215,7 @@ class FakeWorker:
         except FileNotFoundError:
             return ""
 
-    def may_step(self) -> bool:
-        order = self.order()
+    def may_step(self, order: str) -> bool:
         return bool(self.sequences) and (not order.isdecimal() or self.num_steps < int(order))
 
     def take_messages(self, milliseconds: int) -> bool:

@@ -68,9 +68,12 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Anew, without what the page remembered in memory."""
-        self.call("Page.navigate", url="about:blank")
+        self.leave()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def leave(self) -> None:
+        self.call("Page.navigate", url="about:blank")
 
     def wait(self, condition: str) -> None:
         wait_for(lambda: bool(self.run(condition)), condition)

@@ -12,15 +12,17 @@ from tests.server.running import RunningServer
 @contextmanager
 def page(browser: Browser, server: RunningServer, view: str = "chat") -> Iterator[None]:
     """Opens the page anew, ready for use. At the end nothing may have been refused or thrown."""
-    browser.call("Page.navigate", url="about:blank")  # the page of a test that failed may still complain
+    browser.leave()  # the page of a test that failed may still complain
     browser.problems.clear()
     browser.look()
-    forget = "location.origin === 'null' || sessionStorage.clear()"  # what an earlier test's page kept
+    # What an earlier test's page kept, which may have failed anywhere, is forgotten.
+    forget = "location.origin === 'null' || (sessionStorage.clear(), localStorage.clear())"
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=forget)
     browser.open(f"{server.url}/#/{view}")
     browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
     wait_until_ready(browser)
     yield
+    browser.leave()  # while there is a server: a page that asks in vain has problems
     assert not browser.problems, browser.problems
 
 

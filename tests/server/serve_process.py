@@ -16,14 +16,17 @@ from tests.server.running import MODEL, TIMEOUT_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 
-# The command as installed, but for its worker.
+# The command as installed, but for its worker, and for the limits of its end: a machine that stands still does
+# not reach them, and a test that waits for what they would end fails.
 SERVE = """
 import json
 import sys
 from functools import partial
 from truedraft.server.cli import main as cli
-from truedraft.server.cli import launch
+from truedraft.server.cli import draining, launch
+from truedraft.server.workers import worker_process
 from truedraft.server.workers.worker_client import WorkerClient
+draining.END_SECONDS = worker_process.STOP_SECONDS = 1000.0
 command = (sys.executable, "-m", "tests.fake_worker", *json.loads(sys.argv[1]))
 launch.WorkerClient = partial(WorkerClient, worker_command=command)
 sys.exit(cli.main(["serve", *sys.argv[2:]]))

@@ -24,13 +24,17 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_deadline_before_the_first_byte(start_server: StartServer, stream: bool) -> None:
-    with start_server(request_timeout=0.3) as server:
+    with start_server(request_timeout=LONG_SECONDS) as server, ThreadPoolExecutor() as threads:
         server.worker.at_most(0)
-        response = server.post(COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "stream": stream})
+        body = {"prompt": ["a", "b"], "n": 2, "stream": stream}
+        answer = threads.submit(server.post, COMPLETIONS, body)
+        server.wait_for_messages("Generate", 2)
+        server.pass_time(LONG_SECONDS)
+        response = answer.result()
         assert response.status_code == 504
         error = error_of(response)
         assert (error["type"], error["code"], error["param"]) == ("timeout_error", "request_timeout", None)
-        assert "0.3 seconds" in error["message"]
+        assert "10000 seconds" in error["message"]
         server.wait_for_messages("Abort", 2)
         assert server.services.engine.num_requests == 0
         assert server.metric("truedraft_requests_aborted_total", reason="timeout") == 1

@@ -161,7 +161,8 @@ def test_a_crash_is_no_clients_disconnect(start_server: StartServer, log: Log) -
         with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True}):
             server.wait_for_tokens(8)
             server.worker.die()
-            (line,) = [line for line in log.lines(2) if "/v1/completions" in line]
+            wait_for(lambda: "/v1/completions" in log.stream.getvalue(), "its line")
+        (line,) = [line for line in log.stream.getvalue().splitlines() if "/v1/completions" in line]
         found = fields(line)
         assert (found["finish"], found["code"], str(found["status"])) == ("error", "worker_lost", "200")
         assert "warning" in line.lower()

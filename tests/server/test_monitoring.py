@@ -5,15 +5,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 import yaml
 
 from tests.server.conftest import StartServer
 from tests.server.prometheus import MONITORING, dashboard_queries, executable, run_prometheus
 from tests.server.running import wait_for
 
+# Only the test can make the server's clock go so far.
+LONG_SECONDS = 10_000.0
 SERVER = 'instance="server:8000", model_name="m"'
 
 # Alert -> a series that provokes it, sampled every minute for half an hour, and one that does not.
@@ -139,10 +143,14 @@ def test_every_query_of_the_dashboard_finds_something(start_server: StartServer,
 
 
 def test_every_alert_fires_at_the_first_event_of_a_fresh_server(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has been counted before: a series that begins with its event would not be seen to grow."""
-    started = start_server("--troubled", "--tokens-per-step", "1", max_queued_sequences=4, request_timeout=7)
+    limits = {"max_queued_sequences": 4, "request_timeout": LONG_SECONDS, "keep_alive_timeout": 100_000}
+    started = start_server("--troubled", "--tokens-per-step", "1", **limits)
+    ahead = 0.0
+    measured = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
+    monkeypatch.setattr("truedraft.server.observability.metrics.time", measured)
     with ExitStack() as stack:
         server = stack.enter_context(started)
         address = urlsplit(server.url).netloc
@@ -169,10 +177,12 @@ def test_every_alert_fires_at_the_first_event_of_a_fresh_server(
             wait_for(lambda: server.services.engine.num_waiting == 1, "a full queue")
             assert ask() == 429
             fires("TruedraftQueueFull")
+            server.pass_time(LONG_SECONDS)
             assert late.result() == 504
             fires("TruedraftServerErrors")
         slow = threads.submit(ask)
-        time.sleep(5.5)
+        server.wait_for_requests(1)
+        ahead = 5.5
         server.worker.go_on()
         assert slow.result() == 200
         fires("TruedraftSlowFirstToken")
@@ -180,6 +190,7 @@ def test_every_alert_fires_at_the_first_event_of_a_fresh_server(
             assert ask(n=4) == 200
         fires("TruedraftPreemptions")
         fires("TruedraftLowAcceptance")
+        server.wait_for_requests(0)
         num_steps = server.metric("truedraft_num_preemptions_total")  # it reports one for each
         num_tokens = server.metric("truedraft_generation_tokens_total")
         server.worker.at_most(int(num_steps) + 3)

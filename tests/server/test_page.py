@@ -109,7 +109,6 @@ def test_keys_and_themes(browser: Browser, server: RunningServer) -> None:
         assert (browser.text("#theme"), browser.run(colour)) == ("Theme: light", light)
         browser.open(f"{server.url}/")
         assert browser.text("#theme") == "Theme: light"
-        browser.run("localStorage.clear()")
         wait_until_ready(browser)
         browser.fill("[name=max_tokens]", "40")
         send(browser, "wide" * 100)

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,6 +20,7 @@ from tests.faults.shutdown_orders import READY
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, TIMEOUT_SECONDS, RunningServer, fake_worker_app, wait_for
 from tests.server.serve_process import ROOT
+from tests.server.virtual_time import in_virtual_time
 from tests.server.wire import events
 from truedraft.engine.config import EngineConfig
 from truedraft.server.errors import error_codes
@@ -385,13 +387,12 @@ def test_every_code_has_a_series() -> None:
     assert written - {"model_load_failed"} <= set(error_codes())
 
 
-@pytest.mark.parametrize("serves", [0.0, 0.05])
-async def test_workers_that_die_while_they_load_count_however_long_that_takes(
+@pytest.mark.parametrize("serves", [0.0, worker_client.STABLE_SECONDS])
+def test_workers_that_die_while_they_load_count_however_long_that_takes(
     monkeypatch: pytest.MonkeyPatch, serves: float
 ) -> None:
-    monkeypatch.setattr(worker_client, "STABLE_SECONDS", 0.04)
     config = EngineConfig(target="/srv/hidden/model")
-    client = WorkerClient(config, WorkerMetrics(), max_restarts=2, first_backoff_seconds=0.001)
+    client = WorkerClient(config, WorkerMetrics(), max_restarts=2)
     num_runs = 0
 
     async def run(owner: Any, number: int) -> str:
@@ -401,12 +402,17 @@ async def test_workers_that_die_while_they_load_count_however_long_that_takes(
             client._receive(owner, number, READY)
             await asyncio.sleep(serves)
         else:
-            await asyncio.sleep(0.1)  # it is loading
+            await asyncio.sleep(2 * worker_client.STABLE_SECONDS)  # it is loading
         return "It died of /srv/hidden/model/config.json."
 
+    async def failure() -> str:
+        clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
+        monkeypatch.setattr(worker_client, "time", clock)
+        client.start(Mock(), 0)
+        return await client.failure()
+
     monkeypatch.setattr(client, "_run_worker", run)
-    client.start(Mock(), 0)
-    cause = await asyncio.wait_for(client.failure(), TIMEOUT_SECONDS)
+    cause = in_virtual_time(failure())
     assert num_runs == (9 if serves else 3)
     assert "/srv/hidden/model/config.json" in cause  # the operator reads it
     assert "/srv" not in client.state.reason

@@ -2,15 +2,23 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from tests.server.running import TIMEOUT_SECONDS
+from tests.server.virtual_time import in_virtual_time
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.messages import Failed, FromWorker
+from truedraft.engine.messages import Failed, FromWorker, Heartbeat
 from truedraft.server.workers import worker_process
-from truedraft.server.workers.worker_process import WorkerProcess
+from truedraft.server.workers.worker_process import (
+    WorkerHungError,
+    WorkerProcess,
+    WorkerProtocol,
+    WorkerTimeouts,
+)
 
 # Its messages come when it is dead already, as from a connection that has been slow: a child brings them.
 LATE = """
@@ -75,3 +83,33 @@ async def test_a_worker_that_says_nothing() -> None:
 async def test_bytes_that_are_no_message_end_the_worker() -> None:
     with pytest.raises(msgspec.DecodeError):
         await run(BROKEN)
+
+
+async def watched(step_seconds: Sequence[float]) -> float:
+    """Returns the seconds until a worker is given up that says every second how long its step has taken."""
+    protocol = WorkerProtocol(lambda _: None)
+    process = WorkerProcess(cast(Any, None), protocol, cast(Any, None))
+
+    async def say() -> None:
+        for seconds in step_seconds:
+            protocol.heartbeats.put_nowait(Heartbeat(seconds))
+            await asyncio.sleep(1.0)
+
+    async with asyncio.TaskGroup() as tasks:
+        saying = tasks.create_task(say())
+        with pytest.raises(WorkerHungError):
+            await process._watch(WorkerTimeouts(heartbeat=5.0, step=60.0))
+        given_up = asyncio.get_running_loop().time()
+        saying.cancel()
+    return given_up
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "given_up"),
+    [([0.5] * 1000, 999 + 5), ([0.5, *range(62)], 62)],  # after its last word; in the step of 61 s
+    ids=["idle, then silent", "hung"],
+)
+def test_a_worker_is_given_up_for_silence_or_for_one_long_step(
+    step_seconds: Sequence[float], given_up: float
+) -> None:
+    assert in_virtual_time(watched(step_seconds)) == given_up
