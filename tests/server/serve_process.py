@@ -16,8 +16,8 @@ from tests.server.running import MODEL, TIMEOUT_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 
-# The command as installed, but for its worker, and for the limits of its end: a machine that stands still does
-# not reach them, and a test that waits for what they would end fails.
+# The command as installed, but for its worker, and for the limits of its end: a machine that stands still
+# does not reach them, and a test that waits for what they would end fails.
 SERVE = """
 import json
 import sys

@@ -82,8 +82,10 @@ def test_punctuation_inside_strings_does_not_count() -> None:
 
 
 def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
-    """Returns the longest time that another thread was kept from running, and the time of ``work``, in seconds
-    of this process: those of others, or of a machine that stands still, do not count."""
+    """Returns the longest time that another thread was kept from running, and the time of ``work``.
+
+    Both are this process's own: what others take, or a machine that stands still, does not count.
+    """
     pauses, is_over = [0.0], threading.Event()
 
     def tick() -> None:
