@@ -14,6 +14,8 @@ from tests.families import save_family
 from tests.models import save_perturbed, save_random_llama
 from truedraft.engine.native import compiler, headers, library
 from truedraft.engine.native.threads import set_num_threads
+from truedraft.engine.sampling import processors, sampler
+from truedraft.engine.sampling import random as random_numbers
 
 # To compile takes a second, or minutes on a machine that is busy; the engine would go on without its kernels.
 compiler.TIMEOUT_SECONDS = 3600
@@ -114,6 +116,14 @@ def one_thread_afterwards() -> Iterator[None]:
     """Restores one thread after tests that set another number, themselves or by ``num_threads``."""
     yield
     set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_kept_tensors() -> None:
+    """No test finds tensors that an earlier one had made: where that was in inference mode, or they have been
+    written to, it would be another test."""
+    for kept in (processors._sampling_tensors, random_numbers._counters, sampler._no_ids):
+        kept.cache_clear()
 
 
 @pytest.fixture(autouse=True)

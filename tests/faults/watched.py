@@ -95,13 +95,14 @@ def workers_of(pid: int) -> list[int]:
     return [child for child, command in commands.items() if b"truedraft.engine.process.spawned" in command]
 
 
-# The command as installed, but for shorter pauses between restarts of the worker.
+# The command of ``tests.integration``, with shorter pauses between restarts of the worker.
 IMPATIENT = """
 import sys
 from functools import partial
+from truedraft.server.cli import draining, launch
 from truedraft.server.cli import main as cli
-from truedraft.server.cli import launch
 from truedraft.server.workers.worker_client import WorkerClient
+draining.END_SECONDS = 1000.0
 launch.WorkerClient = partial(WorkerClient, first_backoff_seconds=0.05)
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -175,7 +176,7 @@ def watched(folder: Path, *settings: str, cases: Sequence[dict[str, Any]] = CASE
         tempfile.TemporaryDirectory() as temporary,
         patch.dict(os.environ, {"TMPDIR": temporary}),
     ):
-        with serving(folder, *settings, program=("-c", IMPATIENT)) as server:
+        with serving(folder, *settings, program=IMPATIENT) as server:
             watch = Watched(server, cases)
             watch.references = [watch.ask(case | PLAIN) for case in cases]
             time.sleep(0.2)
@@ -183,7 +184,7 @@ def watched(folder: Path, *settings: str, cases: Sequence[dict[str, Any]] = CASE
             workers = children_of(server.pid)
             yield watch
             workers += children_of(server.pid)
-        assert not [pid for pid in workers if is_alive(pid)], "a worker outlives the server"
+        wait_for(lambda: not any(map(is_alive, workers)), lambda: "a worker outlives the server")
         assert not list(Path(temporary).iterdir()), "files are left"
 
 

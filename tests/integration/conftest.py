@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 # A busy machine may take a minute to load torch alone. Only a failure takes so long.
 TIMEOUT_SECONDS = 600
+
+# The command, but for the limit of its end, which a machine that stands still would reach.
+SERVE = """
+import sys
+from truedraft.server.cli import draining, main
+draining.END_SECONDS = 1000.0
+sys.exit(main.main(sys.argv[1:]))
+"""
 
 # In a request: what would be left to costs, which are measured, happens on every machine.
 DRAFTED = {"method": "draft_model", "num_speculative_tokens": 4}
@@ -49,14 +57,14 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "truedraft")) -> Iterator[Server]:
+def serving(folder: Path, *arguments: str, program: str = SERVE) -> Iterator[Server]:
     """A server process started as a user would start it; its log goes to ``folder``."""
     log_path = folder / "log"
     # From another directory: the bundled pair must be found wherever the command is run.
     with (
         log_path.open("w") as log,
         subprocess.Popen(
-            [sys.executable, *program, "serve", "--port", "0", *arguments],
+            [sys.executable, "-c", program, "serve", "--port", "0", *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             stdout=log,
