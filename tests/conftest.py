@@ -5,12 +5,14 @@ import gc
 import os
 import signal
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from truedraft.engine.machine.limits import num_cpus
 from truedraft.engine.machine.openmp import spin_settings
 
 # Modules and tests stay. To look through them for garbage, again and again, would be a fifth of the time that
@@ -78,8 +80,15 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 MISSING_HARDWARE = ("there is no CUDA device", "Ray is not installed")
 
 
+@cache
 def is_slow(path: Path) -> bool:
     return any(path.is_relative_to(TESTS / name) for name in SLOW)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Returns one more than there are processors: tests also wait, for other processes, timers and files."""
+    return num_cpus() + 1
 
 
 def pytest_collection_finish() -> None:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 # A busy machine may take a minute to load torch alone. Only a failure takes so long.
 TIMEOUT_SECONDS = 600
 
-# The command, but for the limit of its end, which a machine that stands still would reach.
+# This is the command, but for the limit of its end, which a machine that stands still would reach.
 SERVE = """
 import sys
 from truedraft.server.cli import draining, main

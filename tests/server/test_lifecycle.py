@@ -67,7 +67,7 @@ def test_a_stopped_worker_is_replaced(start_server: StartServer) -> None:
         os.kill(stopped, signal.SIGSTOP)
 
         def is_given_up() -> bool:
-            server.pass_time(1)  # for which its silence is waited once
+            server.pass_time(1)  # one more of those that its silence is given
             return server.services.engine.state.status == "restarting"
 
         wait_for(is_given_up, "its replacement")
