@@ -26,6 +26,9 @@ def choose_for_token(
     CHOSEN: tl.constexpr,
     IS_SOFTMAX: tl.constexpr,
     RENORMALISES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
 ):
@@ -43,6 +46,24 @@ def choose_for_token(
         wanted += tl.load(bias + number, mask=is_expert, other=0.0)
     # Broken numbers choose experts, too: what these say is no number either.
     wanted = tl.where(is_expert & (wanted == wanted), wanted, float("-inf"))
+    if GROUPS > 1:
+        group = number // (EXPERTS // GROUPS)
+        of_group = tl.full([PADDED_EXPERTS], float("-inf"), tl.float32)
+        for i in range(GROUPS):
+            rest = tl.where(is_expert & (group == i), wanted, float("-inf"))
+            total = 0.0
+            for _ in range(SUMMED):
+                best = tl.max(rest, 0)
+                first = tl.min(tl.where(rest == best, number, PADDED_EXPERTS), 0)
+                rest = tl.where(number == first, float("-inf"), rest)
+                total += best
+            of_group = tl.where(is_expert & (group == i), total, of_group)
+        is_allowed = number < 0
+        for _ in range(CHOSEN_GROUPS):
+            best = tl.max(tl.where(is_allowed, float("-inf"), of_group), 0)
+            first = tl.min(tl.where((of_group == best) & (is_allowed == 0), group, GROUPS), 0)
+            is_allowed = is_allowed | (group == first)
+        wanted = tl.where(is_allowed, wanted, float("-inf"))
     is_chosen = number < 0
     for _ in range(CHOSEN):
         best = tl.max(tl.where(is_chosen, float("-inf"), wanted), 0)

@@ -5,7 +5,7 @@ are run one by one by the host.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -45,15 +45,8 @@ def grouped(
     groups = [group for experts in plain if (group := _group(experts, dtype)) is not None]
     if not plain or len(groups) < len(plain):
         return weights
-    try:
-        for group in {_shape(group): group for group in groups}.values():
-            if not _is_right(kernels, group, dtype, device, tolerance):
-                logger.warning("The kernels for experts differ from torch's and are not used")
-                return weights
-    except (
-        Exception
-    ) as error:  # compilers and drivers fail in many ways; torch's operations need none of this
-        logger.warning("The kernels for experts cannot be used: %s", error, exc_info=True)
+    distinct = {_shape(group): group for group in groups}.values()
+    if not are_right("experts", (_is_right(kernels, group, dtype, device, tolerance) for group in distinct)):
         return weights
     rest = iter(groups)
     layers = [
@@ -63,16 +56,27 @@ def grouped(
     return replace(weights, layers=layers)
 
 
+def are_right(name: str, checks: Iterator[bool]) -> bool:
+    """Tells whether the kernels for something pass these checks, and says why not."""
+    try:
+        if all(checks):
+            return True
+        logger.warning("The kernels for %s differ from torch's and are not used", name)
+    except Exception as error:  # compilers and drivers fail in many ways; torch's operations need none of it
+        logger.warning("The kernels for %s cannot be used: %s", name, error, exc_info=True)
+    return False
+
+
 def _group(experts: Experts, dtype: torch.dtype) -> GroupedExperts | None:
-    """Returns None for experts that the kernels do not serve: with biases or scales, or in groups."""
-    gate_up = _grouped_linear([mlp.gate_up for mlp in experts.experts], dtype)
-    down = _grouped_linear([mlp.down for mlp in experts.experts], dtype)
+    """Returns None for experts that the kernels do not serve: with biases or scales."""
+    gate_up = grouped_linear([mlp.gate_up for mlp in experts.experts], dtype)
+    down = grouped_linear([mlp.down for mlp in experts.experts], dtype)
     is_plain = all(mlp.scales is None for mlp in experts.experts)
     if (
         gate_up is None
         or down is None
         or not is_plain
-        or experts.router.groups is not None
+        or experts.router.expert_scales is not None
         or len({mlp.activation for mlp in experts.experts}) > 1
     ):
         return None
@@ -80,7 +84,8 @@ def _group(experts: Experts, dtype: torch.dtype) -> GroupedExperts | None:
     return GroupedExperts(**own, gate_up=gate_up, down=down)
 
 
-def _grouped_linear(linears: Sequence[Linear], dtype: torch.dtype) -> GroupedLinear | None:
+def grouped_linear(linears: Sequence[Linear], dtype: torch.dtype) -> GroupedLinear | None:
+    """Returns the table of linear layers; None if they are not alike."""
     columns: list[list[_Matrix]] = []
     for linear in linears:
         if isinstance(linear, TorchLinear) and linear.bias is None and linear.weight.dtype == dtype:
@@ -129,7 +134,7 @@ def _shape(experts: GroupedExperts) -> tuple[Any, ...]:
     """Returns what programs are compiled for."""
     router, linears = experts.router, (experts.gate_up, experts.down)
     parts = [(part.rows, part.in_features, part.type) for linear in linears for part in linear.parts]
-    kind = router.scoring, router.renormalises, router.choice_bias is None
+    kind = router.scoring, router.renormalises, router.choice_bias is None, router.groups
     return experts.activation, router.num_experts, router.num_chosen, *kind, *parts
 
 

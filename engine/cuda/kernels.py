@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from truedraft.engine.cuda.latent_kernels import VARIES, attend_share_of_latents
 from truedraft.engine.cuda.launch_experts import choose_experts as choose_experts
 from truedraft.engine.cuda.launch_experts import group_tokens as group_tokens
 from truedraft.engine.cuda.launch_experts import join_experts as join_experts
@@ -34,23 +35,17 @@ KEY_TILE_BYTES, NUM_STAGES = 8 << 10, 5
 # A share below this many keys is not worth a program; more programs than this many a multiprocessor wait.
 MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
 
+# Latent vectors are long: more rows of queries would not fit into registers, nor a larger tile of keys into
+# the least shared memory there is. In float32 there is no second buffer of keys.
+MAX_LATENT_TILE, LATENT_KEY_TILE, LATENT_ROWS_OF_WARP = 32, 16, 4
+
+# Numbers of a head that a warp turns.
+TURNED_BY_A_WARP = 256
 # Numbers of the MLP that one program gates.
 GATE_TILE = 1024
 
-# What differs from pass to pass must not be compiled in: whatever is served is compiled at load.
-_VARIES = (
-    "tables",
-    "first_tokens",
-    "counts",
-    "positions",
-    "block_size",
-    "max_blocks",
-    "max_queries",
-    "num_tiles",
-)
 
-
-@triton.jit(do_not_specialize=_VARIES)
+@triton.jit(do_not_specialize=VARIES)
 def attend_share(
     output,  # [tokens, heads, size]; split: float32 [rows, max_queries, heads, splits, size]
     log_sums,  # split: float32 [rows, max_queries, heads, splits], of exponentials, base 2
@@ -216,11 +211,7 @@ def attend_rows(
         num_splits = splits(num_rows * kv_heads * num_tiles, longest, query.device)
     padded_size = max(16, triton.next_power_of_2(size))
     key_tile = key_tile_size(padded_size, keys.dtype)
-    target, log_sums = output, output
-    if num_splits > 1:
-        shape = num_rows, rows.queries, heads, num_splits
-        target = torch.empty(*shape, size, dtype=torch.float32, device=query.device)
-        log_sums = torch.empty(shape, dtype=torch.float32, device=query.device)
+    target, log_sums = _shares(output, rows, num_splits)
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         attend_share[num_rows, kv_heads * num_tiles, num_splits](
@@ -251,28 +242,99 @@ def attend_rows(
             num_stages=NUM_STAGES,
             enable_fp_fusion=True,
         )
-        if num_splits > 1:
-            join_shares[num_rows * rows.queries, heads](
-                output,
-                target,
-                log_sums,
-                rows.first_tokens,
-                rows.counts,
-                rows.queries,
-                num_splits,
-                HEADS=heads,
-                SIZE=size,
-                PADDED_SIZE=padded_size,
-                MOST_SPLITS=MAX_SPLITS,
-                num_warps=4,
-                enable_fp_fusion=True,
-            )
+        _join(output, target, log_sums, rows, num_splits)
+
+
+def attend_latents(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    rows: PagedRows,
+    positions: torch.Tensor,
+    block_size: int,
+    scaling: float,
+    num_splits: int | None = None,
+) -> None:
+    """Write to ``output`` [tokens, heads, latent size], contiguous, what the tokens of ``rows`` attend to,
+    of any number. ``query`` [tokens, heads, size], ``keys`` [slots, 1, size]: latent vectors are the last
+    numbers of keys. Otherwise as ``attend_rows``."""
+    _, heads, size = query.shape
+    latent = output.shape[-1]
+    num_rows, max_blocks = rows.tables.shape
+    tile = latent_tile_size(rows.queries * heads, query.dtype)
+    num_tiles = triton.cdiv(rows.queries * heads, tile)
+    if num_splits is None:
+        num_splits = splits(num_rows * num_tiles, max_blocks * block_size, query.device)
+    target, log_sums = _shares(output, rows, num_splits)
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        # Prompts have more tiles than the second number of a grid can be.
+        attend_share_of_latents[num_rows * num_tiles, num_splits](
+            target,
+            log_sums,
+            query,
+            keys,
+            rows.tables,
+            rows.first_tokens,
+            rows.counts,
+            positions,
+            scaling * math.log2(math.e),
+            block_size,
+            max_blocks,
+            rows.queries,
+            num_tiles,
+            HEADS=heads,
+            TURNED=size - latent,
+            PADDED_TURNED=max(16, triton.next_power_of_2(size - latent)),
+            LATENT=latent,
+            PADDED_LATENT=max(16, triton.next_power_of_2(latent)),
+            QUERY_STRIDE=query.stride(0),
+            TILE=tile,
+            KEY_TILE=LATENT_KEY_TILE,
+            IS_SPLIT=num_splits > 1,
+            num_warps=tile // LATENT_ROWS_OF_WARP,
+            num_stages=latent_stages(query.dtype),
+            enable_fp_fusion=True,
+        )
+        _join(output, target, log_sums, rows, num_splits)
+
+
+def _shares(output: torch.Tensor, rows: PagedRows, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns where programs put what was attended, and its logarithms; a lone one puts it where it
+    belongs."""
+    if num_splits == 1:
+        return output, output
+    shape = len(rows.counts), rows.queries, output.shape[1], num_splits
+    shares = torch.empty(*shape, output.shape[2], dtype=torch.float32, device=output.device)
+    return shares, torch.empty(shape, dtype=torch.float32, device=output.device)
+
+
+def _join(
+    output: torch.Tensor, shares: torch.Tensor, log_sums: torch.Tensor, rows: PagedRows, num_splits: int
+) -> None:
+    if num_splits == 1:
+        return
+    _, heads, size = output.shape
+    join_shares[len(rows.counts) * rows.queries, heads](
+        output,
+        shares,
+        log_sums,
+        rows.first_tokens,
+        rows.counts,
+        rows.queries,
+        num_splits,
+        HEADS=heads,
+        SIZE=size,
+        PADDED_SIZE=max(16, triton.next_power_of_2(size)),
+        MOST_SPLITS=MAX_SPLITS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 @triton.jit(do_not_specialize=("slots",))
 def rotate_and_store_head(
     query_key,  # [tokens, heads + kv heads, size], QUERY_STRIDE numbers from one token to the next
-    value,  # [tokens, kv heads, size], VALUE_STRIDE from one to the next
+    value,  # [tokens, kv heads, size], VALUE_STRIDE from one to the next, if there are programs for it
     cos,  # [tokens, ROTATED]: the first ROTATED numbers of a head are turned
     sin,  # likewise, negative in the first half
     slots,  # int64 [tokens]
@@ -326,12 +388,14 @@ def rotate_and_store(
 ) -> None:
     """Rotate the queries of ``query_key`` [tokens, heads + kv heads, size] in place, and write its rotated
     keys and ``value`` [tokens, kv heads, size] to ``slots`` int64 [tokens] of ``keys`` and ``values`` [slots,
-    kv heads, size]. ``cos`` and ``sin`` [tokens, n] are as in ``Rotary``, and each head's first n numbers are
-    turned. Sums in float32; heads and numbers of the first two are contiguous, the others wholly."""
+    kv heads, size]; without heads of values, keys are all that is written. ``cos`` and ``sin`` [tokens, n]
+    are as in ``Rotary``, and each head's first n numbers are turned. Sums in float32; heads and numbers of
+    the first two are contiguous, the others wholly."""
     tokens, heads, size = query_key.shape
     kv_heads = keys.shape[1]
+    padded_size = triton.next_power_of_2(size)
     with torch.cuda.device_of(query_key):  # type: ignore[no-untyped-call]
-        rotate_and_store_head[tokens, heads + kv_heads](
+        rotate_and_store_head[tokens, heads + value.shape[1]](
             query_key,
             value,
             cos,
@@ -342,11 +406,11 @@ def rotate_and_store(
             HEADS=heads - kv_heads,
             KV_HEADS=kv_heads,
             SIZE=size,
-            PADDED_SIZE=triton.next_power_of_2(size),
+            PADDED_SIZE=padded_size,
             ROTATED=cos.shape[1],
             QUERY_STRIDE=query_key.stride(0),
             VALUE_STRIDE=value.stride(0),
-            num_warps=1,
+            num_warps=max(1, padded_size // TURNED_BY_A_WARP),
         )
 
 
@@ -430,6 +494,15 @@ def tile_size(places: int, dtype: torch.dtype) -> int:
     """Rows of queries x shared heads that one program takes, of ``places``."""
     largest = MIN_TILE if dtype == torch.float32 else MAX_TILE
     return min(largest, max(MIN_TILE, int(triton.next_power_of_2(places))))
+
+
+def latent_tile_size(places: int, dtype: torch.dtype) -> int:
+    """Returns the same for attention to latent vectors."""
+    return MIN_TILE if dtype == torch.float32 or places <= MIN_TILE else MAX_LATENT_TILE
+
+
+def latent_stages(dtype: torch.dtype) -> int:
+    return 2 if dtype == torch.float32 else NUM_STAGES
 
 
 def key_tile_size(padded_size: int, dtype: torch.dtype) -> int:

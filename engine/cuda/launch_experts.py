@@ -21,7 +21,7 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes as ``Router.choose_by``; tokens that are not there choose -1."""
     numbers = numbers.contiguous()
-    shape = len(numbers), router.num_chosen
+    shape, groups = (len(numbers), router.num_chosen), router.groups
     chosen = torch.empty(shape, dtype=torch.int32, device=numbers.device)
     weights = torch.empty(shape, dtype=torch.float32, device=numbers.device)
     # Triton launches on the current device, whatever its arguments are on.
@@ -39,6 +39,9 @@ def choose_experts(
             CHOSEN=router.num_chosen,
             IS_SOFTMAX=router.scoring == "softmax",
             RENORMALISES=router.renormalises,
+            GROUPS=1 if groups is None else groups.number,
+            CHOSEN_GROUPS=1 if groups is None else groups.num_chosen,
+            SUMMED=1 if groups is None else groups.num_summed,
             HAS_BIAS=router.choice_bias is not None,
             HAS_PADDING=is_there is not None,
             num_warps=1,

@@ -9,28 +9,39 @@ compiles them too. What the others do shows in the model's logits, which are com
 
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from truedraft.engine.cuda import recurrent_check
-from truedraft.engine.cuda.grouped_experts import ExpertKernels, GroupedExperts, run_grouped
+from truedraft.engine.cuda.grouped_experts import ExpertKernels, GroupedExperts, TokenGroups, run_grouped
+from truedraft.engine.cuda.grouped_heads import GroupedHeads, every_head, run_heads
 from truedraft.engine.cuda.recurrent_check import RecurRows
 from truedraft.engine.layers.attention import AttentionCall, PagedAttention, attend_group
-from truedraft.engine.layers.mlp import Activation, Experts
+from truedraft.engine.layers.mlp import Activation, Experts, HeadLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.layers.torch_run import TorchPointwise
-from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
+from truedraft.engine.memory.batch import (
+    MAX_GROUPED_QUERIES,
+    AttentionGroup,
+    ForwardBatch,
+    PagedRows,
+    Span,
+    table_slots,
+)
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 
 MAX_HEAD_SIZE = 256
+# Numbers of a key before its latent vector, and of that: as many as fit into registers.
+MAX_TURNED, MAX_LATENT = 64, 512
 # The first with matrix units for bfloat16 and with copies that run during the arithmetic.
 MIN_CAPABILITY = (8, 0)
 # Largest deviation of a number that was attended, as a share of the largest, from what float64 gives: rounded
@@ -63,10 +74,27 @@ class AttendRows(Protocol):
     ) -> None: ...
 
 
+class AttendLatents(Protocol):
+    """``kernels.attend_latents``."""
+
+    def __call__(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        rows: PagedRows,
+        positions: torch.Tensor,
+        block_size: int,
+        scaling: float,
+        num_splits: int | None = None,
+    ) -> None: ...
+
+
 class Kernels(ExpertKernels, Protocol):
     """The module ``kernels``, or what stands in for it in tests."""
 
     attend_rows: AttendRows
+    attend_latents: AttendLatents
     rotate_and_store: Callable[..., None]
     gated_silu: Callable[[torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor | None], torch.Tensor]
@@ -80,8 +108,12 @@ class InPlaceAttention:
         self.attend_rows = attend_rows
         self.batch = batch
         self.cache = cache
-        # First and last token of each long chunk, and what all layers need to know of its keys.
-        self._long = [
+
+    @cached_property
+    def _long(self) -> list[tuple[int, int, AttentionGroup]]:
+        """Returns first and last token of each long chunk, and what all layers need to know of its keys."""
+        batch = self.batch
+        return [
             (batch.offsets[member], batch.offsets[member + 1], batch.lone_group(member))
             for member in batch.long_spans
         ]
@@ -109,6 +141,31 @@ class InPlaceAttention:
         return output
 
 
+def attend_latents_in_place(
+    attend_latents: AttendLatents,
+    shape: AttentionShape,
+    batch: ForwardBatch,
+    cache: KVCache,
+    query: torch.Tensor,
+) -> torch.Tensor:
+    """Attends to latent vectors that are stored, prompts as well: gathered keys, and a mask for each query of
+    each head, would take more memory than there is. Returns [tokens, heads, latent size]."""
+    tokens, heads, size = query.shape
+    output = torch.empty(tokens, heads, size - shape.value_start, dtype=query.dtype, device=query.device)
+    for rows in (batch.short_rows, batch.long_rows):
+        if rows is not None:
+            attend_latents(
+                output,
+                query,
+                cache.keys[shape.layer],
+                rows,
+                batch.positions[0],
+                batch.block_size,
+                shape.scaling,
+            )
+    return output
+
+
 class TritonRun(TorchPointwise):
     """``LayerRun`` of one forward."""
 
@@ -120,6 +177,7 @@ class TritonRun(TorchPointwise):
         self.angles = list(zip(*rotary.angles(batch.positions[0]), strict=True))
         self.no_angles = tuple(angles[:, :0] for angles in self.angles[0])
         self.attention = InPlaceAttention(kernels.attend_rows, batch, cache)
+        self._every_head: dict[tuple[int, int], TokenGroups] = {}
 
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if norm.centres:
@@ -135,8 +193,20 @@ class TritonRun(TorchPointwise):
         keys, values = self.cache.keys[shape.layer], self.cache.values[shape.layer]
         angles = self.no_angles if shape.rotary is None else self.angles[shape.rotary]
         self.kernels.rotate_and_store(query_key, value, *angles, self.slots, keys, values)
-        attended = self.attention.attend(shape.call, query_key[:, : shape.num_heads]).view(len(qkv), -1)
+        query = query_key[:, : shape.num_heads]
+        if shape.values_are_keys:
+            attend = self.kernels.attend_latents
+            return attend_latents_in_place(attend, shape, self.batch, self.cache, query).flatten(1)
+        attended = self.attention.attend(shape.call, query).view(len(qkv), -1)
         return attended if gate is None else attended * gate.sigmoid()
+
+    def by_head(self, linears: HeadLinears, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(linears, GroupedHeads):
+            return super().by_head(linears, x)
+        tokens, heads, _ = x.shape
+        if (tokens, heads) not in self._every_head:
+            self._every_head[tokens, heads] = every_head(tokens, heads, x.device)
+        return run_heads(self.kernels, linears, x, self._every_head[tokens, heads])
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
         return self.kernels.recur(recurrence, x, self.batch.state_rows, self.cache.states[recurrence.layer])
@@ -172,17 +242,20 @@ def find_kernels(
         checked = set()
         for shape in shapes:
             shared = shape.num_heads // shape.num_kv_heads
+            tile_size = kernels.latent_tile_size if shape.values_are_keys else kernels.tile_size
             # The largest number of new tokens for every size of program.
-            queries = {kernels.tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
+            queries = {tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
             heads = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.norm is None
-            look = *heads, shape.scaling, shape.sliding_window
+            look = *heads, shape.scaling, shape.sliding_window, shape.value_start
             if look in checked:
                 continue
             checked.add(look)
             for num_queries in queries.values():
                 for num_splits in (1, 7):
-                    kernel = partial(kernels.attend_rows, num_splits=num_splits)
-                    if not is_right(kernel, shape, dtype, device, num_queries):
+                    attend = kernels.attend_latents if shape.values_are_keys else kernels.attend_rows
+                    if not is_right(
+                        partial(attend, num_splits=num_splits), shape, dtype, device, num_queries
+                    ):
                         logger.warning("The attention kernel differs from torch's and is not used")
                         return None
         for rule in recurrent_check.distinct(recurrences):
@@ -214,9 +287,15 @@ def _is_served(shape: AttentionShape) -> bool:
         and shape.sinks is None
         and shape.value_norm is None
         and shape.source is None
-        and not shape.values_are_keys
-        and shape.head_size <= MAX_HEAD_SIZE
+        and (_is_latent(shape) if shape.values_are_keys else shape.head_size <= MAX_HEAD_SIZE)
     )
+
+
+def _is_latent(shape: AttentionShape) -> bool:
+    """Tells whether values are latent vectors, which one key of all heads ends with."""
+    is_plain = shape.num_kv_heads == 1 and shape.sliding_window is None and not shape.gated
+    latent = shape.head_size - shape.value_start
+    return is_plain and 0 < shape.value_start <= MAX_TURNED and latent <= MAX_LATENT
 
 
 def is_fit(device: torch.device) -> bool:
@@ -227,7 +306,11 @@ def is_fit(device: torch.device) -> bool:
 
 @torch.inference_mode()
 def is_right(
-    kernel: AttendRows, shape: AttentionShape, dtype: torch.dtype, device: torch.device, queries: int
+    kernel: AttendRows | AttendLatents,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    queries: int,
 ) -> bool:
     """Tells whether ``kernel`` attends like torch in float64, over rows of up to ``queries`` new tokens in
     scattered blocks of a cache that holds NaN wherever nothing was stored."""
@@ -247,13 +330,14 @@ def is_right(
     )
     # Side by side with keys, as in a layer, and with values where no norm has made a copy: the kernel is
     # compiled for the distance from token to token.
-    others = shape.num_kv_heads * (2 if shape.norm is None else 1)
+    others = shape.num_kv_heads * (2 if shape.norm is None and not shape.values_are_keys else 1)
     query = torch.randn(len(batch.slots), shape.num_heads + others, shape.head_size, generator=generator)
     # Some keys matter much more than others, so that none can be missed.
     query = (query * (4 / (shape.scaling * shape.head_size**0.5))).to(device, dtype)[:, : shape.num_heads]
     outputs = []
     for used in (dtype, torch.float64):
-        cache = KVCache([AttentionCache(heads, heads, used, device)], num_blocks, CHECK_BLOCK_SIZE)
+        kept = AttentionCache(heads, None if shape.values_are_keys else heads, used, device)
+        cache = KVCache([kept], num_blocks, CHECK_BLOCK_SIZE)
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, stored, *(x.to(used) for x in context))
@@ -261,11 +345,24 @@ def is_right(
         q, k, v = (x.to(used) for x in (query, *new))  # stays the same view in its own dtype
         if used == dtype:
             cache.write(0, batch.slots, k, v)
-            outputs.append(InPlaceAttention(kernel, batch, cache).attend(call, q))
+            outputs.append(attended_by(kernel, replace(shape, layer=0), batch, cache, q))
         else:
-            outputs.append(PagedAttention(batch, cache).attend(call, q, k, v))
+            outputs.append(PagedAttention(batch, cache).attend(call, q, k, v)[..., shape.value_start :])
     ours, theirs = outputs
     return bool(((ours - theirs).abs().max() <= TOLERANCES[dtype] * theirs.abs().max()).item())
+
+
+def attended_by(
+    kernel: AttendRows | AttendLatents,
+    shape: AttentionShape,
+    batch: ForwardBatch,
+    cache: KVCache,
+    query: torch.Tensor,
+) -> torch.Tensor:
+    """Returns what the layer attends to by its kernel, [tokens, heads, size of values]; keys are stored."""
+    if shape.values_are_keys:
+        return attend_latents_in_place(cast(AttendLatents, kernel), shape, batch, cache, query)
+    return InPlaceAttention(cast(AttendRows, kernel), batch, cache).attend(shape.call, query)
 
 
 def _check_spans(contexts: list[int], lengths: list[int]) -> tuple[list[Span], int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from truedraft.engine.layers.linear import Linear
-from truedraft.engine.layers.mlp import MlpRun
+from truedraft.engine.layers.mlp import HeadLinears, MlpRun
 from truedraft.engine.layers.norm import Norm
 
 
@@ -21,14 +21,14 @@ class LatentProjection:
 
     ``down`` makes the queries' latent vector, or queries themselves, then the latent vector, then the
     ``num_turned`` numbers that the key begins with, as queries do. ``query_up`` makes queries of the first
-    vector normed. Each head has one of ``key_up``, which makes what looks for latent vectors of the numbers
-    of its queries that are not turned, and one of ``value_up``, which makes values of latent vectors.
+    vector normed. A head's ``key_up`` makes what looks for latent vectors of the numbers of its queries that
+    are not turned, its ``value_up`` makes values of latent vectors.
     """
 
     down: Linear
     norm: Norm
-    key_up: tuple[Linear, ...]
-    value_up: tuple[Linear, ...]
+    key_up: HeadLinears
+    value_up: HeadLinears
     query_size: int
     num_turned: int
     value_size: int
@@ -38,11 +38,11 @@ class LatentProjection:
     @property
     def linears(self) -> tuple[Linear, ...]:
         queries = () if self.query_up is None else (self.query_up,)
-        return self.down, *queries, *self.key_up, *self.value_up
+        return self.down, *queries, *self.key_up.linears, *self.value_up.linears
 
     @property
     def num_heads(self) -> int:
-        return len(self.key_up)
+        return len(self.key_up.linears)
 
     @property
     def key_size(self) -> int:
@@ -52,6 +52,12 @@ class LatentProjection:
     def num_queries(self) -> int:
         """Returns how many numbers the queries' vector, or the queries, have."""
         return self.num_heads * self.query_size if self.query_norm is None else self.query_norm.size
+
+    def working_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of what a pass computes of a token at once: queries twice, what heads look for
+        and the key, and as much again, of what they look for or of what they attended."""
+        numbers = 2 * (self.num_heads + 1) * self.key_size + 2 * self.num_heads * self.query_size
+        return numbers * dtype.itemsize
 
     def __call__(self, x: torch.Tensor, run: MlpRun) -> torch.Tensor:
         """Returns [tokens, (heads + 1) * size of the key]."""
@@ -64,20 +70,13 @@ class LatentProjection:
         joined = x.new_empty(len(x), self.num_heads + 1, self.key_size)
         attending, key = joined[:, :-1], joined[:, -1]
         attending[..., : self.num_turned] = heads[..., : self.num_turned]
-        _by_head(self.key_up, heads[..., self.num_turned :], attending[..., self.num_turned :], run)
+        attending[..., self.num_turned :] = run.by_head(self.key_up, heads[..., self.num_turned :])
         key[:, : self.num_turned] = turned
         key[:, self.num_turned :] = run.norm(self.norm, latent.contiguous())
         return joined.flatten(1)
 
     def values(self, attended: torch.Tensor, run: MlpRun) -> torch.Tensor:
-        """Returns [tokens, heads * value size] of what heads attended, [tokens, heads * size of the key]."""
+        """Returns [tokens, heads * value size] of what heads attended, [tokens, heads * size]: the last
+        numbers of each head are those of latent vectors."""
         heads = attended.view(len(attended), self.num_heads, -1)
-        found = attended.new_empty(len(attended), self.num_heads, self.value_size)
-        _by_head(self.value_up, heads[..., self.num_turned :], found, run)
-        return found.flatten(1)
-
-
-def _by_head(linears: tuple[Linear, ...], heads: torch.Tensor, to: torch.Tensor, run: MlpRun) -> None:
-    """Computes ``heads`` [tokens, heads, size] each by its own layer."""
-    for linear, x, found in zip(linears, heads.unbind(1), to.unbind(1), strict=True):
-        found.copy_(run.linear(linear, x.contiguous()))
+        return run.by_head(self.value_up, heads[..., -self.norm.size :]).flatten(1)

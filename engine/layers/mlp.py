@@ -26,11 +26,27 @@ def scaled(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     return x if scales is None else (x * scales).to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLinears:
+    """Are linear layers of the same sizes, one for each head."""
+
+    linears: tuple[Linear, ...]
+
+    def by_definition(self, x: torch.Tensor, run: "MlpRun") -> torch.Tensor:
+        """Computes ``x`` [tokens, heads, size] head by head."""
+        pairs = zip(self.linears, x.unbind(1), strict=True)
+        return torch.stack([run.linear(linear, of_head.contiguous()) for linear, of_head in pairs], 1)
+
+
 class MlpRun(Protocol):
     """Runs what MLPs need of one forward; every tensor is [tokens, ...]."""
 
     def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the layer's output for ``x``, plus ``residual``, which may be overwritten."""
+        ...
+
+    def by_head(self, linears: HeadLinears, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the layers compute of ``x`` [tokens, heads, size], each of its head."""
         ...
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:

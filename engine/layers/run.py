@@ -25,7 +25,8 @@ class AttentionShape:
     come as many numbers as there are queries, whose sigmoid multiplies what is attended. ``sinks`` [heads],
     float32, are as in ``AttentionCall``. ``value_norm`` is of each head of values. ``source``: a layer
     before, at whose keys and values this one looks; it has queries only, and ``norm`` is of these.
-    ``values_are_keys``: no values come in, and keys, as they are stored, are the values, too."""
+    ``values_are_keys``: no values come in, and keys, as they are stored, are the values, too; what is
+    attended of a head's numbers before ``value_start`` is not looked at."""
 
     layer: int
     num_heads: int
@@ -45,6 +46,7 @@ class AttentionShape:
     value_norm: Norm | None = None
     source: int | None = None
     values_are_keys: bool = False
+    value_start: int = 0
 
     @property
     def cached(self) -> int:
@@ -72,7 +74,7 @@ class LayerRun(MlpRun, Protocol):
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], or less
         where it has no values or keys, and the gate if there is one, which may be overwritten, to [tokens,
-        heads * size]."""
+        heads * size], or without the numbers before ``value_start``."""
         ...
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:

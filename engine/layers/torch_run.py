@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from truedraft.engine.layers.attention import PagedAttention
 from truedraft.engine.layers.linear import Linear
-from truedraft.engine.layers.mlp import SWISH_LIMIT, SWISH_SLOPE, Activation, Experts
+from truedraft.engine.layers.mlp import SWISH_LIMIT, SWISH_SLOPE, Activation, Experts, HeadLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
@@ -23,6 +23,9 @@ class TorchPointwise:
 
     def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x) if residual is None else linear.add_to(residual, x)
+
+    def by_head(self, linears: HeadLinears, x: torch.Tensor) -> torch.Tensor:
+        return linears.by_definition(x, self)
 
     def split_heads(self, shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Splits ``qkv`` [tokens, (heads + 2 kv heads) * size] into queries and keys, normed where the model

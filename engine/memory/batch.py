@@ -125,7 +125,7 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Spans of up to ``MAX_GROUPED_QUERIES`` new tokens, to be attended without gathering their keys."""
+    """Spans to be attended without gathering their keys."""
 
     tables: torch.Tensor  # [rows, blocks] block ids; after a row's own ones any that exist
     first_tokens: torch.Tensor  # [rows] into the packed tokens
@@ -227,20 +227,27 @@ class ForwardBatch:
     @cached_property
     def short_rows(self) -> PagedRows | None:
         """The spans of a decoder-only model that are not in ``long_spans``; None if there are none."""
-        short = [i for i, n in enumerate(self._lengths()) if n <= MAX_GROUPED_QUERIES]
-        if not short:
+        return self._paged([i for i, n in enumerate(self._lengths()) if n <= MAX_GROUPED_QUERIES])
+
+    @cached_property
+    def long_rows(self) -> PagedRows | None:
+        """``long_spans`` in the same way, for what attends to any number of tokens without gathering."""
+        return self._paged(self.long_spans)
+
+    def _paged(self, members: list[int]) -> PagedRows | None:
+        if not members:
             return None
-        ends = [self.spans[i].table.num_computed_tokens + len(self.spans[i].token_ids) for i in short]
+        ends = [self.spans[i].table.num_computed_tokens + len(self.spans[i].token_ids) for i in members]
         num_blocks = [-(-end // self.block_size) for end in ends]
-        counts = [len(self.spans[i].token_ids) for i in short]
-        width = max(num_blocks)
-        numbers = np.zeros(len(short) * (width + 2), dtype=np.int64)
-        tables = numbers[: len(short) * width].reshape(len(short), width)
-        for row, (i, used) in enumerate(zip(short, num_blocks, strict=True)):
+        counts = [len(self.spans[i].token_ids) for i in members]
+        rows, width = len(members), max(num_blocks)
+        numbers = np.zeros(rows * (width + 2), dtype=np.int64)
+        tables = numbers[: rows * width].reshape(rows, width)
+        for row, (i, used) in enumerate(zip(members, num_blocks, strict=True)):
             tables[row, :used] = self.spans[i].table.block_ids[:used]
-        numbers[tables.size :] = [*(self.offsets[i] for i in short), *counts]
+        numbers[tables.size :] = [*(self.offsets[i] for i in members), *counts]
         sent = send(torch.from_numpy(numbers), self.slots.device)
-        sent_tables, first_tokens, sent_counts = sent.split_with_sizes((tables.size, len(short), len(short)))
+        sent_tables, first_tokens, sent_counts = sent.split_with_sizes((tables.size, rows, rows))
         return PagedRows(sent_tables.view(tables.shape), first_tokens, sent_counts, max(counts))
 
     @cached_property

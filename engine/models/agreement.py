@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from truedraft.engine.cuda.expert_tables import grouped
+from truedraft.engine.cuda.head_tables import with_grouped_heads
 from truedraft.engine.cuda.triton_run import TOLERANCES as CUDA_TOLERANCES
 from truedraft.engine.cuda.triton_run import TritonRun, find_kernels
 from truedraft.engine.errors import ModelLoadError
@@ -82,7 +83,8 @@ def _models(
         return
     cuda = find_kernels(weights.attention, facts.dtype, facts.device, weights.recurrences)
     if cuda is not None:
-        own = grouped(weights, cuda, facts.dtype, facts.device, CUDA_TOLERANCES[facts.dtype])
+        given = cuda, facts.dtype, facts.device, CUDA_TOLERANCES[facts.dtype]
+        own = with_grouped_heads(grouped(weights, *given), *given)
         yield "The CUDA kernels", FusedDecoder(facts, own, partial(TritonRun, cuda))
     yield "The short forward", FusedDecoder(facts, weights)
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from truedraft.engine.cuda.grouped_experts import GroupedExperts
 from truedraft.engine.cuda.quantised import UNPACKED
+from truedraft.engine.layers.decoder import Attention
+from truedraft.engine.layers.latent import LatentProjection
 from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
@@ -35,9 +37,13 @@ def _bytes(model: Model, num_tokens: int, num_logits: int) -> int:
 
 
 def bytes_of_parts(model: Model) -> int:
-    """Returns what a recurrence of the model, or its experts, need for each token of a pass."""
-    caches = [cache for cache in model.caches if isinstance(cache, RecurrentCache)]
-    layers = model.weights.layers if isinstance(model, FusedDecoder) else []
-    grouped = [layer.mlp for layer in layers if isinstance(layer.mlp, GroupedExperts)]
-    needed = [cache.working_bytes_per_token for cache in caches]
-    return max([*needed, *(experts.working_bytes_per_token(model.dtype) for experts in grouped)], default=0)
+    """Returns what a recurrence of the model, its experts or latent attention need for each token of a
+    pass."""
+    needed = [cache.working_bytes_per_token for cache in model.caches if isinstance(cache, RecurrentCache)]
+    if isinstance(model, FusedDecoder):
+        layers = model.weights.layers
+        attention = [each for layer in layers for each in layer.mixers if isinstance(each, Attention)]
+        parts = [*(each.qkv for each in attention), *(layer.mlp for layer in layers)]
+        kinds = (LatentProjection, GroupedExperts)
+        needed += [part.working_bytes_per_token(model.dtype) for part in parts if isinstance(part, kinds)]
+    return max(needed, default=0)

@@ -277,8 +277,8 @@ class _Latents:
         if counts != (number, 1, latent.key_size) or not shape.values_are_keys or shape.gated:
             raise PointerError(f"C does not attend with {shape} to what {latent} computes")
         others, queries = latent.query_size - latent.num_turned, latent.num_queries
-        self.key_up = _each("key_up", latent.key_up, others, vector)
-        self.value_up = _each("value_up", latent.value_up, vector, latent.value_size)
+        self.key_up = _each("key_up", latent.key_up.linears, others, vector)
+        self.value_up = _each("value_up", latent.value_up.linears, vector, latent.value_size)
         query_up = None
         if latent.query_up is not None:
             query_up = linear_at("query_up", latent.query_up, queries, number * latent.query_size)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from truedraft.engine.layers.linear import Linear
-from truedraft.engine.layers.mlp import ACTIVATIONS, UNGATED, Activation, Experts
+from truedraft.engine.layers.mlp import ACTIVATIONS, UNGATED, Activation, Experts, HeadLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
@@ -126,6 +126,9 @@ class NativeRun:
 
     def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x) if residual is None else linear.add_to(residual, x)
+
+    def by_head(self, linears: HeadLinears, x: torch.Tensor) -> torch.Tensor:
+        return linears.by_definition(x, self)
 
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x = x.contiguous()

@@ -378,9 +378,11 @@ def test_the_comparison_at_start_looks_at_the_head(
     assert "differ from the usual pass" in caplog.text
 
 
-def test_the_head_of_a_hybrid_with_experts(tmp_path: Path, taped: None) -> None:
-    """The target keeps states of its own; the head was not trained, and little is accepted."""
-    target, _ = save_other(tmp_path / "target", OTHERS["Qwen3-Next"])
+@pytest.mark.parametrize("name", ["Qwen3-Next", "GLM-4.7-Flash"])
+def test_the_heads_of_models_with_experts(name: str, tmp_path: Path, taped: None) -> None:
+    """Targets keep states of their own, or latent vectors, as the head does then; the head was not trained,
+    and little is accepted."""
+    target, _ = save_other(tmp_path / "target", OTHERS[name])
     graphed, eager = engines((target, "mtp"), method="mtp", max_num_sequences=2)
     assert graphs_of(graphed).head is not None
     texts = PROMPTS[:3], [msgspec.structs.replace(each, max_tokens=6) for each in EVERY[:3]], LATE[:3]

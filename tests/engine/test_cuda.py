@@ -106,7 +106,9 @@ def test_gguf_files_say_what_they_say_dequantised_on_a_cpu(kind: str, tmp_path: 
     assert run_engine(make_engine_here(target, draft), gates.PROMPTS, params) == on_cpu
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE in C, one layer without experts", "LFM2", "Qwen3-Next"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-MoE in C, one layer without experts", "LFM2", "Qwen3-Next", "DeepSeek-V3 in C"]
+)
 def test_experts_and_states_say_what_they_say_on_a_cpu(name: str, tmp_path: Path) -> None:
     model_type, values = (FAMILIES | HYBRIDS)[name]
     folder = save_random(tmp_path, model_type, {**SHAPE, **values})
@@ -229,6 +231,20 @@ KERNEL_CASES: dict[str, dict[str, Any]] = {
     "a window": {"dtype": torch.bfloat16, "window": 70, "longest": 300},
     "more splits than keys": {"num_splits": 32, "longest": 20},
     "splits": {"dtype": torch.bfloat16, "num_splits": 7, "longest": 2000, "size": 128},
+    "latent vectors": {
+        "heads": (20, 1),
+        "size": 576,
+        "value_start": 64,
+        "dtype": torch.bfloat16,
+        "longest": 1000,
+    },
+    "latent vectors in float32": {
+        "heads": (16, 1),
+        "size": 576,
+        "value_start": 64,
+        "num_splits": 7,
+        "longest": 300,
+    },
 }
 
 
@@ -239,7 +255,8 @@ def test_the_kernel_attends_like_gathering(case: dict[str, Any], seed: int) -> N
     shape = AttentionShape(0, 8, 2, 64, 0.125, None, None)
     kernels = find_kernels([shape], torch.bfloat16, torch.device(DEVICE))
     assert kernels is not None
-    triton_gates.same_as_gathered(kernels.attend_rows, seed, device=DEVICE, **case)
+    attend = kernels.attend_latents if "value_start" in case else kernels.attend_rows
+    triton_gates.same_as_gathered(attend, seed, device=DEVICE, **case)
 
 
 @needs_triton

@@ -13,7 +13,7 @@ from tests.engine.test_native import plant
 from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights
 from truedraft.engine.layers.latent import LatentProjection
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
-from truedraft.engine.layers.mlp import GatedMlp
+from truedraft.engine.layers.mlp import GatedMlp, HeadLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape
@@ -99,8 +99,8 @@ def decoder(sizes: Sequence[Size | Latent], loaded: bool) -> FusedDecoder:
             qkv=LatentProjection(
                 down=linear((size.queries or queries) + key, HIDDEN),
                 norm=Norm(1 + drawn(size.latent), 1e-5),
-                key_up=tuple(linear(size.latent, size.others) for _ in range(size.heads)),
-                value_up=tuple(linear(size.value, size.latent) for _ in range(size.heads)),
+                key_up=HeadLinears(tuple(linear(size.latent, size.others) for _ in range(size.heads))),
+                value_up=HeadLinears(tuple(linear(size.value, size.latent) for _ in range(size.heads))),
                 query_size=query,
                 num_turned=size.turned,
                 value_size=size.value,

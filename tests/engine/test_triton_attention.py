@@ -59,7 +59,10 @@ def test_long_chunks_without_a_mask(
 @needs_triton
 def test_in_the_interpreter() -> None:
     """Runs them in a process of their own, as triton must know before it is imported."""
-    cases = (f"tests/engine/triton_{name}cases.py" for name in ("", "sampling_", "recurrent_", "expert_"))
+    cases = (
+        f"tests/engine/triton_{name}cases.py"
+        for name in ("", "sampling_", "recurrent_", "expert_", "latent_")
+    )
     run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases, TRITON_INTERPRET="1")
 
 

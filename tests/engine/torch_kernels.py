@@ -46,9 +46,25 @@ def attend_rows(
     scores = torch.where(sees[:, None], scores, -torch.inf)
     weights = torch.where(sees.any(2)[:, None, :, None], scores.softmax(-1), 0.0)
     attended = torch.einsum("rhqk,rkhd->rqhd", weights, v.float()).to(output.dtype)
-    result = torch.zeros(num_tokens + 1, heads, size, dtype=output.dtype)
+    result = F.pad(output, (0, 0, 0, 0, 0, 1))  # others stay as they are
     result.index_copy_(0, tokens.view(-1), attended.flatten(0, 1))
     output.copy_(result[:-1])
+
+
+def attend_latents(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    rows: PagedRows,
+    positions: torch.Tensor,
+    block_size: int,
+    scaling: float,
+    num_splits: int | None = None,
+) -> None:
+    start = query.shape[-1] - output.shape[-1]
+    whole = F.pad(output, (start, 0))
+    attend_rows(whole, query, keys, keys, rows, positions, block_size, scaling, None)
+    output.copy_(whole[..., start:])
 
 
 def rotate_and_store(
@@ -65,7 +81,8 @@ def rotate_and_store(
     swapped = turned.unflatten(2, (2, cos.shape[1] // 2)).flip(2).flatten(2)
     query_key[..., : cos.shape[1]].copy_(turned * cos[:, None] + swapped * sin[:, None])
     keys.index_copy_(0, slots, query_key[:, heads:])
-    values.index_copy_(0, slots, value)
+    if value.shape[1]:
+        values.index_copy_(0, slots, value)
 
 
 def rms_norm(

@@ -76,6 +76,7 @@ def compile_experts(capability: int, name: str | None, dtype: torch.dtype, rows:
     product["BLOCKS_AT_A_TIME"] = launch_experts.BLOCKS_AT_A_TIME
     options = {"num_warps": 4, "num_stages": 3}
     router = {"EXPERTS": 512, "PADDED_EXPERTS": 512, "CHOSEN": 10, "IS_SOFTMAX": True, "RENORMALISES": True}
+    router |= {"GROUPS": 8, "CHOSEN_GROUPS": 4, "SUMMED": 2}
     join = {"CHOSEN": 8, "SIZE": 2048, "TILE": kernels.JOINED, "HAS_SHARED": True, "HAS_RESIDUAL": True}
     for kernel, constants in (
         (expert_kernels.multiply_tile, product),

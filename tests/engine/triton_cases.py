@@ -86,6 +86,10 @@ def test_rotation_and_cache(size: int, heads: tuple[int, int], dtype: torch.dtyp
     same_rotation_and_cache(kernels.rotate_and_store, dtype, size, heads)
 
 
+def test_rotation_of_a_part_of_keys_that_are_values() -> None:
+    same_rotation_and_cache(kernels.rotate_and_store, torch.float32, 576, (3, 1), turned=64, has_values=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 7, 1024, 1025, 2500])
 def test_gate(size: int, dtype: torch.dtype) -> None:

@@ -10,7 +10,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from truedraft.engine.cuda import kernels, launch_recurrent, recurrent_kernels, sampling_kernels
+from truedraft.engine.cuda import (
+    kernels,
+    latent_kernels,
+    launch_recurrent,
+    recurrent_kernels,
+    sampling_kernels,
+)
 from truedraft.engine.memory.recurrent_state import CHUNK, NUM_RECORDS
 
 # The least that a program may have on any of them, of which some driver's share is taken off.
@@ -34,7 +40,9 @@ FLOATS = {"log_sums": "*fp32", "shares": "*fp32"}
 SCALARS = {"scale": "fp32", "eps": "fp32"}
 
 
-def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any], output: str) -> Any:
+def compiled(
+    kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any], output: str, **others: int
+) -> Any:
     names = kernel.arg_names
     tensors = dict.fromkeys(TENSORS, f"*{NAMES[dtype]}") | {"output": output}
     types = POINTERS | FLOATS | SCALARS | tensors | dict.fromkeys(constants, "constexpr")
@@ -45,7 +53,7 @@ def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[s
         {(names.index(name),): value for name, value in constants.items()},
         aligned,
     )
-    options = {"num_warps": 4, "num_stages": kernels.NUM_STAGES, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "num_stages": kernels.NUM_STAGES, "enable_fp_fusion": True} | others
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -67,6 +75,24 @@ def compile_one(
     own = f"*{NAMES[dtype]}"
     kernel = compiled(kernels.attend_share, capability, dtype, constants, "*fp32" if is_split else own)
     check(kernel, capability, dtype, size, places)
+
+
+def compile_latents(capability: int, dtype: torch.dtype, heads: int, places: int, is_split: bool) -> None:
+    """Compiles what the largest latent vectors need."""
+    tile = kernels.latent_tile_size(places, dtype)
+    sizes = {"TURNED": 64, "PADDED_TURNED": 64, "LATENT": 512, "PADDED_LATENT": 512}
+    constants = {"HEADS": heads, "QUERY_STRIDE": (heads + 1) * 576, "IS_SPLIT": is_split}
+    constants |= {**sizes, "TILE": tile, "KEY_TILE": kernels.LATENT_KEY_TILE}
+    made = compiled(
+        latent_kernels.attend_share_of_latents,
+        capability,
+        dtype,
+        constants,
+        "*fp32" if is_split else f"*{NAMES[dtype]}",
+        num_warps=tile // kernels.LATENT_ROWS_OF_WARP,
+        num_stages=kernels.latent_stages(dtype),
+    )
+    check(made, capability, dtype, heads, places)
 
 
 def compile_join(capability: int, dtype: torch.dtype, size: int) -> None:
@@ -162,7 +188,11 @@ if __name__ == "__main__":
     compile_one(80, torch.float16, 128, places=16, is_split=True, window=4096)
     compile_one(80, torch.float32, 256, places=64, is_split=True, window=0)
     compile_one(89, torch.float32, 8, places=4, is_split=False, window=3)
-    compile_join(90, torch.bfloat16, 256)
+    compile_latents(80, torch.bfloat16, heads=16, places=16, is_split=True)
+    compile_latents(90, torch.bfloat16, heads=20, places=100, is_split=False)
+    compile_latents(120, torch.float16, heads=128, places=128, is_split=True)
+    compile_latents(89, torch.float32, heads=16, places=80, is_split=True)
+    compile_join(90, torch.bfloat16, 512)
     compile_join(80, torch.float32, 8)
     compile_small(90, torch.bfloat16, 128)
     compile_small(80, torch.float16, 96)

@@ -17,13 +17,19 @@ from truedraft.engine.cuda.expert_tables import _group, _is_right
 from truedraft.engine.cuda.grouped_experts import GroupedExperts, run_grouped
 from truedraft.engine.cuda.quantised import PackedLinear, pack
 from truedraft.engine.layers.linear import Linear, TorchLinear, TorchLinears
-from truedraft.engine.layers.mlp import Experts, GatedMlp, TouchedExperts
+from truedraft.engine.layers.mlp import ExpertGroups, Experts, GatedMlp, TouchedExperts
 from truedraft.engine.layers.torch_run import TorchPointwise
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
 CPU = torch.device("cpu")
-SERVED = ["renormalised", "sigmoid with a bias", "shared with a gate"]
+SERVED = [
+    "renormalised",
+    "sigmoid with a bias",
+    "shared with a gate",
+    "groups by their best",
+    "groups by their two best, with a bias",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +110,15 @@ def test_a_row_has_its_bits_whatever_is_computed_with_it() -> None:
     assert touched() == (before[0] + len(chosen.unique()) + part.router.num_experts, 4)
 
 
+def test_of_equal_groups_the_first_is_chosen() -> None:
+    """The best of a group that is not chosen stands beyond all of the others."""
+    groups = ExpertGroups(4, 2, num_summed=2)
+    router = replace(experts(TorchLinears(), {}).router, num_chosen=3, groups=groups)
+    numbers = torch.tensor([[1.0, 0, 1, 1, 1, 0, 9, -9, -9, 0, 1, 1], [0.0] * NUMBER])
+    chosen, _ = kernels.choose_experts(router, numbers, None)
+    assert torch.equal(chosen, router.choose_by(numbers)[0].int())
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_of_equal_experts_the_first_are_chosen() -> None:
     router = replace(experts(TorchLinears(), {}).router, num_chosen=3)
@@ -122,6 +137,8 @@ BUGS = {
         "mask=(out < num_outputs)[:, None] & is_row",
         "mask=(out < num_outputs - 1)[:, None] & is_row",
     ),
+    "a group counts its best expert twice": ("rest = tl.where(number == first", "rest = tl.where(number < 0"),
+    "experts of all groups are chosen": ("tl.where(is_allowed, wanted", "tl.where(is_expert, wanted"),
     "the residual is weighted": ("total += tl.load(residual", "total *= tl.load(residual"),
 }
 
@@ -130,5 +147,6 @@ BUGS = {
 def test_the_check_at_load_catches(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     monkeypatch.setattr(launch_experts, "expert_kernels", planted_in(expert_kernels, *BUGS[bug], tmp_path))
-    part = grouped(experts(TorchLinears(), VARIANTS["renormalised"]))
+    name = "groups by their two best, with a bias" if "group" in bug else "renormalised"
+    part = grouped(experts(TorchLinears(), VARIANTS[name]))
     assert not _is_right(kernels, part, torch.float32, CPU, 1e-3)

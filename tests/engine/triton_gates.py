@@ -3,13 +3,15 @@ and on a GPU."""
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tests.engine import torch_kernels
-from truedraft.engine.cuda.triton_run import AttendRows, InPlaceAttention
-from truedraft.engine.layers.attention import AttentionCall, PagedAttention
+from truedraft.engine.cuda.triton_run import AttendLatents, AttendRows, attended_by
+from truedraft.engine.layers.attention import PagedAttention
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
@@ -19,7 +21,7 @@ TOLERANCES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 def same_as_gathered(
-    kernel: AttendRows,
+    kernel: AttendRows | AttendLatents,
     seed: int,
     dtype: torch.dtype = torch.float32,
     heads: tuple[int, int] = (4, 2),
@@ -29,9 +31,10 @@ def same_as_gathered(
     device: str = "cpu",
     num_splits: int | None = None,
     block_size: int = 4,
+    value_start: int = 0,
 ) -> None:
     """A random ragged batch over scattered blocks; NaN lies wherever nothing of the rows does. The reference
-    gathers, in float64."""
+    gathers, in float64. Keys are values from ``value_start`` on, if it is given."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     spans, num_blocks = random_spans(choose, longest, block_size)
@@ -48,19 +51,22 @@ def same_as_gathered(
     )
     # A view, as the layers make it; some keys matter much more than others.
     query = (4 * torch.randn(len(batch.slots), heads[0] + 3, size)).to(device, dtype)[:, : heads[0]]
-    layer = (heads[1], size), (heads[1], size)
+    are_values = value_start > 0
+    layer = (heads[1], size), None if are_values else (heads[1], size)
+    shape = AttentionShape(0, *heads, size, size**-0.5, window, None)
+    shape = replace(shape, values_are_keys=are_values, value_start=value_start)
 
     def attend(used: torch.dtype) -> torch.Tensor:
         cache = KVCache([AttentionCache(*layer, used, torch.device(device))], num_blocks, block_size)
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, slots, old_key.to(used), old_value.to(used))
-        call = AttentionCall(0, size**-0.5, window)
         key, value = new_key.to(used), new_value.to(used)
         if used != dtype:
-            return PagedAttention(batch, cache).attend(call, query.to(used), key, value)
+            whole = PagedAttention(batch, cache).attend(shape.call, query.to(used), key, value)
+            return whole[..., value_start:]
         cache.write(0, batch.slots, key, value)
-        return InPlaceAttention(kernel, batch, cache).attend(call, query)
+        return attended_by(kernel, shape, batch, cache, query)
 
     if num_splits is not None:
         kernel = partial(kernel, num_splits=num_splits)
@@ -78,28 +84,31 @@ def same_rotation_and_cache(
     heads: tuple[int, int] = (6, 2),
     tokens: int = 5,
     device: str = "cpu",
+    turned: int | None = None,
+    has_values: bool = True,
 ) -> None:
-    """Queries and keys turned as torch turns them in float32, keys and values where they belong: what lies
-    elsewhere in the cache keeps every bit."""
+    """Queries and keys turned as torch turns them in float32, all their numbers or the first ones, keys and
+    values where they belong: what lies elsewhere in the cache keeps every bit."""
     torch.manual_seed(size)
     num_heads, kv_heads = heads
-    qkv = torch.randn(tokens, num_heads + 2 * kv_heads, size).to(device, dtype)
-    query_key, value = qkv.split_with_sizes((num_heads + kv_heads, kv_heads), 1)
-    angles = torch.randn(tokens, size // 2, device=device).repeat(1, 2)
+    num_values, turned = kv_heads if has_values else 0, turned or size
+    qkv = torch.randn(tokens, num_heads + kv_heads + num_values, size).to(device, dtype)
+    query_key, value = qkv.split_with_sizes((num_heads + kv_heads, num_values), 1)
+    angles = torch.randn(tokens, turned // 2, device=device).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    sin[:, : size // 2] *= -1
+    sin[:, : turned // 2] *= -1
     slots = torch.randperm(3 * tokens)[:tokens].to(device)
     keys, values = (
         torch.full((3 * tokens, kv_heads, size), 7.0, dtype=dtype, device=device) for _ in range(2)
     )
-    expected = qkv.clone()[:, :-kv_heads], keys.clone(), values.clone()
+    expected = query_key.clone(), keys.clone(), values.clone()
     torch_kernels.rotate_and_store(expected[0], value.clone(), cos, sin, slots, *expected[1:])
     before = qkv.clone()
     rotate_and_store(query_key, value, cos, sin, slots, keys, values)
     close(query_key[:, :num_heads], expected[0][:, :num_heads], dtype)
     close(keys, expected[1], dtype)
     assert torch.equal(values, expected[2])
-    assert torch.equal(value, before[:, -kv_heads:])
+    assert torch.equal(value, before[:, num_heads + kv_heads :])
     elsewhere = torch.ones(3 * tokens, dtype=torch.bool)
     elsewhere[slots.cpu()] = False
     assert bool((keys[elsewhere.to(device)] == 7).all())

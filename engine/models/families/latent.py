@@ -11,6 +11,7 @@ import numpy as np
 
 from truedraft.engine.layers.decoder import Attention
 from truedraft.engine.layers.latent import LatentProjection
+from truedraft.engine.layers.mlp import HeadLinears
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.models.base import ModelFacts
@@ -53,12 +54,13 @@ def make_latent_attention(
             sliding_window=None,
             norm=None,
             values_are_keys=True,
+            value_start=turned,
         ),
         qkv=LatentProjection(
             down=down,
             norm=make_norm("plain", attention.kv_a_layernorm),
-            key_up=tuple(make([each], 1.0) for each in keys),
-            value_up=tuple(make([each], 1.0) for each in values),
+            key_up=HeadLinears(tuple(make([each], 1.0) for each in keys)),
+            value_up=HeadLinears(tuple(make([each], 1.0) for each in values)),
             query_size=turned + others,
             num_turned=turned,
             value_size=value_size,
