@@ -104,7 +104,7 @@ def _drafting(head: Head, output: Output) -> Head | None:
     make = head.model.weights.make_output
     assert make is not None
     linear = make(None if output.token_ids is None else output.token_ids.numpy(), output.in_four_bits)
-    return None if linear is None else head.drafting(output.token_ids, linear)
+    return None if linear is None else head.drafting(output.token_ids, linear, output.in_four_bits)
 
 
 def _outputs(

@@ -148,7 +148,7 @@ def test_full_is_the_layer_of_the_target(loaded: tuple[Model, Head]) -> None:
 
 def test_what_cannot_be_is_refused(tmp_path: Path, loaded: tuple[Model, Head]) -> None:
     target, head = loaded
-    own = head.drafting(None, head.model.weights.head)
+    own = head.drafting(None, head.model.weights.head, in_four_bits=False)
     own.model.weights = replace(own.model.weights, make_output=None)
     chosen = choose_output(own, target, "auto", None)
     assert chosen.head is own

@@ -105,19 +105,19 @@ def switching(core: EngineCore, in_four_bits: bool = True) -> list[list[int]]:
     assert isinstance(proposer, HeadProposer)
     weights, step, number = proposer.head.model.weights, core.step, count()
     assert weights.make_output is not None
-    layers: list[tuple[torch.Tensor | None, Linear]] = []
+    layers: list[tuple[torch.Tensor | None, Linear, bool]] = []
     for ids, bits in TURNS:
         if ids is None and not bits:
-            layers.append((None, weights.head))
+            layers.append((None, weights.head, bits))
         elif in_four_bits or not bits:
             made = weights.make_output(ids, bits)
             assert made is not None
-            layers.append((None if ids is None else torch.from_numpy(ids), made))
+            layers.append((None if ids is None else torch.from_numpy(ids), made, bits))
     drafted: list[list[int]] = []
 
     def switched() -> Any:
-        ids, layer = layers[next(number) % len(layers)]
-        proposer.draft_with(ids, layer)
+        ids, layer, bits = layers[next(number) % len(layers)]
+        proposer.draft_with(ids, layer, bits)
         drafted.append([*range(2048)] if ids is None else ids.tolist())
         return step()
 

@@ -86,10 +86,10 @@ class Proposer:
         weights = SimpleNamespace(head=self.truth.layer)
         return SimpleNamespace(token_ids=self.truth.token_ids, model=SimpleNamespace(weights=weights))
 
-    def draft_with(self, token_ids: Any, output: Layer) -> None:
+    def draft_with(self, token_ids: Any, output: Layer, in_four_bits: bool) -> None:
         self.truth.token_ids = None if token_ids is None else token_ids.numpy()
         self.truth.layer = output
-        assert output.num_tokens == (VOCAB_SIZE if token_ids is None else len(token_ids))
+        assert output == (VOCAB_SIZE if token_ids is None else len(token_ids), in_four_bits)
         self.changes.append(output)
 
 
