@@ -138,8 +138,8 @@ def _check_drawn(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None
             )
         if round_.head_output == FEWER:
             raise TraceFileError(
-                "a head has drawn some of its rounds from fewer tokens than the target has, and the trace does "
-                "not say which, as older ones do not: ask for the answer again"
+                "a head has drawn some of its rounds from fewer tokens than the target has, and the trace "
+                "does not say which, as older ones do not: ask for the answer again"
             )
         raise TraceFileError(
             f"a head has drawn some of its rounds: name that {round_.source} head with --draft"

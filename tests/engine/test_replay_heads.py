@@ -14,7 +14,6 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.engine.head_runs import TRAINED, mtp_engine, save_small_hybrid
-from tests.engine.test_draft_vocabulary import by_size, takes
 from tests.engine.test_replay import EVERYTHING, answer_of, tamper, traced
 from tests.engine.test_vocabulary_switches import OTHERS, SOME, switching
 from tests.heads import Shape, random_head, save_head
@@ -27,7 +26,6 @@ from truedraft.engine.commands.trace_file import TraceFileError, parse_answer
 from truedraft.engine.commands.verify_trace import ReplaySettings, _replayer, main
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.heads.named_vocabulary import token_ids_of
-from truedraft.engine.runtime import draft_vocabulary
 
 RULES = ("rejection", "block", "coupled", "exact_match")
 Pair = tuple[str, str]
@@ -99,20 +97,6 @@ def test_another_head_is_refused(mtp: Pair, tmp_path: Path) -> None:
     save_file({f"mtp.{name}": tensor for name, tensor in tensors.items()}, other / "model.safetensors")
     reports = reports_of(answer, (mtp[0], str(other)))
     assert Outcome.WRONG in {report.outcome for report in reports}
-
-
-def test_a_copy_of_the_output_layer_in_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces say which one it was: with the target's own layer they would be wrong."""
-    monkeypatch.setattr(draft_vocabulary, "_seconds", takes(by_size))
-    pair = TRAINED, "mtp"
-    answer = answered(pair, {"dtype": "auto", "max_model_len": 64}, max_tokens=8, **parameters("rejection"))
-    reports = reports_of(answer, pair, dtype="auto")
-    assert {report.outcome for report in reports} == {Outcome.CONFIRMED}
-    assert {report.round.head_output for report in reports if report.round.drafted} == {"int4"}
-    for rounds in answer["trace"]:
-        for round_ in rounds:
-            round_["head_output"] = "own"
-    assert Outcome.WRONG in {report.outcome for report in reports_of(answer, pair, dtype="auto")}
 
 
 def from_changing_vocabularies(in_four_bits: bool, **config: Any) -> dict[str, Any]:
