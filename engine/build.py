@@ -238,9 +238,13 @@ def make_core(
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
     ]
     costs = _costs(config, models, memory, proposers, runner)
-    is_auto = config.num_speculative_tokens == "auto"
+    length = _fixed_length(config)
     planner = SpeculationPlanner(
-        costs, lookups, proposers, stops=config.draft_stop and target.device.type == "cpu"
+        costs,
+        lookups,
+        proposers,
+        stops=config.draft_stop and target.device.type == "cpu",
+        is_fixed=length is not None,
     )
     return EngineCore(
         target=memory.target,
@@ -261,7 +265,7 @@ def make_core(
             eos_token_ids=target.eos_token_ids,
             methods=tuple([lookup.name for lookup in lookups] + [proposer.name for proposer in proposers]),
             method=_method(config, proposers),
-            num_speculative_tokens=None if is_auto else int(config.num_speculative_tokens),
+            num_speculative_tokens=length,
             verification=None if config.verification == "auto" else config.verification,
             draft_sample_method=None if config.draft_sample_method == "auto" else config.draft_sample_method,
             drawing=frozenset(proposer.name for proposer in proposers if proposer.draws),
@@ -275,18 +279,25 @@ def make_core(
     )
 
 
+def _fixed_length(config: EngineConfig) -> int | None:
+    """Returns the draft length if the settings name one."""
+    return None if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
+
+
 def _costs(
     config: EngineConfig, models: Models, memory: Memory, proposers: Sequence[Proposer], runner: Runner
 ) -> Costs:
-    """What rounds take, measured where the draft length is open."""
+    """What rounds take, measured where the draft length or what a head drafts is open."""
     step_seconds = config.step_seconds if isinstance(runner, NativeRunner) else 0.0
-    if config.num_speculative_tokens != "auto":
+    length = _fixed_length(config)
+    if length is not None and (models.chosen is None or not models.chosen.curves):
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
-    max_tokens = config.num_sequences_on(memory.target.device.type) * (max(AUTO_LIMITS.values()) + 1)
+    longest = max(AUTO_LIMITS.values()) if length is None else length
+    max_tokens = config.num_sequences_on(memory.target.device.type) * (longest + 1)
     drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
     if models.head is not None and memory.head is not None:
         drafts[models.head.method] = memory.head, memory.head_pool
-    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds)
+    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds, length)
 
 
 def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[Proposer]:
@@ -336,7 +347,7 @@ def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Cho
         return None
     file = config.draft_vocab_file
     counts = None if file is None else count_tokens(file, config.target)
-    chosen = choose_output(head, target, config.draft_vocab_size, counts)
+    chosen = choose_output(head, target, config.draft_vocab_size, counts, _fixed_length(config))
     if is_asked or chosen.gain >= MIN_GAIN:
         return chosen
     logger.info("draft is auto: the head in %s would make %.2f times the speed", config.target, chosen.gain)
@@ -356,11 +367,10 @@ def _head(models: Models, memory: Memory) -> list[Proposer]:
 def _vocabulary(
     models: Models, proposers: Sequence[Proposer], planner: SpeculationPlanner
 ) -> VocabularyChanges | None:
-    """Returns what changes the tokens that a head drafts, if the settings leave them and the draft length
-    open."""
+    """Returns what changes the tokens that a head drafts, if the settings leave them open."""
     proposer = next((own for own in proposers if isinstance(own, HeadProposer)), None)
     chosen, target = models.chosen, models.target
-    if proposer is None or chosen is None or not chosen.curves or not planner.costs.is_calibrated:
+    if proposer is None or chosen is None or not chosen.curves:
         return None
     make = chosen.head.model.weights.make_output
     assert make is not None

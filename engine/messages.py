@@ -29,8 +29,8 @@ Method = Literal["auto"] | Source
 # The settings name one of these: predictions and grammars come with requests.
 DefaultMethod = Literal["auto", "draft_model", "eagle", "mtp", "ngram", "none"]
 NgramChoice = Literal["most_recent", "most_frequent"]
-# A head drafts with the output layer that it was loaded with, a copy of it in 4 bits, or one of fewer tokens.
-HeadOutput = Literal["own", "int4", "fewer"]
+# A head drafts with the output layer that it was loaded with, or a copy of it in 4 bits.
+HeadOutput = Literal["own", "int4"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,13 +167,21 @@ class PredictionUse(msgspec.Struct, frozen=True, array_like=True):
     num_drafted: int
 
 
+class DraftVocabulary(msgspec.Struct, frozen=True):
+    """Names by a ``digest`` the tokens that a head drafts, where these are not all that it could draft.
+    ``bitmap`` has a bit for each id, the lowest bits first; None if an earlier round has told it."""
+
+    digest: str
+    bitmap: bytes | None
+
+
 class RoundTrace(msgspec.Struct, frozen=True):
     """Everything needed to verify one round again: who drafted what, and how it was judged.
 
     ``target_probs`` and ``draft_probs`` are those of each drafted token, as processed by the request's
     parameters (one-hot at temperature 0), ``next_target_prob`` that of the token drawn after them.
-    ``position`` is the absolute index of the round's first token, and ``head_output`` the output layer of the
-    head that drafted.
+    ``position`` is the absolute index of the round's first token. If a head drafted, ``head_output`` is its
+    output layer, and ``vocabulary`` the tokens of that, unless it has all.
     """
 
     position: int
@@ -186,6 +194,7 @@ class RoundTrace(msgspec.Struct, frozen=True):
     next_token: int
     next_target_prob: float | None = None
     head_output: HeadOutput | None = None
+    vocabulary: DraftVocabulary | None = None
 
 
 class RoundOrigin(msgspec.Struct, frozen=True, array_like=True):

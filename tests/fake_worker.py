@@ -24,6 +24,7 @@ from truedraft.engine.core.prediction import Prediction, PredictionCursor
 from truedraft.engine.messages import (
     Abort,
     DraftCounts,
+    DraftVocabulary,
     Failed,
     FinishReason,
     FromWorker,
@@ -167,6 +168,7 @@ class FakeSequence:
             num_accepted=accepted,
             next_token=token_ids[accepted],
             next_target_prob=0.75,
+            vocabulary=DraftVocabulary("ab", b"\x05\x80" if position == len(self.prompt) else None),
         )
 
 

@@ -7,24 +7,29 @@ Knows nothing of files and output; ``verify_trace`` prints the result.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple
 
 import msgspec
 
 from truedraft.engine.commands.replay_round import Finding, Fresh, Outcome, RoundCheck
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
-from truedraft.engine.messages import DRAFT_MODEL, HEADS, HeadOutput, SamplingParams
+from truedraft.engine.messages import DRAFT_MODEL, HEADS, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.grammar import Grammars, Matcher
 from truedraft.engine.sampling.sampler import Rule
 
-# Who drafts, and with which output layer if it is a head.
-DraftKey: TypeAlias = tuple[str, HeadOutput | None]
+
+class DraftKey(NamedTuple):
+    """Tells who drafts and, if it is a head, with which output layer of which tokens."""
+
+    source: str
+    head_output: str | None = None
+    vocabulary: str | None = None
 
 
 def key_of(round_: TracedRound) -> DraftKey:
-    return round_.source, round_.head_output
+    return DraftKey(round_.source, round_.head_output, round_.draft_vocabulary)
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,8 @@ class RoundReport:
 
 
 class Replayer:
-    """``drafts`` are those who draft with a model or as a head, by their name in traces and the output layer
-    of a head: what others drew cannot be judged. ``grammars`` are needed if the output is constrained;
-    ``tolerance`` is for probabilities."""
+    """``drafts`` are those who draft with a model or as a head: what others drew cannot be judged.
+    ``grammars`` are needed if the output is constrained; ``tolerance`` is for probabilities."""
 
     def __init__(
         self,

@@ -7,14 +7,22 @@ Either a whole answer of the server (completion or chat) or its ``truedraft`` ob
        "drafted": [{"id": 7, "target_prob": 0.4, "draft_prob": 0.5, "accepted": true}]}]]}
 
 Seeds and rounds come by choice, prompts by prompt: choices are numbered prompt by prompt.
+
+A round that a head drafted for has ``head_output`` and, if it drafted fewer tokens than it could, the name of
+these, ``draft_vocabulary``: they are in ``{"draft_vocabularies": {name: bitmap in base64}}``, and the name is
+their digest. Older traces have "fewer" as output layer instead, and do not say which tokens that were.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from truedraft.engine.messages import HeadOutput, RoundTrace, SamplingParams
+from truedraft.engine.models.heads.named_vocabulary import digest_of
+
+FEWER = "fewer"
 
 
 class TraceFileError(Exception):
@@ -31,15 +39,16 @@ class DraftedToken(msgspec.Struct, frozen=True):
 
 
 class TracedRound(msgspec.Struct, frozen=True):
-    """``position`` is the index of the round's first token in prompt plus output, and ``head_output`` the
-    output layer of the head that drafted."""
+    """``position`` is the index of the round's first token in prompt plus output, ``head_output`` the output
+    layer of the head that drafted, and ``draft_vocabulary`` names its tokens if these are not all."""
 
     position: int
     source: str
     rule: str
     drafted: list[DraftedToken]
     next_token: int
-    head_output: HeadOutput | None = None
+    head_output: HeadOutput | Literal["fewer"] | None = None
+    draft_vocabulary: str | None = None
 
     @property
     def draft_ids(self) -> list[int]:
@@ -54,7 +63,10 @@ class TracedRound(msgspec.Struct, frozen=True):
         """Returns what the server writes of the engine's report."""
         drafted = zip(trace.draft_ids, trace.target_probs, trace.draft_probs, strict=True)
         tokens = [DraftedToken(*token, number < trace.num_accepted) for number, token in enumerate(drafted)]
-        return cls(trace.position, trace.source, trace.rule, tokens, trace.next_token, trace.head_output)
+        vocabulary = None if trace.vocabulary is None else trace.vocabulary.digest
+        return cls(
+            trace.position, trace.source, trace.rule, tokens, trace.next_token, trace.head_output, vocabulary
+        )
 
 
 class TracedChoice(msgspec.Struct, frozen=True):
@@ -67,8 +79,15 @@ class TracedChoice(msgspec.Struct, frozen=True):
 
 
 class TracedAnswer(msgspec.Struct, frozen=True):
+    """An answer has the bitmaps of the draft vocabularies that its rounds name."""
+
     params: SamplingParams
     choices: list[TracedChoice]
+    draft_vocabularies: dict[str, bytes]
+
+    @property
+    def rounds(self) -> Iterator[TracedRound]:
+        return (round_ for choice in self.choices for round_ in choice.rounds)
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -76,6 +95,7 @@ class _Report(msgspec.Struct, frozen=True):
     prompt_token_ids: list[list[int]]
     seeds: list[int]
     trace: list[list[TracedRound]]
+    draft_vocabularies: dict[str, bytes] = {}
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -108,6 +128,10 @@ def parse_answer(answer: dict[str, Any]) -> TracedAnswer:
         raise TraceFileError(
             f"{num_choices} traced choices, {len(prompts)} prompts and {len(parsed.seeds)} seeds do not match"
         )
+    vocabularies = parsed.draft_vocabularies
+    for name in {one.draft_vocabulary for rounds in parsed.trace for one in rounds} - {None}:
+        if name not in vocabularies or digest_of(vocabularies[name]) != name:
+            raise TraceFileError(f"draft_vocabularies does not have the tokens of {name}, which rounds name")
     output_token_ids = {choice.index: choice.token_ids for choice in choices}
     choices_per_prompt = num_choices // len(prompts)
     return TracedAnswer(
@@ -116,4 +140,5 @@ def parse_answer(answer: dict[str, Any]) -> TracedAnswer:
             TracedChoice(prompts[index // choices_per_prompt], seed, rounds, output_token_ids.get(index))
             for index, (seed, rounds) in enumerate(zip(parsed.seeds, parsed.trace, strict=True))
         ],
+        vocabularies,
     )

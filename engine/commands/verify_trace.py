@@ -17,13 +17,15 @@ from truedraft.engine.build import drafting_method
 from truedraft.engine.commands.options import command_options
 from truedraft.engine.commands.replay import DraftKey, Replayer, RoundReport, key_of
 from truedraft.engine.commands.replay_round import Fresh, Outcome
-from truedraft.engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
+from truedraft.engine.commands.trace_file import FEWER, TracedAnswer, TraceFileError, read_answer
 from truedraft.engine.config import AUTO, EngineConfig
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import DRAFT_MODEL, HEADS, MTP, HeadOutput
+from truedraft.engine.messages import DRAFT_MODEL, HEADS, MTP
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.fresh import FreshHead
+from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import load_head
+from truedraft.engine.models.heads.named_vocabulary import token_ids_of
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.proposers.grammar import GrammarProposer
@@ -80,43 +82,53 @@ def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
     drafts: dict[DraftKey, Fresh] = {}
     method = None if settings.draft is None else drafting_method(settings.draft)
     if method == DRAFT_MODEL:
-        drafts[DRAFT_MODEL, None] = FreshModel(*draft_source(settings))
-    elif method is not None and (outputs := _outputs_of_heads(answer)):
+        drafts[DraftKey(DRAFT_MODEL)] = FreshModel(*draft_source(settings))
+    elif method is not None and (keys := _keys_of_heads(answer)):
         loaded = target.served or load_model(settings.target, options)
-        drafts |= _heads(settings, loaded, outputs)
+        drafts |= _heads(settings, loaded, keys, answer.draft_vocabularies)
     _check_drawn(answer, drafts)
     grammars = Grammars(partial(load_tokenizer, settings.target, target.vocab_size, target.eos_token_ids))
     tolerance = settings.tolerance or TOLERANCES[str(options.dtype)]
     return Replayer(target, drafts, answer.params, tolerance, grammars)
 
 
-def _outputs_of_heads(answer: TracedAnswer) -> set[HeadOutput | None]:
-    rounds = (round_ for one in answer.choices for round_ in one.rounds if round_.source in HEADS)
-    return {round_.head_output for round_ in rounds} - {None, "fewer"}
+def _keys_of_heads(answer: TracedAnswer) -> set[DraftKey]:
+    keys = {key_of(round_) for round_ in answer.rounds}
+    return {key for key in keys if key.source in HEADS and key.head_output not in (None, FEWER)}
 
 
-def _heads(settings: ReplaySettings, target: Model, outputs: set[HeadOutput | None]) -> dict[DraftKey, Fresh]:
-    """Returns the head that the settings name, with each of ``outputs``."""
+def _heads(
+    settings: ReplaySettings, target: Model, keys: set[DraftKey], vocabularies: Mapping[str, bytes]
+) -> dict[DraftKey, Fresh]:
+    """Returns the head that the settings name as what it is in ``keys``. An output layer has all tokens, of
+    which the others are left out again."""
     assert settings.target is not None
     assert settings.draft is not None
     draft = MTP if settings.draft == AUTO else settings.draft
     head = load_head(draft, target, settings.target, draft_source(settings)[1])
     assert head is not None  # the draft is no model
+    outputs: dict[str | None, Head] = {"own": head}
+    if any(key.head_output == "int4" for key in keys):
+        make = head.model.weights.make_output
+        linear = None if make is None else make(None, True)
+        if linear is None:
+            raise TraceFileError("it was drafted with an output layer in 4 bits, which is not made here")
+        outputs["int4"] = head.drafting(None, linear, in_four_bits=True)
     found: dict[DraftKey, Fresh] = {}
-    for output in outputs:
-        chosen, make = head, head.model.weights.make_output
-        if output == "int4":
-            linear = None if make is None else make(None, True)
-            if linear is None:
-                raise TraceFileError("it was drafted with an output layer in 4 bits, which is not made here")
-            chosen = head.drafting(None, linear)
-        found[head.method, output] = FreshHead(target, chosen)
+    for key in keys:
+        if key.source == head.method:
+            ids = None if key.vocabulary is None else token_ids_of(vocabularies[key.vocabulary])
+            if ids is not None and ids.max(initial=0) >= target.vocab_size:
+                raise TraceFileError(
+                    f"the draft vocabulary {key.vocabulary} has tokens that the target has not"
+                )
+            found[key] = FreshHead(target, outputs[key.head_output], ids)
     return found
 
 
 def _check_drawn(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None:
     """Refuses what was drawn from probabilities that cannot be computed again."""
-    for round_ in (round_ for one in answer.choices for round_ in one.rounds):
+    for round_ in answer.rounds:
         is_drawn = any(token.draft_prob != 1 for token in round_.drafted)
         if not is_drawn or round_.source in JUDGED or key_of(round_) in drafts:
             continue
@@ -124,11 +136,10 @@ def _check_drawn(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None
             raise TraceFileError(
                 f"{round_.source} has drawn some of its rounds, which cannot be repeated here"
             )
-        if round_.head_output == "fewer":
+        if round_.head_output == FEWER:
             raise TraceFileError(
                 "a head has drawn some of its rounds from fewer tokens than the target has, and the trace "
-                'does not say which: ask again with draft_sample_method "greedy", which draws nothing, or '
-                "serve with draft_vocab_size full"
+                "does not say which, as older ones do not: ask for the answer again"
             )
         raise TraceFileError(
             f"a head has drawn some of its rounds: name that {round_.source} head with --draft"

@@ -4,12 +4,23 @@ Everything that counts counts rounds: a step of several is several.
 """
 
 import time
+from collections.abc import Sequence as Sequences
+
+from msgspec.structs import replace
 
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.stats import EngineStats
 from truedraft.engine.core.step import ScheduledSequence, StepPlan, StepResult
-from truedraft.engine.messages import Failed, PredictionUse, RoundOrigin, TokenLogprob, TokenOutput
+from truedraft.engine.messages import (
+    DraftVocabulary,
+    Failed,
+    PredictionUse,
+    RoundOrigin,
+    RoundTrace,
+    TokenLogprob,
+    TokenOutput,
+)
 
 
 def commit(
@@ -60,7 +71,6 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
         if logprobs is not None:
             logprobs += one.logprobs_of(row)[: len(emitted)]
     _follow_grammar(sequence)
-    traces = result.rounds[-1].traces
     return TokenOutput(
         request_id=sequence.request_id,
         index=sequence.index,
@@ -74,10 +84,22 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
         queue_seconds=sequence.queue_seconds if is_first else None,
         logprobs=logprobs,
         prompt_logprobs=sequence.prompt_logprobs if is_first else None,
-        trace=traces[row] if traces is not None and sequence.params.trace else None,
+        trace=_trace_of(sequence, row, result.rounds[-1].traces),
         prediction=_follow_prediction(part, token_ids, num_drafted),
         origins=origins,
     )
+
+
+def _trace_of(sequence: Sequence, row: int, traces: Sequences[RoundTrace | None] | None) -> RoundTrace | None:
+    """Returns the round's trace if the sequence asks for it, with a vocabulary's tokens once."""
+    trace = traces[row] if traces is not None and sequence.params.trace else None
+    if trace is None or trace.vocabulary is None:
+        return trace
+    digest = trace.vocabulary.digest
+    if digest == sequence.traced_vocabulary:
+        return replace(trace, vocabulary=DraftVocabulary(digest, None))
+    sequence.traced_vocabulary = digest
+    return trace
 
 
 def _follow_grammar(sequence: Sequence) -> None:

@@ -14,7 +14,7 @@ from truedraft.engine.core.needs import Need
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import ScheduledSequence, StepPlan
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import HeadOutput
+from truedraft.engine.messages import DraftVocabulary, HeadOutput
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,11 @@ class Proposer:
     @property
     def head_output(self) -> HeadOutput | None:
         """Returns with which output layer it drafts now, if it is a head."""
+        return None
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """Returns the tokens that it drafts now, if it is a head that does not draft all that it could."""
         return None
 
     @property

@@ -50,6 +50,7 @@ class Sequence:
     target_blocks: BlockTable = field(default_factory=BlockTable)
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    traced_vocabulary: str | None = None  # digest of the last one that traces have told
     prediction: PredictionCursor | None = None  # if it is a source
     matcher: "Matcher | None" = None  # follows the output's grammar, and is after the last token
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)

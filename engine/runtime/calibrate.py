@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -31,8 +31,6 @@ COUNTED_SIZES = (1, 2, 3, 5, 9, 16, 32, 64)
 # Stored tokens are measured with that many in each of these numbers of rows: together they may or may not
 # stay in the processor's cache.
 NUM_STORED, MOST_ROWS, FEWER_ROWS = 256, 4, (1, 2)
-# A row that is scored brings its pending token and some drafts; up to nine tokens are one row.
-SCORE_TOKENS_PER_ROW, ONE_ROW = 5, 9
 # Seconds for which a pass is repeated, and the most repetitions: the first runs find cold caches.
 WARM_SECONDS, RUNS = 0.006, 12
 # Tokens of a scratch row's prompt, where an encoder reads prompts.
@@ -43,20 +41,33 @@ STATE_TOKENS = CHUNK + 4
 Kind = TypeVar("Kind")
 
 
+class Rows(NamedTuple):
+    """Says how many tokens of a pass are of one row: all if they are no more than ``alone``."""
+
+    tokens: int
+    alone: int
+
+
+# A row that is scored brings its pending token and some drafts; up to nine tokens are one row.
+SCORED, DRAFTING = Rows(5, alone=9), Rows(1, alone=1)
+
+
 def calibrate(
     target: ModelRunner,
     target_pool: BlockPool,
     drafts: Mapping[str, tuple[ModelRunner, BlockPool]],
     max_tokens: int,
     step_seconds: float = 0.0,
+    length: int | None = None,
     seconds: float = 1.0,
 ) -> Costs:
-    """``drafts`` are models of proposers, by name. ``max_tokens``: no step has more, prompts apart.
-    All caches must be allocated and unused."""
+    """``drafts`` are models of proposers, by name. ``max_tokens``: no step has more, prompts apart. Each row
+    drafts ``length`` tokens; None: that is open. All caches must be allocated and unused."""
     seconds /= 1 + len(drafts)
-    score = _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds)
+    scored = SCORED if length is None else Rows(length + 1, alone=length + 1)
+    score = _measure(target, target_pool, scored, max_tokens, seconds)
     routing = _count_experts(target, target_pool, max_tokens)
-    measured = {name: _measure(*draft, 1, max_tokens, seconds) for name, draft in drafts.items()}
+    measured = {name: _measure(*draft, DRAFTING, max_tokens, seconds) for name, draft in drafts.items()}
     for model in (target, *(draft for draft, _ in drafts.values())):
         model.cache.forget()
     return Costs(score, measured, step_seconds, routing=routing)
@@ -69,27 +80,25 @@ def _count_experts(model: ModelRunner, pool: BlockPool, max_tokens: int) -> Rout
     numbers: dict[int, float] = {}
     for size in (size for size in COUNTED_SIZES if size <= max_tokens):
         before = counted()
-        if pass_seconds(model, pool, _row_lengths(size, SCORE_TOKENS_PER_ROW)) is not None:
+        if pass_seconds(model, pool, _row_lengths(size, SCORED)) is not None:
             experts, layers = (now - then for now, then in zip(counted(), before, strict=True))
             numbers[size] = experts / layers
     return Routing(counted, numbers) if numbers else None
 
 
-def _row_lengths(size: int, tokens_per_row: int) -> list[int]:
-    row = size if tokens_per_row > 1 and size <= ONE_ROW else tokens_per_row
+def _row_lengths(size: int, rows: Rows) -> list[int]:
+    row = size if size <= rows.alone else rows.tokens
     return [min(row, size - start) for start in range(0, size, row)]
 
 
-def _measure(
-    model: ModelRunner, pool: BlockPool, tokens_per_row: int, max_tokens: int, seconds: float
-) -> PassCosts:
+def _measure(model: ModelRunner, pool: BlockPool, rows: Rows, max_tokens: int, seconds: float) -> PassCosts:
     def rows_of(num_tokens: float) -> int:
-        return len(_row_lengths(math.ceil(num_tokens), tokens_per_row))
+        return len(_row_lengths(math.ceil(num_tokens), rows))
 
     def run(size: int) -> float | None:
-        return None if size > max_tokens else pass_seconds(model, pool, _row_lengths(size, tokens_per_row))
+        return None if size > max_tokens else pass_seconds(model, pool, _row_lengths(size, rows))
 
-    _touch(model, pool, _row_lengths(min(max(SIZES), max_tokens), tokens_per_row))
+    _touch(model, pool, _row_lengths(min(max(SIZES), max_tokens), rows))
     by_tokens: dict[int, float] = {}
     for size, took in sorted(_fastest(run, SIZES, seconds, MIN_SIZES).items()):
         # A pass takes no longer than smaller ones in its place: else it was measured at a busy moment.
@@ -101,7 +110,7 @@ def _measure(
     room -= 0 if pool.states is None else STATE_TOKENS
     by_stored: dict[int, float] = {}
     share = 0.0
-    if not model.model.has_encoder and room >= NUM_STORED + SCORE_TOKENS_PER_ROW and max_tokens >= MOST_ROWS:
+    if not model.model.has_encoder and room >= NUM_STORED + SCORED.tokens and max_tokens >= MOST_ROWS:
         by_stored, share = _measure_stored(model, pool, seconds)
     return PassCosts(by_tokens, by_stored, share, row_seconds, rows_of)
 
@@ -123,10 +132,8 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
         rows, queries, stored = kind
         return pass_seconds(model, pool, [queries] * rows, stored)
 
-    _touch(model, pool, [NUM_STORED + SCORE_TOKENS_PER_ROW] * MOST_ROWS)
-    kinds = [
-        (MOST_ROWS, queries, stored) for queries in (1, SCORE_TOKENS_PER_ROW) for stored in (1, NUM_STORED)
-    ]
+    _touch(model, pool, [NUM_STORED + SCORED.tokens] * MOST_ROWS)
+    kinds = [(MOST_ROWS, queries, stored) for queries in (1, SCORED.tokens) for stored in (1, NUM_STORED)]
     took = _fastest(run, kinds, seconds / 2, len(kinds))
     # What a large model has stored is read from memory however little it is.
     if took[kinds[0]] < WARM_SECONDS:
@@ -143,8 +150,8 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
         # A token takes no longer where fewer are stored: else that was measured at a busy moment.
         of_a_token = min(of_a_token, added[rows, 1] / (rows * NUM_STORED))
         by_stored[rows * NUM_STORED] = rows * NUM_STORED * of_a_token
-    one, some = added[MOST_ROWS, 1], added[MOST_ROWS, SCORE_TOKENS_PER_ROW]
-    share = min(max(some / one - 1, 0.0) / (SCORE_TOKENS_PER_ROW - 1), 1.0) if one else 0.0
+    one, some = added[MOST_ROWS, 1], added[MOST_ROWS, SCORED.tokens]
+    share = min(max(some / one - 1, 0.0) / (SCORED.tokens - 1), 1.0) if one else 0.0
     return by_stored, share
 
 

@@ -66,10 +66,15 @@ class Chosen:
 
 
 def choose_output(
-    head: Head, target: Model, size: int | Literal["auto", "full"], counts: Counter[int] | None
+    head: Head,
+    target: Model,
+    size: int | Literal["auto", "full"],
+    counts: Counter[int] | None,
+    length: int | None = None,
 ) -> Chosen:
     """Chooses by passes of the head and of the target, or takes ``size`` tokens. ``counts`` are of texts like
-    those that will be served: without them and a size the choice may be another one later."""
+    those that will be served: without them and a size the choice may be another one later. Drafts have that
+    ``length``, or the best one."""
     make = head.model.weights.make_output
     if isinstance(size, int) and make is None:
         raise ModelLoadError(
@@ -84,7 +89,7 @@ def choose_output(
             continue
         accepted = ACCEPTED * _covered(output.token_ids, counts)
         accepted *= LEFT_BY_FOUR_BITS if output.in_four_bits else 1.0
-        speed = _speed(accepted, score, _seconds(tried.model, 1))
+        speed = _speed(accepted, score, _seconds(tried.model, 1), length)
         if output.token_ids is None:
             layer = tried.model.weights.head
             times = {number: output_seconds(layer, tried.model, number) for number in OUTPUT_TOKENS}
@@ -93,7 +98,8 @@ def choose_output(
         if speed > best_speed * (1 + MARGIN):
             best, best_speed, chosen = tried, speed, output
     logger.info("The head drafts %s", in_words(chosen.token_ids, target.vocab_size, chosen.in_four_bits))
-    is_open = make is not None and size == "auto" and counts is None
+    has_others = len(curves) > 1 or bool(smaller_sizes(target.vocab_size))
+    is_open = make is not None and size == "auto" and counts is None and has_others
     return Chosen(best, best_speed * score[0], chosen.in_four_bits, curves if is_open else {})
 
 
@@ -104,7 +110,7 @@ def _drafting(head: Head, output: Output) -> Head | None:
     make = head.model.weights.make_output
     assert make is not None
     linear = make(None if output.token_ids is None else output.token_ids.numpy(), output.in_four_bits)
-    return None if linear is None else head.drafting(output.token_ids, linear)
+    return None if linear is None else head.drafting(output.token_ids, linear, output.in_four_bits)
 
 
 def _outputs(
@@ -135,13 +141,13 @@ def _covered(token_ids: torch.Tensor | None, counts: Counter[int] | None) -> flo
     return sum(counts[token] for token in token_ids.tolist()) / counts.total()
 
 
-def _speed(accepted: float, score: list[float], draft: float) -> float:
-    """Returns the tokens a second of the best draft length."""
+def _speed(accepted: float, score: list[float], draft: float, fixed_length: int | None) -> float:
+    """Returns the tokens a second of a draft length, or of the best one."""
     first, later = score
     more = max(0.0, later - first) / (SCORED - 1)
     return max(
         sum(accepted**place for place in range(length + 1)) / (first + length * (more + draft))
-        for length in LENGTHS
+        for length in (LENGTHS if fixed_length is None else [fixed_length])
     )
 
 

@@ -181,6 +181,7 @@ class PhaseRunner:
             for part, length in zip(plan.rows, drafts.lengths, strict=True)
         ]
         outputs = {proposer.name: proposer.head_output for proposer in self.proposers}
+        vocabularies = {proposer.name: proposer.draft_vocabulary for proposer in self.proposers}
         return [
             RoundTrace(
                 position=row.position,
@@ -193,6 +194,7 @@ class PhaseRunner:
                 next_token=verdicts[i].next_token,
                 next_target_prob=next_probs[i],
                 head_output=outputs.get(sources[i]),
+                vocabulary=vocabularies.get(sources[i]),
             )
             for i, row in enumerate(sampler.rows)
         ]

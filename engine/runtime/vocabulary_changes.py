@@ -176,7 +176,8 @@ class VocabularyChanges:
     def _use(self, layer: Layer, token_ids: Ids | None, linear: Linear) -> None:
         served, choice = self.served, self.choice
         accepted = choice.accepted(layer, self._shares(), served.drafted_share)
-        self.proposer.draft_with(None if token_ids is None else torch.from_numpy(token_ids), linear)
+        ids = None if token_ids is None else torch.from_numpy(token_ids)
+        self.proposer.draft_with(ids, linear, layer.in_four_bits)
         choice.change(layer, served.num_outputs, served.drafted_share)
         served.draft(token_ids)
         self.num_changes += 1

@@ -165,14 +165,12 @@ class Costs:
         score: PassCosts,
         drafts: Mapping[str, PassCosts] | None = None,
         step_seconds: float = 0.0,
-        is_calibrated: bool = True,
         routing: Routing | None = None,
     ) -> None:
         self.score = score
         self.routing = routing
         self.drafts = drafts or {}
         self.step_seconds = step_seconds
-        self.is_calibrated = is_calibrated
         self.stored_per_row = 0.0  # tokens in the cache, set before each step
         self._level, self._level_variance = 0.0, FIRST_LEVEL
         self.host = Overhead(HOST_SECONDS_PER_ROW)
@@ -184,7 +182,7 @@ class Costs:
     def uncalibrated(cls, sources: Iterable[str] = (), step_seconds: float = 0.0) -> "Costs":
         """Makes costs for fixed lengths, to compare sources: scoring a token takes 2 %, a draft pass 20 %."""
         score, draft = PassCosts({1: 0.01, 2: 0.0102}), PassCosts({1: 0.002, 2: 0.002})
-        return cls(score, dict.fromkeys(sources, draft), step_seconds, is_calibrated=False)
+        return cls(score, dict.fromkeys(sources, draft), step_seconds)
 
     def drafting(self, source: str, passes: PassCosts) -> "Costs":
         """Returns costs that share what is learned here, in which a proposer's passes are others."""

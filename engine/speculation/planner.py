@@ -124,7 +124,8 @@ class SpeculationPlanner:
     """Implements ``core.planning.Planner``.
 
     ``lookups`` are the sources that need no model; ``proposers`` draft with one: the first of them does.
-    ``stops``: drafts whose length is open may end early, where a proposer is not sure of them.
+    ``stops``: drafts whose length is open may end early, where a proposer is not sure of them. ``is_fixed``:
+    the settings name a length.
     """
 
     def __init__(
@@ -133,8 +134,10 @@ class SpeculationPlanner:
         lookups: Sequences[Lookup] = (),
         proposers: Sequences[Proposer] = (),
         stops: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         self.costs = costs
+        self.is_fixed = is_fixed
         self.stops = stops
         self.policy = Policy(costs)
         self.proposers = {proposer.name: proposer for proposer in proposers}
@@ -429,13 +432,13 @@ class SpeculationPlanner:
         self._lookup_report.add(option.num_asked, offered, drafted, accepted)
 
     def rate_with(self, source: str, passes: PassCosts, accepted: float) -> float | None:
-        """Returns the tokens per second of rows like the last ones, as ``Policy.rate_with``; None if the
-        policy decides about none of them for which ``source`` may draft."""
+        """Returns the tokens per second of rows like the last ones, as ``Policy.rate_with``; None if
+        ``source`` may draft for none of them."""
         known = [self._rows[sequence] for sequence in self._decoding if sequence in self._rows]
-        groups = Counter(row.group for row in known if source in row.proposers and not row.fixed_length)
-        if not groups:
+        rows = Counter((row.group, row.fixed_length) for row in known if source in row.proposers)
+        if not rows:
             return None
-        return self.policy.rate_with(len(self._decoding), groups, source, passes, accepted)
+        return self.policy.rate_with(len(self._decoding), rows, source, passes, accepted)
 
     def change(self, source: str, passes: PassCosts, accepted: float) -> None:
         """Says that passes of ``source`` take what ``passes`` say from now on, and that ``accepted`` times as
@@ -455,7 +458,7 @@ class SpeculationPlanner:
             for (source, strength), acceptance in sorted(group.lookups.items()):
                 sources[f"{source} after {1 << strength >> 1} tokens, {group.name}"] = acceptance
         state: dict[str, object] = {"policy": "fixed"}
-        if self.costs.is_calibrated:
+        if not self.is_fixed:
             state = {"policy": "auto", **self.policy.state()}
             last = self.policy.last
             if last is not None and not last.best.may_draft:

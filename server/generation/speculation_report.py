@@ -4,6 +4,7 @@ Counts, seeds and traces come from ``server.generation``; here they get the meth
 parameters that applied.
 """
 
+from base64 import b64encode
 from typing import Any
 
 import msgspec
@@ -39,7 +40,14 @@ def speculation_report(generation: Generation, config: EngineConfig, worker: Rea
         report.trace = [[_traced(round_) for round_ in choice.trace] for choice in generation.choices]
         report.prompt_token_ids = [prompt.token_ids for prompt in prepared.prompts]
         report.sampling_params = _as_json(params)
+        report.draft_vocabularies = _vocabularies(generation) or None
     return report
+
+
+def _vocabularies(generation: Generation) -> dict[str, str]:
+    """Returns the tokens of each vocabulary that rounds name, once for all choices."""
+    told = (round_.vocabulary for choice in generation.choices for round_ in choice.trace)
+    return {each.digest: b64encode(each.bitmap).decode() for each in told if each and each.bitmap is not None}
 
 
 def _effective_params(
@@ -99,6 +107,7 @@ def _traced(round_: RoundTrace) -> TracedRound:
         ],
         next_token=round_.next_token,
         head_output=round_.head_output,
+        draft_vocabulary=None if round_.vocabulary is None else round_.vocabulary.digest,
     )
 
 

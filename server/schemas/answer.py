@@ -59,7 +59,8 @@ class DraftedToken(BaseModel):
 
 class TracedRound(BaseModel):
     """``position`` is the index of the round's first token in prompt plus output. ``head_output`` says which
-    output layer a head drafted with: its own, a copy in 4 bits, or one of fewer tokens."""
+    output layer a head drafted with: its own, or a copy in 4 bits. ``draft_vocabulary`` names the tokens that
+    it drafted, one of the report's ``draft_vocabularies``; absent if it drafted all that it could."""
 
     position: int
     source: str
@@ -67,14 +68,16 @@ class TracedRound(BaseModel):
     drafted: list[DraftedToken]
     next_token: int
     head_output: HeadOutput | None = None
+    draft_vocabulary: str | None = Field(None, exclude_if=is_none)
 
 
 class SpeculationReport(BaseModel):
     """The ``truedraft`` object stands next to ``usage``. Only rounds that drafted something count.
 
     ``seeds`` are the choices' own, given or drawn: ``seed`` and ``verification`` set to these reproduce
-    the choice. The last three are there only with ``trace``, and are what replaying takes:
-    rounds per choice, token ids per prompt, and the parameters as the engine took them.
+    the choice. The last four are there only with ``trace``, and are what replaying takes:
+    rounds per choice, token ids per prompt, the parameters as the engine took them, and what rounds name as
+    draft vocabulary: the base64 of a bitmap with a bit for each token id, the lowest bits first.
     """
 
     rounds: int
@@ -88,6 +91,7 @@ class SpeculationReport(BaseModel):
     trace: list[list[TracedRound]] | None = Field(None, exclude_if=is_none)
     prompt_token_ids: list[list[int]] | None = Field(None, exclude_if=is_none)
     sampling_params: dict[str, Any] | None = Field(None, exclude_if=is_none)
+    draft_vocabularies: dict[str, str] | None = Field(None, exclude_if=is_none)
 
 
 class TokenOrigin(BaseModel):

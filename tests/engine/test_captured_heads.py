@@ -189,7 +189,7 @@ def drafts_with_other_layers(folders: tuple[str, str]) -> EngineCore:
         def step() -> Any:
             if (turn := next(number)) in sizes:
                 rows = torch.arange(len(ids)).roll(turn)[: sizes[turn]]
-                proposer.draft_with(ids[rows], TorchLinear(weight[rows], None))
+                proposer.draft_with(ids[rows], TorchLinear(weight[rows], None), in_four_bits=False)
             return honest()
 
         return step

@@ -119,8 +119,20 @@ def test_what_makes_most_tokens_a_second_is_chosen(
     found = chosen.head
     output: Any = found.model.weights.head  # type: ignore[attr-defined]
     assert (output.out_features, isinstance(output, QuantisedLinear)) == expected
-    assert (found.token_ids is None) == (expected[0] == 2048)
+    assert (found.token_ids is None) == (found.vocabulary is None) == (expected[0] == 2048)
+    assert found.drafts_with == ("int4" if expected[1] else "own")
     assert bool(chosen.curves) == (counts is None)
+
+
+@pytest.mark.parametrize(("length", "num_tokens"), [(None, 512), (8, 2048)])
+def test_speeds_are_those_at_the_draft_length(
+    loaded: tuple[Model, Head], monkeypatch: pytest.MonkeyPatch, length: int | None, num_tokens: int
+) -> None:
+    """A quarter of the tokens is best for one draft, and too little for eight."""
+    monkeypatch.setattr(draft_vocabulary, "_seconds", takes(lambda linear: 0.1 + linear.out_features / 2048))
+    target, head = loaded
+    found = choose_output(head, target, "auto", RARE, length).head
+    assert found.model.weights.head.out_features == num_tokens  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("cost", "drafts"), [(0.01, True), (0.8, False)])
@@ -148,7 +160,7 @@ def test_full_is_the_layer_of_the_target(loaded: tuple[Model, Head]) -> None:
 
 def test_what_cannot_be_is_refused(tmp_path: Path, loaded: tuple[Model, Head]) -> None:
     target, head = loaded
-    own = head.drafting(None, head.model.weights.head)
+    own = head.drafting(None, head.model.weights.head, in_four_bits=False)
     own.model.weights = replace(own.model.weights, make_output=None)
     chosen = choose_output(own, target, "auto", None)
     assert chosen.head is own

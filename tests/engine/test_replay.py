@@ -13,11 +13,12 @@ import torch
 from tests.engine.conftest import Models
 from tests.engine.planners import FixedPlanner, use_planner
 from tests.models import make_engine, stepped
-from truedraft.engine.commands.replay import Replayer, RoundReport
+from truedraft.engine.commands.replay import DraftKey, Replayer, RoundReport
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
 from truedraft.engine.commands.verify_trace import ReplaySettings, main
 from truedraft.engine.core.draft_choice import Stop
+from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
@@ -61,23 +62,30 @@ def _traced(
     core = make_engine(target, draft, **{"dtype": dtype, **(config or {})})
     if stop is not None:
         use_planner(core, FixedPlanner(stop=stop))
-    sampling = SamplingParams(**{"max_tokens": 30, "trace": True, "seed": 5, **params})
+    return answer_of(core, SamplingParams(**{"max_tokens": 30, "trace": True, "seed": 5, **params}), n)
+
+
+def answer_of(core: EngineCore, sampling: SamplingParams, n: int = 1) -> str:
     for number, prompt in enumerate(PROMPTS):
         core.add(Generate(f"answer-{number}", prompt, sampling, n))
     rounds: dict[int, list[TracedRound]] = {index: [] for index in range(len(PROMPTS) * n)}
     seeds: dict[int, int] = {}
+    vocabularies: dict[str, bytes] = {}
     while core.has_work:
         for output in stepped(core):
             choice = int(output.request_id[-1]) * n + output.index
             assert output.trace is not None
             rounds[choice].append(TracedRound.of(output.trace))
             seeds[choice] = output.seed
+            if (told := output.trace.vocabulary) is not None and told.bitmap is not None:
+                vocabularies[told.digest] = told.bitmap
     plain = msgspec.to_builtins(
         {
             "sampling_params": sampling,
             "prompt_token_ids": PROMPTS,
             "seeds": [seeds[choice] for choice in sorted(seeds)],
             "trace": [rounds[choice] for choice in sorted(rounds)],
+            "draft_vocabularies": vocabularies,
         },
         str_keys=True,
     )
@@ -93,7 +101,7 @@ def replay(answer: dict[str, Any], target: str, draft: str | None) -> list[Round
     parsed = parse_answer(answer)
     replayer = Replayer(
         fresh(target),
-        {("draft_model", None): fresh(draft)} if draft else {},
+        {DraftKey("draft_model"): fresh(draft)} if draft else {},
         parsed.params,
         tolerance=1e-4,
     )
@@ -225,7 +233,7 @@ def test_a_near_tie_is_not_a_failure(models: Models) -> None:
         for parameter in target.model.parameters():
             parameter.mul_(1.0003)
     reports = list(
-        Replayer(target, {("draft_model", None): draft}, parsed.params, tolerance=0.2).replay(
+        Replayer(target, {DraftKey("draft_model"): draft}, parsed.params, tolerance=0.2).replay(
             parsed.choices[0]
         )
     )

@@ -1,19 +1,21 @@
 """Traces of what heads have drawn verify offline: their distributions are computed anew.
 
-Drafts of an output layer that cannot be made again are refused in words.
+Drafts of an output layer that cannot be made again, or is not known, are refused in words.
 """
 
 import json
 import shutil
+from base64 import b64decode
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import save_file
 
-from tests.engine.head_runs import TRAINED, save_small_hybrid
-from tests.engine.test_draft_vocabulary import by_size, takes
-from tests.engine.test_replay import EVERYTHING, tamper, traced
+from tests.engine.head_runs import TRAINED, mtp_engine, save_small_hybrid
+from tests.engine.test_replay import EVERYTHING, answer_of, tamper, traced
+from tests.engine.test_vocabulary_switches import OTHERS, SOME, switching
 from tests.heads import Shape, random_head, save_head
 from tests.models import save_random_llama
 from tests.mtp import QWEN
@@ -22,7 +24,8 @@ from truedraft.engine.commands.replay import RoundReport
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TraceFileError, parse_answer
 from truedraft.engine.commands.verify_trace import ReplaySettings, _replayer, main
-from truedraft.engine.runtime import draft_vocabulary
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.heads.named_vocabulary import token_ids_of
 
 RULES = ("rejection", "block", "coupled", "exact_match")
 Pair = tuple[str, str]
@@ -96,33 +99,93 @@ def test_another_head_is_refused(mtp: Pair, tmp_path: Path) -> None:
     assert Outcome.WRONG in {report.outcome for report in reports}
 
 
-def test_a_copy_of_the_output_layer_in_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces say which one it was: with the target's own layer they would be wrong."""
-    monkeypatch.setattr(draft_vocabulary, "_seconds", takes(by_size))
-    pair = TRAINED, "mtp"
-    answer = answered(pair, {"dtype": "auto", "max_model_len": 64}, max_tokens=8, **parameters("rejection"))
-    reports = reports_of(answer, pair, dtype="auto")
-    assert {report.outcome for report in reports} == {Outcome.CONFIRMED}
-    assert {report.round.head_output for report in reports if report.round.drafted} == {"int4"}
-    for rounds in answer["trace"]:
-        for round_ in rounds:
-            round_["head_output"] = "own"
-    assert Outcome.WRONG in {report.outcome for report in reports_of(answer, pair, dtype="auto")}
+def from_changing_vocabularies(in_four_bits: bool, **config: Any) -> dict[str, Any]:
+    """Returns an answer of texts whose drafts are of other tokens, in other bits, in each round."""
+    core = mtp_engine(dtype="auto", num_speculative_tokens=2, **config)
+    switching(core, in_four_bits)
+    drawn = SamplingParams(max_tokens=12, seed=5, trace=True, method="mtp", **parameters("rejection"))
+    return dict(json.loads(answer_of(core, drawn)))
+
+
+@pytest.fixture(scope="module")
+def changing() -> dict[str, Any]:
+    return from_changing_vocabularies(in_four_bits=True)
+
+
+def outcomes_of(answer: dict[str, Any]) -> set[Outcome]:
+    return {report.outcome for report in reports_of(answer, (TRAINED, "mtp"), dtype="auto")}
+
+
+def drafting_rounds(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    return [round_ for rounds in answer["trace"] for round_ in rounds if round_["drafted"]]
+
+
+def test_a_vocabulary_that_changes_within_texts(changing: dict[str, Any]) -> None:
+    named = {round_["draft_vocabulary"] for round_ in drafting_rounds(changing)}
+    bitmaps = {name: b64decode(bitmap) for name, bitmap in changing["draft_vocabularies"].items()}
+    assert named == {None, *bitmaps}
+    ids = [token_ids_of(bitmap).tolist() for bitmap in bitmaps.values()]
+    assert sorted(ids) == [SOME.tolist(), OTHERS.tolist()]
+    assert {round_["head_output"] for round_ in drafting_rounds(changing)} == {"own", "int4"}
+    assert outcomes_of(changing) == {Outcome.CONFIRMED}
+
+
+def test_a_vocabulary_that_takes_the_place_of_another() -> None:
+    """Without kernels in C another layer of as many tokens is copied over the present one."""
+    answer = from_changing_vocabularies(in_four_bits=False, native_kernels=False)
+    assert len(answer["draft_vocabularies"]) == 2
+    assert outcomes_of(answer) == {Outcome.CONFIRMED}
+
+
+@pytest.mark.parametrize("planted", ["the old vocabulary", "all tokens", "other bits"])
+def test_another_vocabulary_than_that_of_the_draft_is_caught(changing: dict[str, Any], planted: str) -> None:
+    answer = deepcopy(changing)
+    rounds = drafting_rounds(answer)
+    before = [None, *(round_["draft_vocabulary"] for round_ in rounds)]
+    for round_, old in zip(rounds, before, strict=False):
+        match planted:
+            case "the old vocabulary":
+                round_["draft_vocabulary"] = old
+            case "all tokens":
+                round_["draft_vocabulary"] = None
+            case "other bits":
+                round_["head_output"] = "own" if round_["head_output"] == "int4" else "int4"
+    assert Outcome.WRONG in outcomes_of(answer)
+
+
+def test_a_vocabulary_that_the_trace_does_not_have_is_refused(changing: dict[str, Any]) -> None:
+    (one, bitmap), (other, _) = changing["draft_vocabularies"].items()
+    for told in ({}, {one: bitmap}, {one: bitmap, other: bitmap}):
+        with pytest.raises(
+            TraceFileError, match=f"does not have the tokens of ({one}|{other}), which rounds"
+        ):
+            parse_answer({**changing, "draft_vocabularies": told})
+
+
+def of_an_older_version(answer: dict[str, Any]) -> dict[str, Any]:
+    old = deepcopy(answer)
+    del old["draft_vocabularies"]
+    for round_ in drafting_rounds(old):
+        assert round_.pop("draft_vocabulary")
+        round_["head_output"] = "fewer"
+    return old
 
 
 def test_what_cannot_be_computed_again_is_refused(mtp: Pair, tmp_path: Path) -> None:
     """Greedy drafts are known whatever the layer was: nothing is drawn from it."""
     settings = {"draft_vocab_size": 8}
     answer = answered(mtp, settings, **parameters("rejection"))
+    assert {report.outcome for report in reports_of(answer, mtp)} == {Outcome.CONFIRMED}
     with pytest.raises(TraceFileError, match="drawn some of its rounds from fewer tokens"):
-        reports_of(answer, mtp)
+        reports_of(of_an_older_version(answer), mtp)
     renamed = answered(mtp, **parameters("rejection"))
     for round_ in renamed["trace"][0]:
         round_["source"] = "memory"
     with pytest.raises(TraceFileError, match="memory has drawn some of its rounds"):
         reports_of(renamed, mtp)
     greedy = answered(mtp, settings, draft_sample_method="greedy", **parameters("rejection"))
-    assert {report.outcome for report in reports_of(greedy, mtp)} == {Outcome.CONFIRMED}
+    for each in (greedy, of_an_older_version(greedy)):
+        assert {report.outcome for report in reports_of(each, mtp)} == {Outcome.CONFIRMED}
     file = tmp_path / "answer.json"
     file.write_text(json.dumps(answered(mtp, **parameters("rejection"))))
     assert main(ReplaySettings(file=file, target=mtp[0], draft="mtp", device="cpu")) == 0

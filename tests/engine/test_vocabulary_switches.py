@@ -105,19 +105,19 @@ def switching(core: EngineCore, in_four_bits: bool = True) -> list[list[int]]:
     assert isinstance(proposer, HeadProposer)
     weights, step, number = proposer.head.model.weights, core.step, count()
     assert weights.make_output is not None
-    layers: list[tuple[torch.Tensor | None, Linear]] = []
+    layers: list[tuple[torch.Tensor | None, Linear, bool]] = []
     for ids, bits in TURNS:
         if ids is None and not bits:
-            layers.append((None, weights.head))
+            layers.append((None, weights.head, bits))
         elif in_four_bits or not bits:
             made = weights.make_output(ids, bits)
             assert made is not None
-            layers.append((None if ids is None else torch.from_numpy(ids), made))
+            layers.append((None if ids is None else torch.from_numpy(ids), made, bits))
     drafted: list[list[int]] = []
 
     def switched() -> Any:
-        ids, layer = layers[next(number) % len(layers)]
-        proposer.draft_with(ids, layer)
+        ids, layer, bits = layers[next(number) % len(layers)]
+        proposer.draft_with(ids, layer, bits)
         drafted.append([*range(2048)] if ids is None else ids.tolist())
         return step()
 
@@ -148,7 +148,6 @@ def rounds_in_c_do_what_phases_do(prompts: list[list[int]], expected: list[list[
     config: dict[str, Any] = {"num_speculative_tokens": 3, "step_seconds": 0.0, "dtype": "auto"}
     ours, theirs = (mtp_engine(**config) for _ in range(2))
     assert isinstance(ours.runner, NativeRunner)
-    assert ours.vocabulary is None  # the draft length is not open
     theirs.runner = phases_of(theirs)
     texts, verdicts = text_and_verdicts(ours, prompts)
     assert texts == expected
@@ -181,12 +180,13 @@ def test_rounds_in_c_that_do_not_hear_of_it_are_caught(
 def test_an_engine_takes_a_layer_that_was_made_beside(
     prompts: list[list[int]], expected: list[list[int]], monkeypatch: Patch
 ) -> None:
-    """Whatever that gains: a model so small has no use for it."""
+    """Whatever that gains at the draft length: a model so small has no use for it."""
     for module in (vocabulary_choice, vocabulary_changes):
         monkeypatch.setattr(module, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(vocabulary_choice, "REVIEW_OUTPUTS", 16)
     monkeypatch.setattr(vocabulary_changes, "STEPS", 1)
-    core = mtp_engine(num_speculative_tokens="auto", dtype="auto", step_seconds=0.0)
+    core = mtp_engine(num_speculative_tokens=3, draft_vocab_size="auto", dtype="auto", step_seconds=0.0)
+    assert core.speculation()["policy"] == "fixed"
     vocabulary, (proposer,) = core.vocabulary, core.scheduler.proposers
     assert isinstance(vocabulary, VocabularyChanges)
     assert isinstance(proposer, HeadProposer)

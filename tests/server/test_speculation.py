@@ -93,6 +93,8 @@ def test_trace(server: RunningServer, way: dict[str, Any], path: str) -> None:
         {"id": ord("o"), "target_prob": 0.5, "draft_prob": 0.25, "accepted": True},
         {"id": 0, "target_prob": 0.5, "draft_prob": 0.25, "accepted": False},
     ]
+    assert {round_["draft_vocabulary"] for round_ in first} == {"ab"}
+    assert traced["draft_vocabularies"] == {"ab": "BYA="}
     said = [
         token["id"] if token else round_["next_token"]
         for round_ in first

@@ -7,16 +7,18 @@ import torch
 
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.head import Head
+from truedraft.engine.models.heads.served_tokens import Ids
 from truedraft.engine.models.hf.fresh import from_empty_cache
 from truedraft.engine.sampling.adjust import History
 
 
 class FreshHead:
-    """``head`` drafts for ``target``, as both are loaded for serving."""
+    """``head`` drafts for ``target``, as both are loaded for serving, and ``token_ids`` alone; None: all."""
 
-    def __init__(self, target: Model, head: Head) -> None:
+    def __init__(self, target: Model, head: Head, token_ids: Ids | None = None) -> None:
         self.target = target
         self.head = head
+        self.token_ids = None if token_ids is None else torch.from_numpy(token_ids)
 
     @torch.inference_mode()
     def following(self, history: History, drafted: list[int], vocab_size: int) -> torch.Tensor:
@@ -31,4 +33,8 @@ class FreshHead:
             assert found.hidden is not None
             rows.append(head.in_width(found.logits[-1:], vocab_size).float())
             states = torch.cat((states, found.hidden[-1]))
-        return torch.cat(rows)
+        logits = torch.cat(rows)
+        if self.token_ids is None:
+            return logits
+        ids = self.token_ids.to(logits.device)
+        return torch.full_like(logits, -torch.inf).index_copy_(1, ids, logits[:, ids])

@@ -12,9 +12,10 @@ import torch
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinear, TorchLinears
 from truedraft.engine.layers.norm import Norm
-from truedraft.engine.messages import HeadOutput, Method
+from truedraft.engine.messages import DraftVocabulary, HeadOutput, Method
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.heads.named_vocabulary import named
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.fusion import NativeFusion
 from truedraft.engine.native.linears import NativeLinears
@@ -41,19 +42,9 @@ class Head:
     joint_norm: Norm | None
     token_ids: torch.Tensor | None
     norm_output: bool
-    # The output layer that it was loaded with: it may draft with another one.
-    loaded_output: Linear | None = None
-
-    def __post_init__(self) -> None:
-        if self.loaded_output is None:
-            object.__setattr__(self, "loaded_output", self.model.weights.head)
-
-    @property
-    def drafts_with(self) -> HeadOutput:
-        """Returns which output layer it has."""
-        if self.model.weights.head is self.loaded_output:
-            return "own"
-        return "int4" if self.token_ids is None else "fewer"
+    # The output layer may be another one than it was loaded with: a copy in four bits, or of some tokens.
+    drafts_with: HeadOutput = "own"
+    vocabulary: DraftVocabulary | None = None
 
     @property
     def output(self) -> int:
@@ -95,25 +86,32 @@ class Head:
         wide = logits.new_full((len(logits), vocab_size), -torch.inf)
         return wide.index_copy_(1, self.token_ids, logits)
 
-    def drafting(self, token_ids: torch.Tensor | None, output: Linear) -> "Head":
+    def drafting(self, token_ids: torch.Tensor | None, output: Linear, in_four_bits: bool) -> "Head":
         """Returns the head with another output layer, which has a row for each of ``token_ids``."""
         weights = replace(self.model.weights, head=output)
         model = FusedDecoder(self.model.facts, weights, self.model.begin)
         model.keep_cache_in(self.model.cache_dtype)
         on_device = None if token_ids is None else token_ids.to(model.device)
-        return replace(self, model=model, token_ids=on_device)
+        return replace(
+            self,
+            model=model,
+            token_ids=on_device,
+            drafts_with="int4" if in_four_bits else "own",
+            vocabulary=None if token_ids is None else named(token_ids.cpu().numpy()),
+        )
 
-    def take_over(self, token_ids: torch.Tensor | None, output: Linear) -> bool:
+    def taking_over(self, token_ids: torch.Tensor | None, output: Linear) -> "Head | None":
         """Copies another output layer of the same size over the present one, whose addresses captured
-        passes read. The present one must be the head's own copy, as a layer of some tokens is."""
+        passes read; returns the head with it. None if that cannot be: the present one must be the head's own
+        copy, as a layer of some tokens is."""
         own, ids = self.model.weights.head, self.token_ids
         if ids is None or token_ids is None or len(ids) != len(token_ids):
-            return False
+            return None
         if not isinstance(own, TorchLinear) or not isinstance(output, TorchLinear):
-            return False
+            return None
         own.weight.copy_(output.weight)
         ids.copy_(token_ids)
-        return True
+        return replace(self, vocabulary=named(token_ids.cpu().numpy()))
 
 
 def check_target(path: str, target: Model) -> FusedDecoder:

@@ -19,7 +19,7 @@ from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, StepPlan
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import HeadOutput
+from truedraft.engine.messages import DraftVocabulary, HeadOutput
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of, stops_of
@@ -55,6 +55,10 @@ class HeadProposer(Proposer):
         return self.head.drafts_with
 
     @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        return self.head.vocabulary
+
+    @property
     def runners(self) -> Sequences[ModelRunner]:
         return (self.runner,)
 
@@ -69,11 +73,13 @@ class HeadProposer(Proposer):
         self.cache.reset()
         self._waiting.clear()
 
-    def draft_with(self, token_ids: torch.Tensor | None, output: Linear) -> None:
+    def draft_with(self, token_ids: torch.Tensor | None, output: Linear, in_four_bits: bool) -> None:
         """Drafts from the next step on with another output layer, of ``token_ids``; None: of all. What the
         cache holds does not depend on it."""
-        if not self.head.take_over(token_ids, output):
-            self.head = self.head.drafting(token_ids, output)
+        if (same_place := self.head.taking_over(token_ids, output)) is not None:
+            self.head = same_place
+        else:
+            self.head = self.head.drafting(token_ids, output, in_four_bits)
             self.runner.change_model(self.head.model)
             for follow in self.followers:
                 follow(self.head)

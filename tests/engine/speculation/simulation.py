@@ -161,7 +161,7 @@ class Step:
 @dataclass
 class Simulation:
     """``acceptance`` of a draft's tokens by seconds and row; ``num_rows`` by seconds. ``text`` is what a
-    sequence's target says after a prompt."""
+    sequence's target says after a prompt. ``fixed_length`` of drafts, 0: it is open."""
 
     machine: Machine
     planner: Planner
@@ -172,6 +172,7 @@ class Simulation:
     num_tokens: int = 300
     num_prompt_tokens: int = 1
     sources: tuple[Source, ...] = ("draft_model",)
+    fixed_length: int = 0
     text: Callable[[random.Random, int], list[int]] | None = None
     speed: Callable[[float], float] = lambda _: 1.0
     noise: float = 0.05
@@ -241,8 +242,8 @@ class Simulation:
             seed=1,
             verification="rejection",
             sources=self.sources,
-            num_speculative_tokens=32,
-            fixed_draft_length=False,
+            num_speculative_tokens=self.fixed_length or 32,
+            fixed_draft_length=self.fixed_length > 0,
             stop_token_ids=frozenset(),
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),

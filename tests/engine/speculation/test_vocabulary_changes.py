@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.speculation.simulation import DRAFT, PACKED_CPU, Machine, Simulation
+from tests.engine.speculation.simulation import DRAFT, PACKED_CPU, SMALL, Machine, Simulation, always
 from truedraft.engine.core.step import StepPlan, StepResult
 from truedraft.engine.models.heads import served_tokens
 from truedraft.engine.models.heads.served_tokens import READ_TOKENS, Ids, ServedTokens
@@ -17,7 +17,7 @@ from truedraft.engine.runtime import vocabulary_changes
 from truedraft.engine.runtime.draft_vocabulary import Chosen
 from truedraft.engine.runtime.vocabulary_changes import VocabularyChanges
 from truedraft.engine.speculation import vocabulary_choice
-from truedraft.engine.speculation.costs import Curve
+from truedraft.engine.speculation.costs import Costs, Curve, PassCosts
 from truedraft.engine.speculation.planner import SpeculationPlanner
 from truedraft.engine.speculation.vocabulary_choice import Layer
 
@@ -86,10 +86,10 @@ class Proposer:
         weights = SimpleNamespace(head=self.truth.layer)
         return SimpleNamespace(token_ids=self.truth.token_ids, model=SimpleNamespace(weights=weights))
 
-    def draft_with(self, token_ids: Any, output: Layer) -> None:
+    def draft_with(self, token_ids: Any, output: Layer, in_four_bits: bool) -> None:
         self.truth.token_ids = None if token_ids is None else token_ids.numpy()
         self.truth.layer = output
-        assert output.num_tokens == (VOCAB_SIZE if token_ids is None else len(token_ids))
+        assert output == (VOCAB_SIZE if token_ids is None else len(token_ids), in_four_bits)
         self.changes.append(output)
 
 
@@ -109,6 +109,7 @@ class Run:
 
     truth: Truth
     num_rows: int = 8
+    fixed_length: int = 0
     made: list[Ids | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,6 +138,7 @@ class Run:
             self.truth.acceptance,
             lambda now: self.num_rows,
             num_prompt_tokens=20,
+            fixed_length=self.fixed_length,
             text=lambda *_: self.truth.text(generator.random(400), self.simulation.now),
         )
 
@@ -173,30 +175,56 @@ def start(truth: Truth, patch: pytest.MonkeyPatch, **options: Any) -> Run:
     return Run(truth, **options)
 
 
-def test_a_few_frequent_tokens_are_drafted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = start(Truth(lambda now: skewed(1)), monkeypatch)
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_few_frequent_tokens_are_drafted_alone(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    run = start(Truth(lambda now: skewed(1)), monkeypatch, fixed_length=length)
     before = run.serve(REVIEW)
     assert not run.proposer.changes
     run.serve(8 * REVIEW)
     assert run.serve(6 * REVIEW) > 1.2 * before
-    assert run.proposer.changes == [Layer(1024, in_four_bits=True)]
-    (ids,) = run.made
+    *earlier, last = run.proposer.changes
+    assert last == Layer(1024, in_four_bits=True)
+    assert len(earlier) <= (length > 0)
+    ids = run.made[-1]
     assert ids is not None
     assert set(ENDS) < set(ids)
     state = run.changes.state()
-    assert (state["tokens"], state["of"], state["in_four_bits"], state["changes"]) == (1024, 4096, True, 1)
+    assert (state["tokens"], state["of"], state["in_four_bits"], state["changes"]) == (
+        *(1024, 4096, True),
+        len(earlier) + 1,
+    )
     assert 0.85 < state["share_of_outputs"] < 1  # type: ignore[operator]
     assert "1024 of 4096 tokens, with a copy of the output layer in 4 bits" in str(state["why"])
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.1])
-def test_no_vocabulary_comes_and_goes(monkeypatch: pytest.MonkeyPatch, exponent: float) -> None:
+@pytest.mark.parametrize(("exponent", "length"), [(0.0, 0), (0.8, 0), (1.1, 0), (0.8, 2)])
+def test_no_vocabulary_comes_and_goes(monkeypatch: pytest.MonkeyPatch, exponent: float, length: int) -> None:
     """Texts use all tokens, or so many that leaving some out gains nothing: no speed is lost either way."""
-    run, other = (start(Truth(lambda now: skewed(1, exponent)), monkeypatch) for _ in range(2))
+    truths = [Truth(lambda now: skewed(1, exponent)) for _ in range(2)]
+    run, other = (start(truth, monkeypatch, fixed_length=length) for truth in truths)
     monkeypatch.setattr(other.changes, "observe", lambda plan, result: None)
     outputs = 12 * REVIEW
     assert run.serve(outputs) > 0.98 * other.simulation.run(run.simulation.now).rate()
-    assert len(run.proposer.changes) <= (exponent > 1)
+    assert len(run.proposer.changes) <= (exponent > 1 or length > 0)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (3, 3, 3), (1, 10), (3, 0), (0, 0)], ids=str)
+def test_layers_are_compared_by_the_speed_at_the_lengths_of_rows(lengths: tuple[int, ...]) -> None:
+    """Drafts are accepted with 0.6 until others are known, and would be half as often. 0: the best length."""
+    costs = Costs(PassCosts({1: 1.1, 101: 11.1}), {DRAFT.name: PassCosts({1: 9.0, 2: 9.1})})
+    planner = SpeculationPlanner(costs, proposers=[DRAFT])
+    simulations = [Simulation(SMALL, planner, always(0.6), lambda _: 1, fixed_length=n) for n in lengths]
+    planner.choose([simulation._new_sequence() for simulation in simulations])
+    passes = PassCosts({1: 0.25, 101: 5.25})
+
+    def speed(drafted: list[int]) -> float:
+        sizes = [sum(number > place for number in drafted) for place in range(max(drafted))]
+        seconds = 1 + 0.1 * sum(1 + number for number in drafted)
+        seconds += sum(0.2 + 0.05 * size for size in sizes) + costs.overhead(len(drafted))
+        return sum(0.3**place for number in drafted for place in range(number + 1)) / seconds
+
+    best = max(speed([length or number for length in lengths]) for number in range(9))
+    assert planner.rate_with(DRAFT.name, passes, 0.5) == pytest.approx(best)
 
 
 def test_other_texts_get_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
