@@ -49,6 +49,7 @@ class Scheduler:
         self.target_pool = target_pool
         self.proposers = proposers
         self._need_of = {proposer.name: proposer.need for proposer in proposers}
+        self._followers = [proposer for proposer in proposers if not proposer.can_lag]
         self.max_num_sequences = max_num_sequences
         self.max_num_batched_tokens = max_num_batched_tokens
         self.planner = planner
@@ -136,6 +137,7 @@ class Scheduler:
         started = time.perf_counter()
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         choice = self.planner.choose(decoding)
+        self._let_go()
         self._catch_up_budget = budget = self.max_num_batched_tokens
         scheduled: list[ScheduledSequence] = []
         # One that is preempted for an earlier one leaves the list at its end, and is not met.
@@ -172,6 +174,8 @@ class Scheduler:
         """Starts the first in the queue with what the cache has of it; returns None if it must wait."""
         if self._sibling_is_computing(sequence):
             return None
+        lagging = self.planner.lagging(sequence)
+        sequence.unfollowed = frozenset(one.name for one in self._followers if one.name in lagging)
         found = self._find_prefix(sequence)
         # The whole prompt is reserved at once: half-admitted prompts could block each other.
         num_tokens = sequence.length_after(sequence.num_speculative_tokens)
@@ -194,9 +198,19 @@ class Scheduler:
             other.request_id == sequence.request_id and not other.is_decoding for other in self.running
         )
 
+    def _let_go(self) -> None:
+        """Lets followers forget the sequences that they need not follow any more."""
+        for proposer in self._followers:
+            for sequence in self.running:
+                if sequence.is_followed_by(proposer.name) and proposer.name in self.planner.lagging(sequence):
+                    for pool, table in proposer.tables(sequence):
+                        pool.release(table)
+                    sequence.unfollowed |= {proposer.name}
+
     def _find_prefix(self, sequence: Sequence) -> list[list[bytes]]:
         """Finds for each pool hashes of the blocks to take over. At least one token is left to compute. A
-        proposer takes over no more than the target, and where it cannot lag the target no more than it."""
+        proposer takes over no more than the target, and where it cannot lag the target no more than it: unless
+        much would be computed anew for one that no request insists on, which then does not follow."""
         shares = self._shares(sequence)
         if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
             return [[] for _ in shares]
@@ -204,12 +218,14 @@ class Scheduler:
         found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]
         for (pool, table), (_, hashes) in zip(shares, found, strict=True):
             pool.expect_shared(table, hashes, pool.usable(hashes))
-        bound = {id(pool) for proposer in self.proposers if not proposer.can_lag for pool in proposer.pools}
+        bound = {id(pool) for proposer in self._followers for pool in proposer.pools}
         alike = [(pool, hashes) for pool, hashes in found if pool is self.target_pool or id(pool) in bound]
-        longest = last
-        # States are kept at some places only, which need not be the same in all pools.
-        while (common := min(len(pool.usable(hashes[:longest])) for pool, hashes in alike)) < longest:
-            longest = common
+        longest = longest_usable(alike, last)
+        if (longest_usable(alike[:1], last) - longest) * self.target_pool.block_size > MAX_PROMPT_TOKENS:
+            names = [one.name for one in self._followers if not sequence.insists_on(one.name)]
+            if any(map(sequence.is_followed_by, names)):
+                sequence.unfollowed |= frozenset(names)
+                return self._find_prefix(sequence)
         return [pool.usable(hashes[:longest]) for pool, hashes in found]
 
     def _count_prefix(self, sequence: Sequence) -> None:
@@ -282,7 +298,7 @@ class Scheduler:
         """Returns the pools that hold this sequence, each with its table there; the target's first."""
         shares = [(self.target_pool, sequence.target_blocks)]
         for proposer in self.proposers:
-            if proposer.name in sequence.sources:
+            if sequence.is_followed_by(proposer.name):
                 shares += proposer.tables(sequence)
         return shares
 
@@ -303,6 +319,14 @@ class Scheduler:
             if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.draft.num_first_drafts else 0):
                 needs.add(Need.CATCH_UP)
         return needs
+
+
+def longest_usable(found: Sequences[tuple[BlockPool, list[bytes]]], most: int) -> int:
+    """Returns how many of the first ``most`` blocks that pools have found all of them can begin with."""
+    # States are kept at some places only, which need not be the same in all pools.
+    while (common := min(len(pool.usable(hashes[:most])) for pool, hashes in found)) < most:
+        most = common
+    return most
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -55,6 +55,7 @@ class Sequence:
     matcher: "Matcher | None" = None  # follows the output's grammar, and is after the last token
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
     draft_sample_method: DraftSampleMethod | None = None  # None: the draft draws as the target does
+    unfollowed: frozenset[str] = frozenset()  # sources that are told nothing of it; set by the scheduler
     greedy: bool = field(init=False)
     drafts_greedily: bool = field(init=False)
     needs: Needs = field(init=False)  # in every round; what else a step adds is in its plan
@@ -83,6 +84,15 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def is_followed_by(self, source: str) -> bool:
+        """Tells whether a source may draft for it: one that cannot lag the target must have been told of it
+        from its first token on."""
+        return source in self.sources and source not in self.unfollowed
+
+    def insists_on(self, source: str) -> bool:
+        """Tells whether the request wants a source to follow it whatever that costs."""
+        return self.fixed_draft_length or self.params.method == source
 
     def length_after(self, num_tokens: int) -> int:
         """Returns the length with ``num_tokens`` more, as far as it may grow."""

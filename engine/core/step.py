@@ -63,7 +63,7 @@ class ScheduledSequence:
 
     def is_prefilled_by(self, proposer: str) -> bool:
         """Tells whether a proposer takes in a prompt's chunk along with the target."""
-        return proposer in self.sequence.sources and proposer not in self.lagging
+        return self.sequence.is_followed_by(proposer) and proposer not in self.lagging
 
     def num_drawn_by(self, proposer: str) -> int:
         """Returns how many drafts of the first round a proposer with a model has to draw."""

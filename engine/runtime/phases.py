@@ -65,7 +65,7 @@ class PhaseRunner:
         score_seconds = lap if forward is None else 0.0
         verdicts = sampler.verify(scored.logits, drafts)
         verify_seconds = clock.lap()
-        if self.observers:
+        if self._is_followed(plan):
             self.observe(list(_standing(plan, scored, verdicts)))
         seconds = PhaseSeconds(draft_seconds + clock.lap(), score_seconds, verify_seconds)
         if not plan.rows:
@@ -118,11 +118,22 @@ class PhaseRunner:
             # Log-probabilities of a prompt need the logits of all its tokens.
             wanted = len(token_ids) if sequence.wants_prompt_logprobs else num_logits
             spans.append(Span(table, token_ids, wanted, start + part.num_tokens))
-        output = self.target.forward(spans, taps=self.taps) if forward is None else forward(spans)
+        if forward is None:
+            output = self.target.forward(spans, taps=self.taps if self._is_followed(plan) else ())
+        else:
+            output = forward(spans)
         logits, hidden = output
         if len(logits) != sum(num_row_logits):
             logits = _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)
         return _Scored(spans, logits, hidden)
+
+    def _is_followed(self, plan: StepPlan) -> bool:
+        """Tells whether anybody is told of the target's pass."""
+        return any(
+            part.sequence.is_followed_by(proposer.name)
+            for proposer in self.observers
+            for part in plan.scheduled
+        )
 
     def observe(self, standing: list[Observation]) -> None:
         """Tells those who follow the target what of its pass stands, each with the layers that it taps:
@@ -133,7 +144,7 @@ class PhaseRunner:
                 [
                     replace(one, hidden=None if one.hidden is None else _columns(one.hidden, places))
                     for one in standing
-                    if proposer.name in one.sequence.sources
+                    if one.sequence.is_followed_by(proposer.name)
                 ]
             )
 

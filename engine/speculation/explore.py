@@ -23,8 +23,8 @@ class Explorer:
         """Returns the option that has been due for longest; None if none is. ``waits`` are the seconds from
         the start after which those are due that were never explored."""
         due = {name: self._due.get(name, wait) for name, wait in waits.items()}
-        earliest = min(due, key=due.__getitem__)
-        return earliest if due[earliest] <= now else None
+        earliest = min(due, key=due.__getitem__, default=None)
+        return earliest if earliest is not None and due[earliest] <= now else None
 
     def charge(self, name: object, wait: float, now: float, *, first_is_free: bool = False) -> None:
         """Notes that an option was explored: it is due again after ``wait`` seconds, or soon if its first

@@ -210,10 +210,17 @@ class SpeculationPlanner:
             for name in self.proposers
         }
 
-        def missing(source: str) -> list[int]:
-            return [self.proposers[source].num_missing(sequence) for sequence in by_source[source]]
+        followed = {
+            name: rows.keys()
+            if self.proposers[name].can_lag
+            else [sequence for sequence in rows if sequence.is_followed_by(name)]
+            for name, rows in by_source.items()
+        }
 
-        return Batch(len(self._decoding), by_source, missing)
+        def missing(source: str) -> list[int]:
+            return [self.proposers[source].num_missing(sequence) for sequence in followed[source]]
+
+        return Batch(len(self._decoding), by_source, followed, missing)
 
     def _draft_with_model(self, option: Option) -> None:
         plan, drafting = option.choice.plan, option.choice.drafting
@@ -251,7 +258,15 @@ class SpeculationPlanner:
     def lagging(self, sequence: Sequence) -> list[str]:
         if sequence.fixed_draft_length:
             return []
-        return [source for source in self.proposers if not self.policy.expects(source)]
+        return [
+            source
+            for source, proposer in self.proposers.items()
+            if not (
+                self.policy.expects(source)
+                if proposer.can_lag
+                else self.policy.wants(source) or sequence.insists_on(source)
+            )
+        ]
 
     def forget(self, sequence: Sequence) -> None:
         if sequence in self._rows:

@@ -36,6 +36,8 @@ STOP_GAIN = 1.02
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date, and
 # the most that explore whether it would.
 CATCH_UP_ROUNDS = 64
+# Replans for which a proposer that cannot lag still follows sequences after it has drafted.
+FOLLOWING_REPLANS = 3
 # Decay per step of the sums from which rates are reported, and of those of prompts and emitted tokens.
 REPORT_DECAY = 0.98
 # Drafts end where the chance that all is accepted is worth less than another token takes, or a share of that:
@@ -81,11 +83,14 @@ class Group:
 class Batch:
     """A step's ``num_rows`` rows, and by proposer those ``rows`` for which it may draft, each of a group.
 
-    ``missing`` counts the tokens that a proposer's cache misses of them, one by one, the pending ones apart.
+    A proposer that cannot lag drafts for none but those ``followed``; plans count the others, too, as all are
+    followed some time after such a plan is chosen. ``missing`` counts the tokens that a proposer's cache
+    misses of the followed ones, one by one, the pending ones apart.
     """
 
     num_rows: int
     rows: Mapping[str, Mapping[core.Sequence, Group]]
+    followed: Mapping[str, Collection[core.Sequence]]
     missing: Callable[[str], list[int]]
 
     @property
@@ -213,6 +218,7 @@ class Policy:
         self.num_replans = 0
         self.last: Choice | None = None
         self._active: Plan | None = None  # the last step's with rows that may draft
+        self._wanted_until: dict[str, int] = {}  # keys: proposers; replans
         self._best_by_rows: dict[tuple[int, ...], Best] = {}
         self._now = 0.0  # seconds of all steps
         self._num_rounds, self._seconds = 0, 0.0  # since the last replan
@@ -233,10 +239,21 @@ class Policy:
             best = best._replace(active=self._without_start(best))
         self._use(best)
         if (exploration := self.exploration) is None:
-            self.last = Choice(best.active, batch.rows.get(best.active.source, {}).keys(), best, None)
+            self.last = Choice(*self._followed(best, batch), best, None)
         else:
             self.last = Choice(*self._explored(exploration, best, batch), best, exploration)
         return self.last
+
+    def _followed(self, best: Best, batch: Batch) -> tuple[Plan, Collection[core.Sequence]]:
+        """Returns the active plan, and the rows that draft. Where its proposer does not follow all of them
+        yet, it drafts for the others as far as that pays."""
+        source = best.active.source
+        rows, followed = batch.rows.get(source, {}), batch.followed.get(source, ())
+        if len(followed) == len(rows):
+            return best.active, followed
+        groups = Counter([rows[row] for row in followed])
+        plan = self.fixed(batch.num_rows, groups, source, best.active.usual_length)
+        return (plan, followed) if plan.rate > best.plain.rate else (best.plain, ())
 
     @property
     def max_rounds(self) -> int:
@@ -255,6 +272,15 @@ class Policy:
     def expects(self, source: str) -> bool:
         """Tells whether a proposer should compute prompts along with the target."""
         return self._active is None or self._active.source == source
+
+    def wants(self, source: str) -> bool:
+        """Tells whether a proposer that cannot lag should follow sequences: it drafts, has done so lately, or
+        is to be tried. What it is told costs time, too, and those it was not told of go on without it."""
+        return self.num_replans < self._wanted_until.get(source, FOLLOWING_REPLANS)
+
+    def _want(self, source: str, num_replans: int) -> None:
+        until = max(self._wanted_until.get(source, FOLLOWING_REPLANS), self.num_replans + num_replans)
+        self._wanted_until[source] = until
 
     def is_due(self) -> bool:
         """Tells whether ``choose`` replans."""
@@ -279,6 +305,8 @@ class Policy:
     def _use(self, best: Best) -> None:
         if best.may_draft:
             self._active = best.active
+            if best.active.length:
+                self._want(best.active.source, FOLLOWING_REPLANS)
 
     def _find_best(self, batch: Batch) -> Best:
         """Finds the plan with the highest rate; that of the last step stays if it is about as good."""
@@ -409,6 +437,11 @@ class Policy:
         options |= {plan.source: plan for plan in best.others}
         waits = {option: self._first_wait(option, plan, best.active) for option, plan in options.items()}
         option = self.explorer.next(waits, self._now)
+        while option is not None and _is_start(option) and not batch.followed[options[option].source]:
+            # It is tried with new sequences, which it follows from now on.
+            self._want(options[option].source, 1)
+            del waits[option]
+            option = self.explorer.next(waits, self._now)
         if option is None:
             return None
         starting, scouts, catch_up = None, None, 0.0
@@ -446,7 +479,7 @@ class Policy:
             group.acceptance(source).forget()
         scouts, seconds, num_missing = list[core.Sequence](), 0.0, 0
         for num, row in sorted(
-            zip(batch.missing(source), batch.rows[source], strict=True), key=itemgetter(0)
+            zip(batch.missing(source), batch.followed[source], strict=True), key=itemgetter(0)
         ):
             num_missing += num
             longer = self.costs.catch_up_seconds(source, num_missing)
@@ -460,11 +493,13 @@ class Policy:
         self, exploration: Exploration, best: Best, batch: Batch
     ) -> tuple[Plan, Collection[core.Sequence]]:
         """Returns the plan that is explored for this batch, and the rows that draft."""
-        rows = batch.rows.get(exploration.source, {})
-        scouts = rows.keys() if exploration.scouts is None else exploration.scouts.intersection(rows)
+        scouts = batch.followed.get(exploration.source, ())
+        if exploration.scouts is not None:
+            scouts = exploration.scouts.intersection(scouts)
         if not scouts:
             exploration.rounds_left = 1  # all have ended: the last round
-            return best.active, batch.rows.get(best.active.source, {}).keys()
+            return self._followed(best, batch)
+        self._want(exploration.source, 1)
         groups = batch.groups(exploration.source)
         plan = self.fixed(batch.num_rows, groups, exploration.source, exploration.length, len(scouts))
         return plan, scouts

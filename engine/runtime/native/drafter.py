@@ -63,7 +63,7 @@ class NativeDrafter:
     def waiting(self, sequence: Sequence, num_told: int) -> Waiting | None:
         """Returns the states that wait for a head, if one follows the sequence: those of its first
         ``num_told`` tokens."""
-        if self.head is None or self.head.name not in sequence.sources:
+        if self.head is None or not sequence.is_followed_by(self.head.name):
             return None
         return self.head.waiting(sequence, num_told)
 
