@@ -209,8 +209,8 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> list[list[bytes]]:
         """Finds for each pool hashes of the blocks to take over. At least one token is left to compute. A
-        proposer takes over no more than the target, and where it cannot lag the target no more than it: unless
-        much would be computed anew for one that no request insists on, which then does not follow."""
+        proposer takes over no more than the target, and one that follows no less: it does not follow
+        if that takes much and no request insists on it."""
         shares = self._shares(sequence)
         if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
             return [[] for _ in shares]

@@ -119,7 +119,8 @@ class PassCosts:
 class Shape(NamedTuple):
     """Describes a kind of round: the target scores ``num_drafted`` drafts of all rows, and ``draft_sizes``
     are the rows of each draft pass of the proposer ``source``, on average over the rounds. Passes run in
-    ``pass_shares`` of them; empty if all do in each."""
+    ``pass_shares`` of them; empty if all do in each. It is told of ``num_told`` tokens, for which it does not
+    draft."""
 
     num_rows: int
     option: int
@@ -127,6 +128,7 @@ class Shape(NamedTuple):
     draft_sizes: tuple[float, ...] = ()
     source: str = ""
     pass_shares: tuple[float, ...] = ()
+    num_told: int = 0
 
     @property
     def kind(self) -> "Kind":
@@ -192,10 +194,11 @@ class Costs:
 
     def model_seconds(self, shape: Shape) -> float:
         """Returns the expected seconds of drafting, scoring and verifying."""
-        num_rows, _, num_drafted, draft_sizes, source, pass_shares = shape
+        num_rows, _, num_drafted, draft_sizes, source, pass_shares, num_told = shape
         stored = self.stored_per_row
         unlike = None if self.routing is None else self.routing.tokens(num_rows, num_drafted)
         base = self.score(num_rows + num_drafted, stored * num_rows, num_rows, unlike)
+        base += self._of_many(source, num_told)
         if draft_sizes:
             draft = self.drafts.get(source, FREE)
             if pass_shares:
@@ -230,7 +233,11 @@ class Costs:
 
     def draft_prompt_seconds(self, source: str, num_tokens: float) -> float:
         """Expected seconds in which a proposer computes ``num_tokens`` of prompts, passes of many."""
-        return self.catch_up_seconds(source, PROMPT_PASS) * num_tokens / PROMPT_PASS
+        return math.exp(self._level) * self._of_many(source, num_tokens)
+
+    def _of_many(self, source: str, num_tokens: float) -> float:
+        """Returns what a proposer takes for ``num_tokens`` in passes of many, as calibration says."""
+        return self.drafts.get(source, FREE)(PROMPT_PASS) * num_tokens / PROMPT_PASS
 
     @staticmethod
     def bucket(num_rows: int) -> int:

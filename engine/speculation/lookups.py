@@ -53,12 +53,13 @@ class Terms(NamedTuple):
 
 def make_terms(costs: Costs, plan: Plan, longest: int, drafts: bool) -> Terms:
     """Returns the terms of a row in a batch that drafts as in ``plan``, itself only if it ``drafts``."""
-    num_rows, _, num_drafted, sizes, source, shares = plan.shape
-    before = costs.model_seconds(Shape(num_rows, MIXED, num_drafted, sizes, source, shares))
+    num_rows, num_drafted, sizes = plan.shape.num_rows, plan.shape.num_drafted, plan.shape.draft_sizes
+    mixed = plan.shape._replace(option=MIXED)
+    before = costs.model_seconds(mixed)
     if drafts:
         num_drafted, sizes = num_drafted - plan.length, tuple(size - 1 for size in sizes)
     seconds = [
-        costs.model_seconds(Shape(num_rows, MIXED, num_drafted + length, sizes, source, shares)) - before
+        costs.model_seconds(mixed._replace(num_drafted=num_drafted + length, draft_sizes=sizes)) - before
         for length in range(longest + 1)
     ]
     rounds = costs.rounds_per_step(costs.model_seconds(plan.shape), num_rows)

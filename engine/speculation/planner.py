@@ -141,6 +141,7 @@ class SpeculationPlanner:
         self.stops = stops
         self.policy = Policy(costs)
         self.proposers = {proposer.name: proposer for proposer in proposers}
+        self._followers = [proposer.name for proposer in proposers if not proposer.can_lag]
         self._sources: dict[str, Lookup] = {lookup.name: lookup for lookup in lookups}
         self._explorer = Explorer()  # its options are texts that may repeat themselves
         self._now = 0.0  # seconds of all steps
@@ -395,7 +396,7 @@ class SpeculationPlanner:
         that were forced in them. A row that only caught up has drafted nothing and teaches nothing."""
         rows, rounds, costs_as = step.plan.rows, step.result.rounds, step.option.costs_as
         if not any(part.draft.max_num_drafts for part in rows):
-            return Shape(len(rows), costs_as, source=step.option.choice.plan.source)
+            return self._plain_shape(step)
         drafting: list[tuple[int, float]] = []  # tokens of a proposer, and in which share of the rounds
         num_known = 0.0
         verdicts: dict[tuple[Group, str, bool], Counter[tuple[int, int]]] = {}
@@ -424,6 +425,14 @@ class SpeculationPlanner:
         if any(is_stopped for _, _, is_stopped in verdicts):
             shares = tuple([pass_share(i, rows, rounds) for i in range(longest)])
         return Shape(len(rows), option, sum(sizes) + num_known, tuple(sizes), source, shares)
+
+    def _plain_shape(self, step: Observed) -> Shape:
+        """Returns the shape of rounds without drafts, in which a proposer may have followed rows."""
+        rows, source, num_told = step.plan.rows, step.option.choice.plan.source, 0
+        for name in self._followers:
+            num_told = sum([part.sequence.is_followed_by(name) for part in rows])
+            source = name if num_told else source
+        return Shape(len(rows), step.option.costs_as, source=source, num_told=num_told)
 
     def _learn_confidences(self, parts: list[ScheduledSequence], first: Round) -> None:
         """Learns how sure proposers were of what they have drafted in a step's first round."""
