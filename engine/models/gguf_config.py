@@ -115,9 +115,10 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         if key != NOT_NEEDED.get(architecture) or keys.says(key) is not None
     }
     found |= {name: value for key, name in OPTIONAL.items() if (value := keys.number(key, int)) is not None}
-    heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads")
+    heads = found["num_attention_heads"]
+    kv_heads = found.setdefault("num_key_value_heads", heads)
     found.setdefault("head_dim", found["hidden_size"] // heads)
-    if heads % (kv_heads or heads) or found["head_dim"] < 2:
+    if heads % kv_heads or found["head_dim"] < 2:
         raise GgufError(f"{file.path} is damaged: {heads} heads cannot share {kv_heads}")
     if found["num_hidden_layers"] > len(file.tensors):
         layers, tensors = found["num_hidden_layers"], len(file.tensors)
