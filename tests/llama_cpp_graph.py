@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float64]
 
 GEMMA = ("gemma2", "gemma3")
 PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4, "exaone4": 4}
-# Layers of these norm nothing but queries, keys and what they add; heads make up the hidden size.
+# Layers of these norm nothing but queries, keys and what they add.
 NORMED_AFTER = ("olmo2", "exaone4")
 # Linear layers whose biases are optional, by architecture.
 OPTIONAL_BIASES = {
@@ -61,9 +61,6 @@ class Graph:
             raise RefusedError("rope.dimension_count")
         if self.says("attention.value_length", self.head_size) != self.head_size:
             raise RefusedError("attention.value_length")
-        is_whole = self.head_size * self.heads(0) == self.hidden_size
-        if architecture in (*NORMED_AFTER, "chatglm") and not is_whole:
-            raise RefusedError("attention.key_length")
 
     def says(self, key: str, default: Any = None) -> Any:
         value = self.metadata.get(f"{self.architecture}.{key}", default)

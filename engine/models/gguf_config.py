@@ -37,10 +37,8 @@ SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 # the others, and Gemma 2's window.
 PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4, "exaone4": 4}
 GEMMA3_LOCAL_BASE, GEMMA2_WINDOW, EXAONE_WINDOW = 10000.0, 4096, 4096
-# EXAONE 4 of so many layers has that window whatever a file says.
+# EXAONE 4 of so many layers has windows of that size where a file does not say it.
 EXAONE_LAYERS = 64
-# Heads of these make up the hidden size.
-WHOLE_WIDTH = ("phi3", "olmo2", "exaone4", "chatglm")
 ROPE_BASE = 10000.0
 # A file must have these keys; the architecture is left out in front.
 NEEDED = {
@@ -123,8 +121,6 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     if found["num_hidden_layers"] > len(file.tensors):
         layers, tensors = found["num_hidden_layers"], len(file.tensors)
         raise GgufError(f"{file.path} is damaged: it has {tensors} tensors for {layers} layers")
-    if architecture in WHOLE_WIDTH and found["head_dim"] * heads != found["hidden_size"]:
-        raise GgufError(f"{file.path} has heads that do not make up its {architecture}.embedding_length")
     found["vocab_size"] = _vocab_size(file, keys, vocabulary)
     is_tied = "output.weight" not in file.tensors and architecture not in NEVER_TIED
     found["tie_word_embeddings"] = is_tied
@@ -270,6 +266,8 @@ def _phi3(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, An
     rope = dict(found["rope_parameters"])
     more = {"rope_parameters": rope, "sliding_window": keys.says("attention.sliding_window") or None}
     size = keys.number("rope.dimension_count", int, found["head_dim"])
+    if found["head_dim"] * found["num_attention_heads"] != found["hidden_size"]:
+        raise GgufError(f"{file.path} has heads that do not make up its phi3.embedding_length")
     if size > found["head_dim"] or size % 2:
         raise GgufError(f"{file.path} rotates {size} numbers of a head of {found['head_dim']}")
     rope["partial_rotary_factor"] = size / found["head_dim"]

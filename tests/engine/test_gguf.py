@@ -45,6 +45,7 @@ from transformers import (
     YoutuConfig,
 )
 
+from tests import gguf_models
 from tests.gguf_models import join, save_gguf
 from tests.models import make_engine, run_engine
 from truedraft.engine.errors import ModelLoadError
@@ -53,7 +54,7 @@ from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import gguf_experts
+from truedraft.engine.models import gguf_config, gguf_experts
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families.fit import has_experts
@@ -340,6 +341,20 @@ def test_positions_are_scaled_in_layers_without_windows(tmp_path: Path) -> None:
     more["yarn_attn_factor"] = 1.3
     save_gguf(path, config, **{f"olmo2.rope.scaling.{key}": value for key, value in more.items()})
     assert "has olmo2.rope.scaling.yarn_attn_factor = 1.3; only 1 or 1.13863 is served" in refusal(path)
+
+
+def test_windows_of_exaone_that_files_do_not_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large model has them; in models of other sizes all layers see all, and turn."""
+    path, config = tmp_path / "model.gguf", CONFIGS["exaone4 with windows"]
+    monkeypatch.setattr(gguf_models, "WITH_WINDOWS", ())
+    module = save_gguf(path, config)
+    windowed = expected_logits(module)
+    found = logits_in(load(path, compact=False), [len(IDS)])
+    assert not torch.allclose(found, windowed, atol=1e-2)
+    monkeypatch.setattr(gguf_config, "EXAONE_LAYERS", config.num_hidden_layers)
+    monkeypatch.setattr(gguf_config, "EXAONE_WINDOW", 6)
+    found = logits_in(load(path, compact=False), [len(IDS)])
+    assert torch.allclose(found, windowed, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("needs_compiler")
