@@ -113,8 +113,8 @@ class Reader:
         positions = [F.pad(each, (0, ids.shape[1] - len(each)), value=int(each[-1])) for each in positions]
         embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
         embedded = embedded * table_scale(self.skeleton, facts.dtype)
-        if not isinstance(rotary, NoAngles):
-            setattr(decoder, rotary_name(self.skeleton.config), _EachAlone(rotary))
+        if getattr(decoder, name := rotary_name(self.skeleton.config), None) is not None:
+            setattr(decoder, name, _EachAlone(rotary))
         hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
         given = {}
         if inputs is not None:
@@ -299,7 +299,7 @@ class _EachAlone(nn.Module):
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self.rotary = rotary
-        self.layer_types = getattr(rotary, "layer_types", None)
+        self.layer_types = getattr(rotary, "layer_types", ())
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
