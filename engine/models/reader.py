@@ -52,7 +52,7 @@ from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.linear import Whole, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 from truedraft.engine.models.quantise import can_be_in_four_bits, quantised_to_four_bits
-from truedraft.engine.models.stacks import Matrix, Quantised, stored_tensors
+from truedraft.engine.models.stacks import Matrix, Quantised, stored_in, stored_tensors
 
 # The output layer is converted this many rows at a time.
 HEAD_ROWS = 1 << 13
@@ -208,7 +208,8 @@ class Reader:
                 found[module.get_submodule(path), own] = stack = self._stack(full)
                 tensors[name] = self._of_module(full, stack.read().to(self.facts.dtype))
             else:
-                tensors[name] = self._of_module(full, self._tensor(full).to(self.facts.dtype))
+                kept = self._tensor(full).to(stored_in(name, self.facts.dtype))
+                tensors[name] = self._of_module(full, kept)
         module.load_state_dict(tensors, strict=False, assign=True)
         return found
 
@@ -283,7 +284,8 @@ def read_tensor(
     if rows is not None:
         tensor = tensor[torch.from_numpy(rows)]
     is_kept = linears.takes_halves and tensor.dtype in HALVES
-    return tensor.to(facts.device, tensor.dtype if is_kept else facts.dtype, copy=rows is None)
+    dtype = tensor.dtype if is_kept else stored_in(name, facts.dtype)
+    return tensor.to(facts.device, dtype, copy=rows is None)
 
 
 class _Stack(NamedTuple):

@@ -80,6 +80,7 @@ GRANITE_SHARED = replace(
 DEEPSEEK = Family(attention=AttentionSpec(has_latents=True), fits=deepseek.fits)
 SIGMOIDS = ExpertSpec(
     scoring="sigmoid",
+    has_wide_router=True,
     choice_bias=attrgetter("gate.e_score_correction_bias"),
     multiplier="routed_scaling_factor",
     shared="mlp.shared_experts",
@@ -178,6 +179,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": replace(
         DEEPSEEK,
         experts=ExpertSpec(
+            has_wide_router=True,
             renormalises=lambda config: False,
             multiplier="routed_scaling_factor",
             groups=deepseek.limited_groups,
@@ -296,6 +298,7 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertSpec(
             block="mixer",
             scoring="sigmoid",
+            has_wide_router=True,
             choice_bias=attrgetter("gate.e_score_correction_bias"),
             multiplier="routed_scaling_factor",
             gate_up="up_proj",
