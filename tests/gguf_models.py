@@ -1,6 +1,7 @@
 """GGUF files for tests, written by the package gguf from transformers' modules or with random blocks."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests import gguf_latent
 from tests.gguf_blocks import HALVES, random_blocks
+from truedraft.engine.formats.gguf_file import read_gguf
+from truedraft.engine.models.gguf_places import num_bytes
 
 ARCHITECTURES = {
     "mistral": "llama",
@@ -21,11 +24,14 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
+    "glm": "chatglm",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "olmo3": "olmo2",
     "granitemoeshared": "granitemoe",
     **dict.fromkeys(gguf_latent.MODEL_TYPES, "deepseek2"),
 }
 # Files of these say whether there is a window.
-WITH_WINDOWS = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
+WITH_WINDOWS = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "exaone4")
 # What the package quantises itself.
 WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 
@@ -60,7 +66,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     head_size = getattr(module.model.layers[0].self_attn, "head_dim", None)
     if architecture != "deepseek2":
         writer.add_key_length(head_size)
-    if architecture in ("phi3", "glm4moe"):
+    if architecture in ("phi3", "glm4moe", "glm4", "chatglm"):
         writer.add_rope_dimension_count(int(head_size * rope["partial_rotary_factor"]))
     if architecture in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
@@ -138,6 +144,33 @@ def finish(writer: GGUFWriter) -> None:
     writer.close()
 
 
+def join(source: Path, path: Path) -> None:
+    """Copies a file, with queries, keys and values of each layer joined, and gates with what they gate."""
+    file = read_gguf(str(source))
+    writer = GGUFWriter(path, file.architecture)
+    for key, value in file.metadata.items():
+        if not key.startswith(("general.", "GGUF.")):
+            _add(writer, key, value)
+    groups: dict[str, list[str]] = {}
+    for name in file.tensors:
+        whole = re.sub(r"\.attn_[qkv]\.", ".attn_qkv.", name)
+        groups.setdefault(re.sub(r"\.ffn_(gate|up)_exps\.", ".ffn_gate_up_exps.", whole), []).append(name)
+    order = ("attn_q", "attn_k", "attn_v", "ffn_gate_exps", "ffn_up_exps")
+    for whole, names in groups.items():
+        names.sort(key=lambda name: order.index(name.split(".")[2]) if len(names) > 1 else 0)
+        places = [file.tensors[name] for name in names]
+        parts = [
+            np.frombuffer(place.data, np.uint8, num_bytes(place), place.offset).reshape(*place.shape[:-1], -1)
+            if len(place.shape) > 1
+            else np.frombuffer(place.data, "<f4", place.shape[0], place.offset)
+            for place in places
+        ]
+        (kind,) = {GGMLQuantizationType(place.type) for place in places}
+        data = np.concatenate(parts, axis=1 if whole.endswith("_exps.weight") else 0)
+        writer.add_tensor(whole, data, raw_dtype=None if data.ndim == 1 else kind)
+    finish(writer)
+
+
 def _add_experts(writer: GGUFWriter, config: Any) -> None:
     number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if not number:
@@ -207,7 +240,7 @@ def _quantised(values: Any, kind: str, seed: int) -> tuple[Any, Any]:
 
 def _permuted(rows: Any, name: str, config: Any, architecture: str) -> Any:
     """Orders queries and keys as llama.cpp's converter does: halves become pairs."""
-    is_paired = architecture in ("llama", "granite", "granitemoe")
+    is_paired = architecture in ("llama", "granite", "granitemoe", "smollm3")
     if not is_paired or not (".q_proj." in name or ".k_proj." in name):
         return rows
     heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads

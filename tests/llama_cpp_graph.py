@@ -2,7 +2,7 @@
 
 Written from the architectures' definitions and sharing nothing with the product: a text at once, no cache.
 ``RefusedError`` is what llama.cpp says to tensors that are missing, left over or of another shape. Windows of
-``llama`` and ``phi3`` are their makers', which llama.cpp leaves out.
+``llama``, ``phi3`` and ``exaone4`` are their makers', which llama.cpp leaves out.
 """
 
 import math
@@ -15,14 +15,16 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 GEMMA = ("gemma2", "gemma3")
-PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
+PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4, "exaone4": 4}
+# Layers of these norm nothing but queries, keys and what they add.
+NORMED_AFTER = ("olmo2", "exaone4")
 # Linear layers whose biases are optional, by architecture.
 OPTIONAL_BIASES = {
     "llama": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "qwen2": ("attn_output",),
     "granite": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "granitemoe": ("attn_q", "attn_k", "attn_v", "attn_output"),
-    "glm4moe": ("attn_q", "attn_k", "attn_v"),
+    **dict.fromkeys(("glm4moe", "glm4", "chatglm", "seed_oss"), ("attn_q", "attn_k", "attn_v")),
 }
 NEEDED_BIASES = {
     "qwen2": ("attn_q", "attn_k", "attn_v"),
@@ -32,7 +34,10 @@ NEEDED_BIASES = {
 WITH_EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "glm4moe", "granitemoe")
 GRANITE = ("granite", "granitemoe")
 # The second norm of a layer is called after attention here.
-NORMED_AFTER_ATTENTION = ("gpt-oss", "glm4moe")
+NORMED_AFTER_ATTENTION = ("gpt-oss", "glm4moe", "seed_oss")
+# These have gates and what they gate in one tensor, and turn pairs of neighbours.
+GATES_FIRST = ("phi3", "glm4", "chatglm")
+NEIGHBOURS = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "ernie4_5", "glm4", "chatglm")
 
 
 class RefusedError(Exception):
@@ -51,7 +56,7 @@ class Graph:
         self.head_size = self.says("attention.key_length", self.hidden_size // self.heads(0))
         self.rotated = self.says("rope.dimension_count", self.head_size)
         # Others turn whole heads, or nothing.
-        is_free = architecture in ("phi3", "qwen35", "qwen3next", "glm4moe", "nemotron_h", "nemotron_h_moe")
+        is_free = architecture.startswith(("phi3", "qwen35", "qwen3next", "glm4", "chatglm", "nemotron_h"))
         if not is_free and self.rotated != self.head_size:
             raise RefusedError("rope.dimension_count")
         if self.says("attention.value_length", self.head_size) != self.head_size:
@@ -103,15 +108,15 @@ class Graph:
         if "token_embd.weight" not in self.all:
             raise RefusedError("token_embd.weight")
         x = self.tensor("token_embd.weight", len(self.all["token_embd.weight"]), self.hidden_size)[ids]
-        if self.architecture in GEMMA:
+        if self.architecture in ("gemma", *GEMMA):
             x = x * math.sqrt(self.hidden_size)
         if self.architecture in GRANITE:
             x = x * self.factor("embedding_scale")
         for layer in range(self.num_layers - self.further):
             x = self.layer(x, layer)
         x = self.norm(x, "output_norm")
-        has_head = "output.weight" in self.all and self.architecture != "gemma2"
-        if not has_head and self.architecture in ("qwen2moe", "olmoe", "gpt-oss"):
+        has_head = "output.weight" in self.all and self.architecture not in ("gemma", "gemma2")
+        if not has_head and self.architecture in ("qwen2moe", "olmo2", "olmoe", "gpt-oss"):
             raise RefusedError("output.weight")
         head = "output.weight" if has_head else "token_embd.weight"
         logits: Array = x @ self.tensor(head, *self.all["token_embd.weight"].shape).T
@@ -131,29 +136,32 @@ class Graph:
 
     def layer(self, x: Array, layer: int) -> Array:
         name = f"blk.{layer}"
-        attended = self.attention(self.norm(x, f"{name}.attn_norm"), layer)
-        if self.architecture in GEMMA:
+        is_after = self.architecture in NORMED_AFTER
+        attended = self.attention(x if is_after else self.norm(x, f"{name}.attn_norm"), layer)
+        if self.architecture in (*GEMMA, *NORMED_AFTER, "glm4"):
             attended = self.norm(attended, f"{name}.post_attention_norm")
         residual = self.factor("residual_scale") if self.architecture in GRANITE else 1.0
         x = x + attended * residual
         size = int(self.of_layer("feed_forward_length", layer))
         own = "post_attention_norm" if self.architecture in NORMED_AFTER_ATTENTION else "ffn_norm"
-        inputs = self.norm(x, f"{name}.{own}")
+        inputs = x if is_after else self.norm(x, f"{name}.{own}")
         if self.architecture in WITH_EXPERTS or self.says("expert_count", 0):
             return x + self.experts(inputs, layer, size) * residual
         if self.says("expert_used_count", 0):
             raise RefusedError("expert_used_count")
-        if self.architecture == "phi3":
+        if self.architecture in GATES_FIRST:
             gate, up = np.split(self.linear(inputs, layer, "ffn_up", 2 * size), 2, axis=-1)
         else:
             gate, up = (self.linear(inputs, layer, part, size) for part in ("ffn_gate", "ffn_up"))
-        if self.architecture in GEMMA:
+        if self.architecture in ("gemma", *GEMMA):
             inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
             gate = 0.5 * gate * (1 + np.tanh(inner))
         else:
             gate = gate / (1 + np.exp(-gate))
         out = self.linear(gate * up, layer, "ffn_down", self.hidden_size)
-        return x + (self.norm(out, f"{name}.post_ffw_norm") if self.architecture in GEMMA else out * residual)
+        if self.architecture in (*GEMMA, *NORMED_AFTER, "glm4"):
+            out = self.norm(out, f"{name}.post_ffw_norm")
+        return x + out * residual
 
     def experts(self, x: Array, layer: int, size: int) -> Array:
         number, chosen = int(self.says("expert_count")), int(self.says("expert_used_count"))
@@ -226,18 +234,20 @@ class Graph:
             parts = np.split(self.linear(x, layer, "attn_qkv", sum(sizes)), np.cumsum(sizes)[:2], axis=-1)
         else:
             parts = [self.linear(x, layer, f"attn_{p}", n) for p, n in zip("qkv", sizes, strict=True)]
-        if self.architecture == "olmoe":
+        if self.architecture in ("olmo2", "olmoe"):
             parts[:2] = [
                 self.norm(part, f"{name}.attn_{p}_norm") for part, p in zip(parts, "qk", strict=False)
             ]
         query, key, value = (part.reshape(len(x), -1, size) for part in parts)
-        if self.architecture in ("qwen3", "gemma3", "qwen3moe"):
+        if self.architecture in ("qwen3", "gemma3", "qwen3moe", "exaone4"):
             query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
         if self.architecture == "glm4moe" and f"{name}.attn_q_norm.weight" in self.all:
             query = self.norm(query, f"{name}.attn_q_norm")
         if self.architecture == "glm4moe" and f"{name}.attn_k_norm.weight" in self.all:
             key = self.norm(key, f"{name}.attn_k_norm")
         query, key = self.rotate(query, layer), self.rotate(key, layer)
+        if self.architecture == "hunyuan-dense":
+            query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
         key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
         scores = np.einsum("qhd,khd->hqk", query, key) * self.scale()
         if self.architecture == "gemma2":
@@ -266,7 +276,7 @@ class Graph:
 
     def window(self, layer: int) -> int:
         window = int(self.says("attention.sliding_window", 4096 if self.architecture == "gemma2" else 0))
-        if self.architecture in (*GEMMA, "gpt-oss"):
+        if self.architecture in PATTERNS and window:
             return window if self.slides(layer) else 0
         return window if self.architecture in ("llama", "phi3") else 0
 
@@ -279,7 +289,7 @@ class Graph:
     def factors(self) -> Array:
         """Divisors of the frequencies."""
         count = self.rotated // 2
-        if self.architecture == "llama" and "rope_freqs.weight" in self.all:
+        if self.architecture in ("llama", "exaone4") and "rope_freqs.weight" in self.all:
             return self.tensor("rope_freqs.weight", count)
         if self.architecture == "phi3" and "rope_factors_short.weight" in self.all:
             if "rope_factors_long.weight" in self.all:
@@ -291,6 +301,12 @@ class Graph:
         """``x`` [tokens, heads, size]."""
         if self.architecture in GRANITE and not self.says("rope.scaling.finetuned", True):
             return x
+        if self.architecture == "smollm3" and (layer + 1) % 4 == 0:
+            return x
+        windows = self.says("attention.sliding_window", 0) if self.architecture in NORMED_AFTER else 0
+        slides = windows and self.slides(layer)
+        if self.architecture == "exaone4" and windows and not slides:
+            return x
         base, count = float(self.says("rope.freq_base", 10000.0)), self.rotated // 2
         kind = self.says("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn", "longrope"):
@@ -300,6 +316,8 @@ class Graph:
         size = float(self.says("rope.scaling.attn_factor", 1.0))
         if self.architecture == "gemma3" and self.slides(layer):
             base, factor = float(self.says("rope.freq_base_swa", 10000.0)), 1.0
+        elif self.architecture == "olmo2" and slides:
+            kind, factor, size = "none", 1.0, 1.0
         elif self.architecture == "gemma2" and self.slides(layer):
             base = float(self.says("rope.freq_base_swa", base))
         frequencies = base ** (-np.arange(count) / count) / self.factors()
@@ -318,7 +336,7 @@ class Graph:
         angles = np.arange(len(x))[:, None, None] * frequencies
         cos, sin = np.cos(angles) * size, np.sin(angles) * size
         turned, rest = x[..., : 2 * count], x[..., 2 * count :]
-        if self.architecture in ("llama", "granitehybrid", *GRANITE):  # pairs of neighbours
+        if self.architecture in NEIGHBOURS:
             a, b = turned[..., 0::2], turned[..., 1::2]
             pairs = np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(turned.shape)
         else:

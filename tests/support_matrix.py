@@ -19,7 +19,7 @@ from tests import naive
 from tests.engine.grammars import GRAMMAR, allowed, know_grammars, make_tokenizer
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, save_perturbed, save_random_llama, stepped
-from truedraft.engine.commands.replay import Replayer
+from truedraft.engine.commands.replay import DraftKey, Replayer
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
 from truedraft.engine.core.admission import RequestError
@@ -240,7 +240,7 @@ def _trace(pair: Pair, proposer: str, rule: str) -> str:
     rounds = []
     while core.has_work:
         rounds += [TracedRound.of(output.trace) for output in stepped(core) if output.trace]
-    replayer = Replayer(pair.target, {("draft_model", None): pair.draft}, params, tolerance=1e-4)
+    replayer = Replayer(pair.target, {DraftKey("draft_model"): pair.draft}, params, tolerance=1e-4)
     reports = list(replayer.replay(TracedChoice(PROMPT, 3, rounds)))
     return VERIFIED if all(report.outcome is not Outcome.WRONG for report in reports) else NO
 

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from truedraft.engine.core.planning import auto_limit
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
-from truedraft.engine.core.sequence import Sequence, is_greedy
+from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams, Verification
 from truedraft.engine.sampling.splitmix import sequence_seed
@@ -101,7 +101,9 @@ class Admission:
                 stop_token_ids=stop_token_ids,
                 token_ids=[*prompt, *start_ids],
                 num_prompt_tokens=num_prompt_tokens,
-                max_num_tokens=min(num_prompt_tokens + params.max_tokens, self.max_model_len),
+                max_num_tokens=min(
+                    num_prompt_tokens + params.max_tokens, self.max_model_len + is_scored_alone(params)
+                ),
                 num_encoder_tokens=num_encoder_tokens,
                 forced_end=self._forced_end(params),
                 target_blocks=BlockTable(num_encoder_tokens),
@@ -126,7 +128,7 @@ class Admission:
             raise RequestError("empty_prompt", "the prompt has no tokens")
         if self.encoder_decoder is not None:
             self._check_encoder(prompt, params, self.encoder_decoder)
-        elif len(prompt) >= self.max_model_len:
+        elif len(prompt) >= self.max_model_len + is_scored_alone(params):
             raise RequestError(
                 "context_length_exceeded",
                 f"the prompt has {len(prompt)} tokens, the model's context {self.max_model_len}",

@@ -12,6 +12,7 @@ from truedraft.engine.core.commit import commit
 from truedraft.engine.core.planning import Reviser
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
+from truedraft.engine.core.sequence import is_scored_alone
 from truedraft.engine.core.stats import EngineStats
 from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
 
@@ -53,7 +54,7 @@ class EngineCore:
     def add(self, request: Generate) -> None:
         """Queues a request's sequences; raises ``RequestError`` if it can never be served."""
         sequences = self.admission.sequences(request)
-        longest = sequences[0].max_num_tokens
+        longest = sequences[0].max_num_tokens - is_scored_alone(request.params)
         if not self.scheduler.can_ever_fit(longest):
             raise RequestError(
                 "context_length_exceeded",

@@ -148,6 +148,11 @@ class Sequence:
         return token_ids
 
 
+def is_scored_alone(params: SamplingParams) -> bool:
+    """Tells whether only a prompt's log-probabilities are asked for: the token after it is never stored."""
+    return params.prompt_logprobs is not None and (params.max_tokens, params.num_speculative_tokens) == (1, 0)
+
+
 def is_greedy(params: SamplingParams) -> bool:
     """Tells whether the target's most likely token is the only one that may come."""
     return params.temperature == 0 or params.top_k == 1

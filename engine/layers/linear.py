@@ -86,6 +86,17 @@ class TorchLinear:
         return residual + self(x)
 
 
+class WideLinear(TorchLinear):
+    """Multiplies in float32 whatever its inputs and the model's weights are in."""
+
+    def __init__(self, linear: TorchLinear) -> None:
+        bias = None if linear.bias is None else linear.bias.float()
+        super().__init__(linear.weight.float(), bias, linear.multiplier)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x.float())
+
+
 class OneDnnLinear:
     """Keeps float32 weights in oneDNN's layout."""
 

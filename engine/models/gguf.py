@@ -33,6 +33,7 @@ from truedraft.engine.models.gguf_hybrids import (
     tensors_of,
 )
 from truedraft.engine.models.gguf_latent import split_heads
+from truedraft.engine.models.gguf_places import PLAIN_TYPES, check_place, num_bytes, taken_apart
 from truedraft.engine.models.gguf_settings import ROTARY_FACTORS, rotary_factors
 from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.library import load_library
@@ -45,6 +46,8 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+# Files of these may have divisors of the rotary frequencies.
+DIVIDED = ("llama", "exaone4")
 # The gate of Qwen's shared expert is a vector there.
 ONE_ROW = ".shared_expert_gate.weight"
 FURTHER_LAYERS = "nextn_predict_layers"
@@ -57,7 +60,6 @@ OF_HEADS = {
     "shared_head.head": "shared_head_head",
     "embed_tokens": "embed_tokens",
 }
-PLAIN_TYPES = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2")}
 
 
 class GgufCheckpoint(Checkpoint):
@@ -70,12 +72,12 @@ class GgufCheckpoint(Checkpoint):
         self.file = file
         self.config = config
         self.names = names
-        self.stacks = {name: stack for name in names if (stack := stack_of(name, file.architecture))}
+        self.stacks = {name: stack for name in names if (stack := stack_of(name, file))}
         self.heads = {name: heads for name in names if (heads := split_heads(name, file.tensors))}
         self.is_tiled = file.architecture in TILED
         self.vocabulary = vocabulary
         self.factors: list[float] | None = None
-        if file.architecture == "llama" and ROTARY_FACTORS in file.tensors:
+        if file.architecture in DIVIDED and ROTARY_FACTORS in file.tensors:
             self.factors = rotary_factors(file, ROTARY_FACTORS, config.head_dim // 2)
         self._library: ctypes.CDLL | None = load_library()
 
@@ -175,7 +177,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _data(self, place: TensorPlace) -> npt.NDArray[np.uint8]:
         """[rows, bytes of a row] of the mapped file."""
-        size = _num_bytes(place)
+        size = num_bytes(place)
         data = np.frombuffer(place.data, np.uint8, size, place.offset)
         return data.reshape(-1, size // math.prod(place.shape[:-1]))
 
@@ -197,16 +199,18 @@ def open_gguf(path: str) -> GgufCheckpoint:
     if file.architecture not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise GgufError(
-            f"{path} has the architecture {file.architecture}; of GGUF files {known} are supported"
+            f"{path} has the architecture {file.architecture}; of GGUF files {known} are supported, of other "
+            "models their safetensors checkpoints may be"
         )
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise GgufError(f"{path} is of the type {kind}, not a whole model")
     for name, place in file.tensors.items():
-        _check_place(name, place)
+        check_place(name, place)
     vocabulary = read_vocabulary(file)
     config = gguf_config(file, vocabulary)
-    return GgufCheckpoint(file, config, _names(file, config), vocabulary)
+    file, names = _named(file, config)
+    return GgufCheckpoint(file, config, names, vocabulary)
 
 
 def holds_head_alone(path: str) -> bool:
@@ -229,7 +233,7 @@ def open_gguf_head(path: str, config: Any) -> tuple[GgufCheckpoint, int]:
             f"{path} has the architecture {file.architecture}, which is not the target's {config.model_type}"
         )
     for name, place in file.tensors.items():
-        _check_place(name, place)
+        check_place(name, place)
     further = file.metadata.get(f"{file.architecture}.{FURTHER_LAYERS}", 0)
     if further != 1:
         raise GgufError(
@@ -238,7 +242,8 @@ def open_gguf_head(path: str, config: Any) -> tuple[GgufCheckpoint, int]:
         )
     number = file.metadata.get(f"{file.architecture}.block_count", 0) - further
     block = f"model.layers.{number}."
-    names = {name: stored for name, stored in _names(file, config, number).items() if name.startswith(block)}
+    file, found = _named(file, config, number)
+    names = {name: stored for name, stored in found.items() if name.startswith(block)}
     for ours, theirs in OF_HEADS.items():
         if (stored := f"blk.{number}.nextn.{theirs}.weight") in file.tensors:
             names[f"{block}{ours}.weight"] = stored
@@ -288,47 +293,28 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
     )
 
 
-def _num_bytes(place: TensorPlace) -> int:
-    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType(place.type)]
-    return math.prod(place.shape) // int(block) * int(size)
-
-
-def _check_place(name: str, place: TensorPlace) -> None:
-    try:
-        kind = GGMLQuantizationType(place.type)
-    except ValueError as error:
-        raise GgufError(f"{place.path} has weights of the unknown type {place.type} ({name})") from error
-    if kind.name not in TYPES and place.type not in PLAIN_TYPES:
-        supported = ", ".join([*TYPES, "F32", "F16", "BF16"])
-        raise GgufError(f"{place.path} has weights of type {kind.name} ({name}); supported are {supported}")
-    block, _ = gguf.GGML_QUANT_SIZES[kind]
-    if place.shape[-1] % block:
-        raise GgufError(f"{place.path} is damaged: rows of {name} are no whole blocks")
-    if place.offset + _num_bytes(place) > len(place.data):
-        raise GgufError(f"{place.path} is cut off: {name} lies past its end")
-
-
-def _names(file: GgufFile, config: Any, first: int = 0) -> dict[str, str]:
-    """The file's name of each of transformers', whose layers are numbered from ``first`` on."""
+def _named(file: GgufFile, config: Any, first: int = 0) -> tuple[GgufFile, dict[str, str]]:
+    """Returns the file with all that it joins taken apart, and its name of each of transformers', whose
+    layers are numbered from ``first`` on."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
     table = gguf.get_tensor_name_map(architecture, first + config.num_hidden_layers)
-    found = {}
-    for unnumbered in stored_tensors(module):
+    candidates: dict[str, tuple[str, ...]] = {}
+    needed = {}
+    for unnumbered, parameter in stored_tensors(module).items():
         name = LAYER.sub(lambda match: f"model.layers.{first + int(match[1])}.{match[2]}", unnumbered)
         base, _, suffix = name.rpartition(".")
-        if stack := stack_of(name, file.architecture):
-            candidates = stack.parts
+        if stack := stack_of(name, file):
+            candidates[name] = stack.parts
         elif (heads := split_heads(name, file.tensors)) is not None:
-            candidates = heads.keys, heads.values
+            candidates[name] = heads.keys, heads.values
         elif (special := tensor_of(name)) is not None:
-            candidates = (special,)
+            candidates[name] = (special,)
         elif (others := tensors_of(name, config)) is not None:
-            candidates = others
-        else:
-            theirs = table.get_name(base) or table.get_name(base.replace("model.", "backbone.", 1))
-            candidates = () if theirs is None else (f"{theirs}.{suffix}",)
-        if candidates and all(each in file.tensors for each in candidates):
-            found[name] = candidates[0]
-    return found
+            candidates[name] = others
+        elif theirs := table.get_name(base) or table.get_name(base.replace("model.", "backbone.", 1)):
+            candidates[name] = (f"{theirs}.{suffix}",)
+            needed[f"{theirs}.{suffix}"] = tuple(parameter.shape)
+    file = taken_apart(file, needed)
+    return file, {name: own[0] for name, own in candidates.items() if file.tensors.keys() >= set(own)}

@@ -1,8 +1,8 @@
 """A GGUF file's metadata as transformers' config. Every key of its architecture is used or refused.
 
-What a key means, and what counts where it is missing, is as in llama.cpp. Four exceptions follow the models'
-makers: the windows of Mistral and Phi-3, which llama.cpp leaves out, Phi-3's long factors, and the angles of
-gpt-oss, whose bounds between slow and fast ones llama.cpp rounds.
+What a key means, and what counts where it is missing, is as in llama.cpp. Five exceptions follow the models'
+makers: the windows of Mistral and Phi-3, and of EXAONE 4 of other than 64 layers, which llama.cpp leaves out,
+Phi-3's long factors, and the angles of gpt-oss, whose bounds between slow and fast ones llama.cpp rounds.
 """
 
 import math
@@ -20,6 +20,7 @@ from truedraft.engine.models.gguf_gemma4 import BY_LAYER, gemma4_settings
 from truedraft.engine.models.gguf_hybrids import SETTINGS, WITH_ZEROS, hybrid_settings
 from truedraft.engine.models.gguf_keys import GgufKeys
 from truedraft.engine.models.gguf_settings import (
+    attends_with_biases,
     granite_multipliers,
     rotary_factors,
     rotated_part,
@@ -34,7 +35,10 @@ GEMMA = ("gemma2", "gemma3")
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 # A file that has none of them has these: the distance between layers without a window, the rotary base of
 # the others, and Gemma 2's window.
-PATTERNS, GEMMA3_LOCAL_BASE, GEMMA2_WINDOW = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}, 10000.0, 4096
+PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4, "exaone4": 4}
+GEMMA3_LOCAL_BASE, GEMMA2_WINDOW, EXAONE_WINDOW = 10000.0, 4096, 4096
+# EXAONE 4 of so many layers has windows of that size where a file does not say it.
+EXAONE_LAYERS = 64
 ROPE_BASE = 10000.0
 # A file must have these keys; the architecture is left out in front.
 NEEDED = {
@@ -109,9 +113,10 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         if key != NOT_NEEDED.get(architecture) or keys.says(key) is not None
     }
     found |= {name: value for key, name in OPTIONAL.items() if (value := keys.number(key, int)) is not None}
-    heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads")
+    heads = found["num_attention_heads"]
+    kv_heads = found.setdefault("num_key_value_heads", heads)
     found.setdefault("head_dim", found["hidden_size"] // heads)
-    if heads % (kv_heads or heads) or found["head_dim"] < 2:
+    if heads % kv_heads or found["head_dim"] < 2:
         raise GgufError(f"{file.path} is damaged: {heads} heads cannot share {kv_heads}")
     if found["num_hidden_layers"] > len(file.tensors):
         layers, tensors = found["num_hidden_layers"], len(file.tensors)
@@ -135,6 +140,9 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     # A llama with experts is transformers' mixtral, and one with windows mistral.
     if architecture == "llama" and (with_experts or "sliding_window" in found):
         model_type = "mixtral" if with_experts else "mistral"
+    # An OLMo 2 with windows is OLMo 3.
+    if architecture == "olmo2" and "sliding_window" in found:
+        model_type = "olmo3"
     return AutoConfig.for_model(model_type, **(settings if is_hybrid else found))
 
 
@@ -153,10 +161,17 @@ def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[st
         return gguf_latent.latent_settings(keys, found)
     if architecture == "glm4moe":
         return _glm4_moe(file, keys, found)
+    if architecture in ("glm4", "chatglm"):
+        rope = found["rope_parameters"] | rotated_part(keys, found["head_dim"])
+        return {"rope_parameters": rope, "attention_bias": attends_with_biases(file)}
     window = keys.says("attention.sliding_window")
+    if architecture == "olmo2":
+        return _olmo2(keys, found, window) if window else {}
+    if architecture == "exaone4":
+        return _exaone4(keys, found, window)
     if architecture == "llama":
         mlp_bias = any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down"))
-        more = {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": mlp_bias}
+        more = {"attention_bias": attends_with_biases(file), "mlp_bias": mlp_bias}
         return more | ({"sliding_window": window} if window else {})
     if window and window < found["max_position_embeddings"]:
         raise GgufError(f"{file.path} has a sliding window of {window}, which {architecture} does not use")
@@ -167,9 +182,33 @@ def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[st
             keys.says(key)
         if architecture == "granite":
             keys.says("expert_shared_feed_forward_length")
-        biases = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+        biases = {"attention_bias": attends_with_biases(file)}
         return granite_multipliers(keys, found["head_dim"]) | biases
+    if architecture == "seed_oss":
+        return {"attention_bias": attends_with_biases(file), "attention_out_bias": False}
     return {}
+
+
+def _olmo2(keys: GgufKeys, found: dict[str, Any], window: int) -> dict[str, Any]:
+    """Returns what OLMo 3 has: windows, in whose layers positions are not scaled."""
+    rope = found["rope_parameters"]
+    keys.expect("rope.freq_base_swa", rope["rope_theta"])
+    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return {
+        "sliding_window": window,
+        "layer_types": _layer_types(keys, PATTERNS["olmo2"], found["num_hidden_layers"]),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }
+
+
+def _exaone4(keys: GgufKeys, found: dict[str, Any], window: int | None) -> dict[str, Any]:
+    """Returns where windows are: layers without one turn nothing then."""
+    layers = found["num_hidden_layers"]
+    if window is None and layers == EXAONE_LAYERS:
+        window = EXAONE_WINDOW
+    if not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    return {"sliding_window": window, "layer_types": _layer_types(keys, PATTERNS["exaone4"], layers)}
 
 
 def _close(keys: GgufKeys, found: dict[str, Any]) -> None:
@@ -211,7 +250,9 @@ def _rope(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     if kind == "yarn":
         # The factor of the angles' size comes on top of the one that belongs to YaRN.
         more = keys.number("rope.scaling.attn_factor", float, 1.0)
-        rope["attention_factor"] = (1 + 0.1 * math.log(max(factor, 1.0))) * more
+        own = 1 + 0.1 * math.log(max(factor, 1.0))
+        keys.expect("rope.scaling.yarn_attn_factor", 1.0, own)
+        rope["attention_factor"] = own * more
         rope["original_max_position_embeddings"] = original or found["max_position_embeddings"]
         return rope | {"rope_type": "yarn", "factor": factor}
     if kind == "longrope" and (keys.prefix != "phi3." or factor != 1):
@@ -255,7 +296,7 @@ def _glm4_moe(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
     rope = found["rope_parameters"] | rotated_part(keys, found["head_dim"])
     return without_further_layers(keys, found) | {
         "rope_parameters": rope,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": attends_with_biases(file),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
 

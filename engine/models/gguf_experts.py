@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.formats.gguf_file import GgufError
+from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.models.gguf_keys import GgufKeys
 
 # Files of these architectures have experts, and of those may: a llama with some is transformers' mixtral.
@@ -25,7 +25,7 @@ WITH_EXPERTS = (
 )
 MAY_HAVE_EXPERTS = ("llama", "granitehybrid", "gemma4", "deepseek2")
 # These have an output layer that is never the embeddings.
-NEVER_TIED = ("qwen2moe", "olmoe", "gpt-oss")
+NEVER_TIED = ("qwen2moe", "olmo2", "olmoe", "gpt-oss")
 # llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 SCORINGS = {
@@ -57,11 +57,8 @@ STACKS = {
     "experts.down_proj": ("ffn_down_exps.weight",),
     "experts.down_proj_bias": ("ffn_down_exps.bias",),
 }
-# Gemma 4's, whose layers have the experts themselves.
-OF_LAYERS = {
-    "experts.gate_up_proj": ("ffn_gate_up_exps.weight",),
-    "experts.down_proj": ("ffn_down_exps.weight",),
-}
+# Files may have gates in one tensor with what they gate, which lies as in most parameters.
+JOINED = {"experts.gate_up_proj": "ffn_gate_up_exps.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +95,19 @@ def tensor_of(name: str) -> str | None:
     return f"blk.{found[1]}.{OTHERS[found[2]]}" if found and found[2] in OTHERS else None
 
 
-def stack_of(name: str, architecture: str) -> GgufStack | None:
+def stack_of(name: str, file: GgufFile) -> GgufStack | None:
     """Returns the tensors of transformers' ``name``; None if it is not a parameter of all experts."""
     found = LAYER.fullmatch(name)
-    own = found[2] if found else ""
-    parts = OF_LAYERS.get(own) or STACKS.get(own.partition(".")[2])
-    if not found or parts is None:
+    if not found:
         return None
-    return GgufStack(tuple(f"blk.{found[1]}.{part}" for part in parts), architecture == "gpt-oss")
+    # Layers of Gemma 4 have the experts themselves.
+    own = found[2] if found[2] in STACKS else found[2].partition(".")[2]
+    if own not in STACKS:
+        return None
+    layer, is_turned = f"blk.{found[1]}.", file.architecture == "gpt-oss"
+    if (joined := f"{layer}{JOINED.get(own)}") in file.tensors and not is_turned:
+        return GgufStack((joined,), is_turned)
+    return GgufStack(tuple(f"{layer}{part}" for part in STACKS[own]), is_turned)
 
 
 def has_experts(keys: GgufKeys, architecture: str) -> bool:

@@ -19,13 +19,15 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.models.gguf_experts import LAYER
 from truedraft.engine.models.gguf_keys import GgufKeys
 from truedraft.engine.models.gguf_settings import (
+    attends_with_biases,
     granite_multipliers,
     rotated_part,
     without_further_layers,
 )
 
 # Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
-TILED, PAIRED = ("qwen35", "qwen35moe"), ("granite", "granitehybrid", "granitemoe", "llama")
+TILED = ("qwen35", "qwen35moe")
+PAIRED = ("granite", "granitehybrid", "granitemoe", "llama", "smollm3")
 # These keys have a number for each layer, which is zero for layers that have no such part.
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 WITH_ZEROS = {
@@ -199,7 +201,7 @@ def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str,
         "shared_intermediate_size": found["intermediate_size"],
         "position_embedding_type": "rope" if rotates else None,
         **granite_multipliers(keys, found["head_dim"]),
-        "attention_bias": _has(file, "attn_q.bias"),
+        "attention_bias": attends_with_biases(file),
         **_mamba(file, keys),
         "mamba_expand": inner // hidden,
         "mamba_n_heads": heads,

@@ -31,6 +31,11 @@ def rotated_part(keys: GgufKeys, head_size: int) -> dict[str, float]:
     return {"partial_rotary_factor": size / head_size}
 
 
+def attends_with_biases(file: GgufFile) -> bool:
+    """Tells whether queries have biases, by themselves or joined with those of keys and values."""
+    return any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in file.tensors)
+
+
 def granite_multipliers(keys: GgufKeys, head_size: int) -> dict[str, float]:
     """Returns what Granite multiplies by; nothing, or zero, says that it does not."""
     return {

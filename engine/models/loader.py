@@ -63,7 +63,7 @@ from truedraft.engine.models.quantization import (
     open_for_gpu,
     open_quantised,
 )
-from truedraft.engine.models.stacks import stored_tensors
+from truedraft.engine.models.stacks import stored_in, stored_tensors
 from truedraft.engine.native.linear import linear_library
 from truedraft.engine.native.linears import NativeLinears
 
@@ -400,7 +400,8 @@ def _module_of(
     for name in [name for name in stored_tensors(module) if name in checkpoint.files]:
         (tensor,) = checkpoint.read([name]).values()
         tensor = to_grouped(config, name, tensor) if checkpoint.is_tiled else tensor
-        module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
+        tensor = tensor.to(stored_in(name, options.dtype))
+        module.load_state_dict({name: tensor}, strict=False, assign=True)
     module.tie_weights()
     if (factors := checkpoint.rotary_factors()) is not None:
         module.model.rotary_emb.inv_freq /= factors

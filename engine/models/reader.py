@@ -52,7 +52,7 @@ from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.linear import Whole, join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 from truedraft.engine.models.quantise import can_be_in_four_bits, quantised_to_four_bits
-from truedraft.engine.models.stacks import Matrix, Quantised, stored_tensors
+from truedraft.engine.models.stacks import Matrix, Quantised, stored_in, stored_tensors
 
 # The output layer is converted this many rows at a time.
 HEAD_ROWS = 1 << 13
@@ -113,8 +113,8 @@ class Reader:
         positions = [F.pad(each, (0, ids.shape[1] - len(each)), value=int(each[-1])) for each in positions]
         embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
         embedded = embedded * table_scale(self.skeleton, facts.dtype)
-        if not isinstance(rotary, NoAngles):
-            setattr(decoder, rotary_name(self.skeleton.config), _EachAlone(rotary))
+        if getattr(decoder, name := rotary_name(self.skeleton.config), None) is not None:
+            setattr(decoder, name, _EachAlone(rotary))
         hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
         given = {}
         if inputs is not None:
@@ -208,7 +208,8 @@ class Reader:
                 found[module.get_submodule(path), own] = stack = self._stack(full)
                 tensors[name] = self._of_module(full, stack.read().to(self.facts.dtype))
             else:
-                tensors[name] = self._of_module(full, self._tensor(full).to(self.facts.dtype))
+                kept = self._tensor(full).to(stored_in(name, self.facts.dtype))
+                tensors[name] = self._of_module(full, kept)
         module.load_state_dict(tensors, strict=False, assign=True)
         return found
 
@@ -283,7 +284,8 @@ def read_tensor(
     if rows is not None:
         tensor = tensor[torch.from_numpy(rows)]
     is_kept = linears.takes_halves and tensor.dtype in HALVES
-    return tensor.to(facts.device, tensor.dtype if is_kept else facts.dtype, copy=rows is None)
+    dtype = tensor.dtype if is_kept else stored_in(name, facts.dtype)
+    return tensor.to(facts.device, dtype, copy=rows is None)
 
 
 class _Stack(NamedTuple):
@@ -299,7 +301,7 @@ class _EachAlone(nn.Module):
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self.rotary = rotary
-        self.layer_types = getattr(rotary, "layer_types", None)
+        self.layer_types = getattr(rotary, "layer_types", ())
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None

@@ -19,6 +19,8 @@ from truedraft.engine.models.checkpoint import Checkpoint, DerivedCheckpoint
 Quantised: TypeAlias = QuantisedBlocks | ScaledBytes
 # What transformers calls the parameters of experts.
 GATE_UP, DOWN = ("experts.gate_up_proj", "experts.up_proj"), ("experts.down_proj",)
+# What it calls a bias that is added to scores where experts are chosen.
+CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,12 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the parameters of a module, and the buffers that checkpoints have, too."""
     buffers = {name: buffer for name, buffer in module.named_buffers() if _is_stored(module, name)}
     return dict(module.named_parameters()) | buffers
+
+
+def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type of a tensor in a model that is computed in ``dtype``: biases that choose experts stay
+    in float32, as in transformers. They may be ten times as large as the scores that they are added to."""
+    return torch.float32 if name.endswith(CHOICE_BIASES) else dtype
 
 
 def _is_stored(module: nn.Module, name: str) -> bool:

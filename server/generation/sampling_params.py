@@ -135,14 +135,14 @@ def longest_request(worker: Ready) -> int:
 
 
 def longest_prompt(worker: Ready) -> tuple[int, str]:
-    """Tokens of the longest prompt that leaves room for a token of output, and what bounds it."""
+    """Tokens of the longest prompt, which may leave no room for output, and what bounds it."""
     longest = longest_request(worker)
     if (lengths := worker.encoder_decoder) is not None:
         return lengths.max_prompt_len, f"This model's encoder reads at most {lengths.max_prompt_len} tokens"
     if longest < worker.max_model_len:
-        return longest - 1, f"This server's cache holds {longest} tokens (setting cache_memory)"
+        return longest, f"This server's cache holds {longest} tokens (setting cache_memory)"
     # OpenAI's own words, by which clients tell this error from others.
-    return longest - 1, f"This model's maximum context length is {longest} tokens"
+    return longest, f"This model's maximum context length is {longest} tokens"
 
 
 def check_prediction(token_ids: list[int] | None, worker: Ready) -> None:
@@ -227,15 +227,14 @@ def _max_tokens(
     """``clamping`` is None where a request for more than there is room for is refused."""
     if worker.encoder_decoder is not None:
         return _max_output(request, num_prompt_tokens, worker, clamping)
-    longest = longest_request(worker)
-    _, limit = longest_prompt(worker)
-    if num_prompt_tokens >= longest:
-        raise ContextLengthError(
-            f"{limit}, but the prompt has {num_prompt_tokens} tokens and at least one more is needed.",
-            param=request.prompt_field,
-        )
-    room = longest - num_prompt_tokens
+    longest, limit = longest_prompt(worker)
     name, asked = _asked_tokens(request)
+    room = longest - num_prompt_tokens
+    if room < (asked != 0):
+        more = " and at least one more is needed" if asked != 0 else ""
+        raise ContextLengthError(
+            f"{limit}, but the prompt has {num_prompt_tokens} tokens{more}.", param=request.prompt_field
+        )
     if asked is None:
         return min(room, int(worker.default_sampling.get("max_new_tokens", room)))
     if clamping is not None:

@@ -4,25 +4,35 @@ Tapes stand in for CUDA graphs and ``torch_kernels`` for those in Triton, as in 
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from tests.engine import torch_kernels
 from tests.engine.graph_gates import PROMPTS, graphs_of
 from tests.engine.test_experts import SIZE, VARIANTS, experts
+from tests.engine.test_gguf import CONFIGS
 from tests.engine.test_round_graphs import kernels_for
 from tests.families import FAMILIES, SHAPE, save_random
+from tests.gguf_models import save_gguf
+from tests.hybrids import HYBRIDS
 from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.cuda.expert_tables import _group, _is_right
 from truedraft.engine.cuda.grouped_experts import GroupedExperts
 from truedraft.engine.layers.linear import Linear, TorchLinear, TorchLinears
+from truedraft.engine.layers.mlp import Experts
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.stacks import CHOICE_BIASES
 from truedraft.engine.runtime.cuda import plan
 from truedraft.engine.runtime.cuda.rows import DeviceRows
 from truedraft.engine.runtime.phases import PhaseRunner
@@ -109,3 +119,34 @@ def test_experts_that_are_not_alike_have_no_table() -> None:
     ]
     for wrong in (*unlike, replace(last, activation="relu2"), replace(last, scales=torch.ones(2 * SIZE))):
         assert _group(replace(part, experts=(*part.experts[:-1], wrong)), torch.float32) is None
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5 in C", "LFM2 with experts"])
+def test_experts_are_chosen_in_float32(name: str, tmp_path: Path) -> None:
+    """Biases of published models exceed 7, where numbers of bfloat16 are 0.03 apart, scores stay below 1."""
+    model_type, values = (FAMILIES | HYBRIDS)[name]
+    folder = save_random(tmp_path, model_type, {**SHAPE, **values})
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    biases = {name: 7 + torch.rand(4) for name in stored if name.endswith(CHOICE_BIASES)}
+    save_file(stored | biases, file, metadata={"format": "pt"})
+    model = load_model(folder, LoadOptions(dtype=torch.bfloat16, native_kernels=False))
+    assert isinstance(model, FusedDecoder)
+    routers = [layer.mlp.router for layer in model.weights.layers if isinstance(layer.mlp, Experts)]
+    found = [router.choice_bias for router in routers]
+    assert all(map(torch.equal, found, biases.values()))  # type: ignore[arg-type]
+    x, checkpoint = torch.randn(3, 32).bfloat16(), load_file(file)
+    weights = [checkpoint[name] for name in sorted(checkpoint) if name.endswith("mlp.gate.weight")]
+    # LFM2's routers multiply in bfloat16.
+    for router, weight in zip(routers, weights, strict=False):
+        assert torch.equal(router.linear(x), F.linear(x.float(), weight.bfloat16().float()))
+
+
+def test_experts_of_a_gguf_file_are_chosen_in_float32(tmp_path: Path) -> None:
+    module = save_gguf(tmp_path / "model.gguf", CONFIGS["glm4moe"], "F32")
+    found = load_causal_model(str(tmp_path / "model.gguf"), LoadOptions(dtype=torch.bfloat16), "eager")
+    kept = {name: tensor for name, tensor in found.named_buffers() if name.endswith(CHOICE_BIASES)}
+    assert kept
+    for name, tensor in kept.items():
+        assert torch.equal(tensor, module.get_buffer(name))
+        assert not torch.equal(tensor, tensor.bfloat16())

@@ -114,7 +114,7 @@ def test_with_a_seed_the_draft_changes_nothing(pairs: dict[str, Pair], family: s
     [("t5", "block"), ("bart", "rejection"), ("marian", "coupled")],
 )
 def test_sampled_is_the_targets(tiny_pairs: dict[str, Pair], family: str, verification: str) -> None:
-    gates.sampled_is_the_targets(tiny_pairs[family], verification, in_flight=8, num_samples=1200)
+    gates.sampled_is_the_targets(tiny_pairs[family], verification, in_flight=32, num_samples=1200)
 
 
 def test_sampled_one_at_a_time(tiny_pairs: dict[str, Pair]) -> None:

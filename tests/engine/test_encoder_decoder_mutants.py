@@ -173,4 +173,4 @@ def test_planted_bug_shows_in_samples(
     monkeypatch.setattr(build, "native_backend", lambda: None)  # some are planted in torch's way of drawing
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        gates.sampled_is_the_targets(tiny_pairs[family], "rejection", in_flight=8, num_samples=1200)
+        gates.sampled_is_the_targets(tiny_pairs[family], "rejection", in_flight=32, num_samples=1200)

@@ -1,6 +1,10 @@
 """GGUF files as targets and drafts: transformers' logits, bits that depend on nothing, clear refusals."""
 
+import math
+from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +15,24 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeSharedConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -28,10 +40,13 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
     YoutuConfig,
 )
 
-from tests.gguf_models import save_gguf
+from tests import gguf_models
+from tests.gguf_models import join, save_gguf
 from tests.models import make_engine, run_engine
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, read_gguf
@@ -39,7 +54,7 @@ from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import gguf_experts
+from truedraft.engine.models import gguf_config, gguf_experts
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.families.fit import has_experts
@@ -107,6 +122,23 @@ MULTIPLIERS: dict[str, Any] = {
     "logits_scaling": 2.0,
 }
 CONFIGS["granite"] = GraniteConfig(**SHAPE, **MULTIPLIERS)
+# The fourth layer of these is another.
+FOUR_LAYERS: dict[str, Any] = SHAPE | {"num_hidden_layers": 4}
+HALF_TURNED: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+}
+CONFIGS |= {
+    "smollm3": SmolLM3Config(**FOUR_LAYERS),
+    "olmo2": Olmo2Config(**SHAPE),
+    "olmo2 with windows": Olmo3Config(**FOUR_LAYERS, sliding_window=6),
+    "exaone4 with windows": Exaone4Config(**FOUR_LAYERS, sliding_window=6),
+    "gemma": GemmaConfig(**SHAPE, head_dim=32),
+    "hunyuan-dense": HunYuanDenseV1Config(**SHAPE, head_dim=32),
+    "ernie4_5": Ernie4_5Config(**SHAPE, head_dim=32),
+    "glm4": Glm4Config(**SHAPE, head_dim=32, attention_bias=True, **HALF_TURNED),
+    "chatglm": GlmConfig(**SHAPE, head_dim=64, attention_bias=True, **HALF_TURNED),
+    "seed_oss": SeedOssConfig(**SHAPE, head_dim=32, attention_bias=True, attention_out_bias=False),
+}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 CONFIGS |= {
     "llama with experts": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
@@ -201,10 +233,25 @@ def expected_logits(module: Any) -> torch.Tensor:
     return logits
 
 
+Saved = Callable[[str], tuple[Path, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Returns the file of a config, which is written once, and transformers' logits."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    @cache
+    def save(name: str) -> tuple[Path, torch.Tensor]:
+        path = folder / f"{name}.gguf"
+        return path, expected_logits(save_gguf(path, CONFIGS[name]))
+
+    return save
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_dequantised_files_are_the_model_they_were_made_from(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    expected = expected_logits(save_gguf(path, CONFIGS[name]))
+def test_dequantised_files_are_the_model_they_were_made_from(name: str, saved: Saved) -> None:
+    path, expected = saved(name)
     model = load(path, compact=False)
     assert not isinstance(model.weights.head, QuantisedLinear)
     assert torch.allclose(logits_in(model, [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
@@ -214,9 +261,8 @@ def test_dequantised_files_are_the_model_they_were_made_from(name: str, tmp_path
 
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    expected = expected_logits(save_gguf(path, CONFIGS[name]))
+def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, saved: Saved) -> None:
+    path, expected = saved(name)
     model = load(path)
     weights = model.weights
     assert isinstance(weights.embeddings, QuantisedEmbeddings)
@@ -268,9 +314,10 @@ def test_phi3_serves_the_texts_for_which_its_frequencies_are_the_same(tmp_path: 
     assert load(path).max_position == 128
 
 
-def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "exaone4 with windows"])
+def test_rotary_frequencies_are_divided(name: str, tmp_path: Path) -> None:
     path, factors = tmp_path / "model.gguf", np.linspace(1, 8, 32, dtype=np.float32)
-    module = save_gguf(path, CONFIGS["llama"], rope_freqs=factors)
+    module = save_gguf(path, CONFIGS[name], rope_freqs=factors)
     without = expected_logits(module)
     module.model.rotary_emb.inv_freq /= torch.from_numpy(factors)
     expected = expected_logits(module)
@@ -278,6 +325,51 @@ def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
     assert torch.allclose(logits_in(load(path, compact=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
     reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_positions_are_scaled_in_layers_without_windows(tmp_path: Path) -> None:
+    """OLMo 3 is the only one with both."""
+    path, config = tmp_path / "model.gguf", deepcopy(CONFIGS["olmo2 with windows"])
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+    config.rope_parameters["full_attention"] = yarn
+    more = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    # Converters write the whole factor, which llama.cpp knows.
+    more["yarn_attn_factor"] = 1 + 0.1 * math.log(4)
+    module = save_gguf(path, config, **{f"olmo2.rope.scaling.{key}": value for key, value in more.items()})
+    found = logits_in(load(path, compact=False), [len(IDS)])
+    assert torch.allclose(found, expected_logits(module), atol=2e-4, rtol=1e-4)
+    more["yarn_attn_factor"] = 1.3
+    save_gguf(path, config, **{f"olmo2.rope.scaling.{key}": value for key, value in more.items()})
+    assert "has olmo2.rope.scaling.yarn_attn_factor = 1.3; only 1 or 1.13863 is served" in refusal(path)
+
+
+def test_windows_of_exaone_that_files_do_not_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large model has them; in models of other sizes all layers see all, and turn."""
+    path, config = tmp_path / "model.gguf", CONFIGS["exaone4 with windows"]
+    monkeypatch.setattr(gguf_models, "WITH_WINDOWS", ())
+    module = save_gguf(path, config)
+    windowed = expected_logits(module)
+    found = logits_in(load(path, compact=False), [len(IDS)])
+    assert not torch.allclose(found, windowed, atol=1e-2)
+    monkeypatch.setattr(gguf_config, "EXAONE_LAYERS", config.num_hidden_layers)
+    monkeypatch.setattr(gguf_config, "EXAONE_WINDOW", 6)
+    found = logits_in(load(path, compact=False), [len(IDS)])
+    assert torch.allclose(found, windowed, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "seed_oss"])
+def test_joined_matrices_are_those_they_are_made_of(name: str, saved: Saved, tmp_path: Path) -> None:
+    """Queries, keys and values in one tensor, gates of experts with what they gate: blocks stay blocks."""
+    source, path = saved(name)[0], tmp_path / "joined.gguf"
+    join(source, path)
+    apart, joined = read_gguf(str(source)).tensors, read_gguf(str(path)).tensors
+    assert "blk.1.attn_qkv.weight" in joined
+    assert ("blk.1.ffn_gate_up_exps.weight" in joined) == ("blk.1.ffn_up_exps.weight" in apart)
+    assert not any(part in stored for stored in joined for part in (".attn_q.", ".attn_v.", "_up_exps.b"))
+    model = load(path)
+    assert all(isinstance(each, QuantisedLinear) for each in model.weights.layers[1].mixer.linears)
+    assert torch.equal(logits_in(model, [len(IDS)]), logits_in(load(source), [len(IDS)]))
 
 
 def test_latent_vectors_in_files_of_before(tmp_path: Path) -> None:
@@ -399,7 +491,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     save_gguf(path, CONFIGS["llama"])
     content = path.read_bytes()
     path.write_bytes(content.replace(b"llama", b"mamba"))
-    assert "has the architecture mamba; of GGUF files llama, qwen2, qwen3, phi3, gemma2" in refusal(path)
+    assert "has the architecture mamba; of GGUF files llama, seed_oss, smollm3, qwen2" in refusal(path)
     save_gguf(path, CONFIGS["llama"], **{"llama.rope.scaling.type": "su"})
     assert "scales its positions by su" in refusal(path)
     name = b"blk.0.attn_v.weight"

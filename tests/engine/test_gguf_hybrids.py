@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.test_hybrid_families import CUTS, expected_logits, logits_in
 from tests.families import save_random
 from tests.gguf_hybrids import save_hybrid_gguf
+from tests.gguf_models import join
 from tests.hybrids import (
     CONV_FIRST,
     EXPERTS,
@@ -26,6 +27,7 @@ from tests.hybrids import (
     nemotron,
 )
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.formats.gguf_file import read_gguf
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import GgufCheckpoint, open_gguf
 from truedraft.engine.models.loader import load_causal_model, load_model, requantised
@@ -113,6 +115,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return str(folders[name])
 
     return get
+
+
+def test_joined_matrices_of_a_hybrid(folder: Callable[[str], str], tmp_path: Path) -> None:
+    """Queries have gates; a recurrent layer has a matrix of the joined name, which is another."""
+    source, path = tmp_path / "model.gguf", tmp_path / "joined.gguf"
+    save_hybrid_gguf(source, folder("Qwen3-Next"))
+    join(source, path)
+    joined = read_gguf(str(path)).tensors
+    assert {f"blk.{layer}.attn_qkv.weight" for layer in range(3)} < joined.keys()
+    assert not any(".attn_q." in name or "_up_exps" in name for name in joined if "gate_up" not in name)
+    found, expected = (logits_in(load_model(str(file), LoadOptions()), CUTS[1]) for file in (path, source))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -81,13 +81,14 @@ def base(architecture: str) -> Content:
     with_experts = architecture in EXPERTS
     architecture = architecture.removesuffix(" with experts")
     # Heads of these make up the hidden size, and OLMoE's are all the same.
-    heads, kv_heads = (2, 1) if architecture in ("phi3", "qwen2moe") else (4, 2)
+    is_whole = architecture in ("phi3", "qwen2moe", "olmo2", "exaone4", "chatglm")
+    heads, kv_heads = (2, 1) if is_whole else (4, 2)
     if architecture == "olmoe":
         heads = kv_heads = 2
     shapes = _matrices(architecture, with_experts, heads * HEAD_SIZE, kv_heads * HEAD_SIZE)
     norms, biases = _norms(architecture, heads), _biases(architecture, shapes)
     tensors = {"token_embd.weight": matrix(VOCAB_SIZE, HIDDEN), "output_norm.weight": vector(HIDDEN, 1)}
-    if architecture != "gemma2":
+    if architecture not in ("gemma", "gemma2"):
         tensors["output.weight"] = matrix(VOCAB_SIZE, HIDDEN)
     for layer in range(LAYERS):
         tensors |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
@@ -110,6 +111,9 @@ def _matrices(architecture: str, with_experts: bool, queries: int, keys: int) ->
     if architecture == "phi3":
         shapes = {name: shapes[name] for name in ("attn_output", "ffn_down")}
         shapes |= {"attn_qkv": (queries + 2 * keys, HIDDEN), "ffn_up": (2 * INNER, HIDDEN)}
+    if architecture in ("glm4", "chatglm"):
+        shapes.pop("ffn_gate")
+        shapes["ffn_up"] = (2 * INNER, HIDDEN)
     if with_experts:
         shapes = {name: shape for name, shape in shapes.items() if name.startswith("attn")}
         shapes |= {"ffn_gate_inp": (NUMBER, HIDDEN)}
@@ -125,7 +129,9 @@ def _matrices(architecture: str, with_experts: bool, queries: int, keys: int) ->
 def _norms(architecture: str, heads: int) -> dict[str, int]:
     """Returns the sizes of a layer's norms, and of what else multiplies or adds."""
     norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
-    if architecture in ("gemma2", "gemma3"):
+    if architecture in ("olmo2", "exaone4"):
+        norms = {}
+    if architecture in ("gemma2", "gemma3", "glm4", "olmo2", "exaone4"):
         norms |= {"post_attention_norm": HIDDEN, "post_ffw_norm": HIDDEN}
     if architecture == "qwen2moe":
         norms |= {"ffn_gate_inp_shexp": HIDDEN}
@@ -133,16 +139,18 @@ def _norms(architecture: str, heads: int) -> dict[str, int]:
         norms |= {"attn_q_norm": HIDDEN, "attn_k_norm": HIDDEN}
     if architecture == "gpt-oss":
         norms = {"attn_norm": HIDDEN, "post_attention_norm": HIDDEN, "attn_sinks": heads}
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "seed_oss"):
         norms = {"attn_norm": HIDDEN, "post_attention_norm": HIDDEN}
-    if architecture in ("qwen3", "gemma3", "qwen3moe", "glm4moe"):
+    if architecture == "olmo2":
+        norms |= {"attn_q_norm": heads * HEAD_SIZE, "attn_k_norm": heads // 2 * HEAD_SIZE}
+    if architecture in ("qwen3", "gemma3", "qwen3moe", "glm4moe", "exaone4", "hunyuan-dense"):
         norms |= {"attn_q_norm": HEAD_SIZE, "attn_k_norm": HEAD_SIZE}
     return norms
 
 
 def _biases(architecture: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a layer's biases."""
-    if architecture in ("qwen2", "qwen2moe"):
+    if architecture in ("qwen2", "qwen2moe", "glm4", "chatglm", "seed_oss"):
         return {name: shapes[name][:1] for name in ("attn_q", "attn_k", "attn_v")}
     if architecture == "gpt-oss":
         return {name: shape[:-1] for name, shape in shapes.items()}
@@ -164,12 +172,14 @@ def _metadata(architecture: str, with_experts: bool, heads: int, kv_heads: int) 
         "rope.dimension_count": HEAD_SIZE,
         "vocab_size": VOCAB_SIZE,
     }
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    if architecture in ("gemma2", "gemma3", "phi3", "olmo2", "exaone4"):
         metadata["attention.sliding_window"] = 6
     if architecture == "gemma2":
         metadata |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "olmo2", "exaone4"):
         metadata["attention.sliding_window_pattern"] = 2
+    if architecture in ("glm4", "chatglm"):
+        metadata["rope.dimension_count"] = HEAD_SIZE // 2
     if with_experts:
         metadata |= {"expert_count": NUMBER, "expert_used_count": 2}
         if architecture in ("qwen2moe", "qwen3moe", "gpt-oss", "glm4moe"):
@@ -203,6 +213,15 @@ def _metadata(architecture: str, with_experts: bool, heads: int, kv_heads: int) 
 
 # Architectures with experts, of which only these keys are changed: the others go the same ways as elsewhere.
 EXPERTS = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "llama with experts", "glm4moe", "granitemoe")
+# These share what reads most keys with others: only keys are changed that say something else of them.
+SHARING = (
+    *("qwen2", "qwen3", "smollm3", "olmo2", "seed_oss", "glm4", "exaone4", "hunyuan-dense", "ernie4_5"),
+    *("gemma", "chatglm"),
+)
+OWN_KEYS = (
+    *("attention.head_count", "attention.key_length", "attention.scale", "attention.sliding"),
+    *("rope.dimension", "rope.freq_base", "rope.scaling.alpha"),
+)
 # In some of them all tokens take an expert of this size.
 SHARED = {"qwen2moe": INNER, "granitemoe": INNER, "glm4moe": EXPERT}
 KEYS_OF_EXPERTS = (
@@ -350,7 +369,12 @@ def key_mutations(content: Content) -> Iterator[Content]:
         changes += [{key: value} for key in IF_THERE if key in content.metadata for value in IF_THERE[key]]
         yield from changed_keys(content, changes)
         return
-    changes = [{key: value} for key, values in VALUES.items() for value in values]
+    is_sharing = content.architecture in SHARING
+    kept = {key: values for key, values in VALUES.items() if not is_sharing or key.startswith(OWN_KEYS)}
+    changes = [{key: value} for key, values in kept.items() for value in values]
+    if is_sharing:
+        yield from changed_keys(content, [*changes, TOGETHER[0], TOGETHER[-1]])
+        return
     for key in ("attention.head_count", "attention.head_count_kv"):
         changes.append({key: [content.metadata[key]] * LAYERS})
     yield from changed_keys(content, changes + TOGETHER)
@@ -369,10 +393,16 @@ def changed_keys(content: Content, changes: list[dict[str, Any]]) -> Iterator[Co
 
 
 def is_changed(content: Content, name: str) -> bool:
-    """Tells whether a tensor is: of two layers that of one, and among experts only what is their own."""
-    own = ("ffn", "sinks", "attn_qkv", "attn_gate", "ssm_ba")
-    of_experts = any(part in name for part in own) or name.startswith("output")
-    return not name.startswith("blk.1") and ("expert_count" not in content.metadata or of_experts)
+    """Tells whether a tensor is: of two layers that of one, and only what is their own among experts, and
+    among architectures that share the rest with others."""
+    if name.startswith("blk.1"):
+        return False
+    own: tuple[str, ...] = ("",)
+    if "expert_count" in content.metadata:
+        own = ("ffn", "sinks", "attn_qkv", "attn_gate", "ssm_ba")
+    elif content.architecture in SHARING:
+        own = ("norm", "ffn_up", "attn_k.bias")
+    return name.startswith("output") or any(part in name for part in own)
 
 
 def removed_tensors(content: Content) -> Iterator[Content]:
@@ -455,8 +485,8 @@ MUTATIONS: dict[str, Callable[[Content], Iterator[Content]]] = {
 # Files served as by llama.cpp, and refused, by kind of mutation.
 COUNTS = {
     "llama": [(19, 66), (1, 11), (0, 19), (4, 27)],
-    "qwen2": [(18, 67), (1, 14), (0, 22), (4, 27)],
-    "qwen3": [(18, 67), (1, 13), (0, 21), (2, 29)],
+    "qwen2": [(6, 22), (1, 5), (0, 8), (1, 18)],
+    "qwen3": [(6, 22), (1, 6), (0, 9), (2, 17)],
     "phi3": [(16, 70), (1, 8), (0, 14), (4, 25)],
     "gemma2": [(27, 61), (0, 13), (0, 19), (0, 31)],
     "gemma3": [(21, 65), (1, 15), (0, 23), (2, 29)],
@@ -468,6 +498,15 @@ COUNTS = {
     "granite": [(22, 63), (1, 11), (0, 19), (2, 29)],
     "glm4moe": [(10, 30), (1, 8), (0, 17), (4, 21)],
     "granitemoe": [(12, 34), (1, 9), (0, 18), (4, 21)],
+    "smollm3": [(6, 22), (1, 4), (0, 7), (1, 18)],
+    "olmo2": [(11, 18), (0, 7), (0, 9), (1, 18)],
+    "seed_oss": [(6, 22), (1, 5), (0, 8), (1, 18)],
+    "glm4": [(5, 22), (1, 7), (0, 10), (1, 18)],
+    "exaone4": [(11, 18), (1, 6), (0, 9), (3, 16)],
+    "hunyuan-dense": [(6, 22), (1, 6), (0, 9), (2, 17)],
+    "ernie4_5": [(6, 22), (1, 4), (0, 7), (1, 18)],
+    "gemma": [(6, 22), (0, 4), (0, 5), (0, 19)],
+    "chatglm": [(6, 21), (1, 5), (0, 8), (1, 18)],
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import VOCAB_SIZE, save_random
-from tests.hybrids import HYBRIDS
+from tests.hybrids import HYBRID, HYBRIDS
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
@@ -76,6 +76,18 @@ def test_logits_are_those_of_transformers(folder: Callable[[str], str], family: 
     assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
     for logits in others:
         assert torch.equal(logits, whole) or not model.is_native
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "lfm3"])
+def test_layers_may_all_be_convolutions(model_type: str, tmp_path: Path) -> None:
+    """Nothing is turned then; transformers' own cache does not know such a model of LFM3."""
+    path = save_random(tmp_path, model_type, {**HYBRID, "layer_types": ["conv"] * 3})
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = module(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
+    for native in (True, False):
+        found = logits_in(load_model(path, LoadOptions(native_kernels=native)), CUTS[1])
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_steps_have_the_limits_of_the_makers(folder: Callable[[str], str], tmp_path: Path) -> None:

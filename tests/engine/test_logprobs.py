@@ -1,11 +1,15 @@
 """Log-probabilities are those of a fresh forward of the final text, however many tokens a round gave."""
 
+from typing import Any
+
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import Models
 from tests.models import make_engine
+from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 
@@ -80,6 +84,30 @@ def test_prompt_logprobs_in_chunks(models: Models, chunk: int) -> None:
     check(known, fresh_logprobs(models, PROMPT), 2)
     assert all(output.prompt_logprobs is None for output in outputs[1:])
     assert all(output.logprobs is None for output in outputs)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_model_len": 40, "step_seconds": 0.05}, {"cache_memory": "20KiB"}], ids=str
+)
+def test_prompts_that_are_scored_alone_fill_the_context(models: Models, limits: dict[str, Any]) -> None:
+    """The token after such a prompt is drawn, but has no place in a cache."""
+    core = make_engine(models.target, models.close_draft, method="auto", **limits)
+    pool = core.scheduler.target_pool
+    longest = min(core.admission.max_model_len, pool.num_blocks * pool.block_size)
+    assert longest == 40
+    prompt = (PROMPT * 4)[:longest]
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0, num_speculative_tokens=0)
+    (output,) = run(core, prompt, scored)
+    entries = [entry for entry in output.prompt_logprobs or [] if entry is not None]
+    check(entries, fresh_logprobs(models, prompt), 0)
+    assert pool.num_free == pool.num_blocks
+    for length, params in (
+        (longest + 1, scored),
+        (longest, msgspec.structs.replace(scored, prompt_logprobs=None)),
+        (longest, msgspec.structs.replace(scored, max_tokens=2)),
+    ):
+        with pytest.raises(RequestError):
+            core.add(Generate("r", (PROMPT * 4)[:length], params))
 
 
 def test_prompt_logprobs_beside_others_and_after_preemption(models: Models) -> None:

@@ -114,8 +114,10 @@ def save_other(folder: Path, other: Other) -> tuple[str, NaiveMtp]:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layouts_and_experts(tmp_path: Path, name: str) -> None:
     target, head = save_other(tmp_path / "target", OTHERS[name])
-    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [5]]
-    compare_with_definition(head, mtp_engine(target), prompts, structs.replace(GREEDY, max_tokens=12))
+    prompts, core = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [5]], mtp_engine(target)
+    compare_with_definition(head, core, prompts, structs.replace(GREEDY, max_tokens=12))
+    models = [runner.model.weights for runner in (core.target, core.scheduler.proposers[0].runner)]  # type: ignore[attr-defined]
+    assert models[0].rotary is models[1].rotary  # a table of angles is as long as the context
 
 
 @pytest.mark.parametrize("name", ["GLM-4.5", "Qwen3-Next"])

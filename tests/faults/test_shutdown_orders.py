@@ -29,7 +29,7 @@ def test_an_end_that_is_taken_back_is_noticed() -> None:
 
 
 async def advanced(leave: Any, *phases: Phase) -> Server:
-    server = Server(uvicorn.Config(lambda: None), drain_timeout=0.1, leave=leave)
+    server = Server(uvicorn.Config(lambda: None, log_config=None), drain_timeout=0.1, leave=leave)
     for phase in phases:
         server.advance(phase)
     return server

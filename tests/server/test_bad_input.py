@@ -162,6 +162,14 @@ def test_prompts_around_the_context(server: RunningServer, as_ids: bool) -> None
         assert f"the prompt has {length} {unit}" in error["message"]
     error = refused(server, COMPLETIONS, prompt(CONTEXT - 1) | {"max_tokens": 2})
     assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    # No token more is needed where none is asked for.
+    for scored in ({}, {"logprobs": 1}):
+        none = {"max_tokens": 0, "echo": True} | scored
+        fits = server.post(COMPLETIONS, prompt(CONTEXT) | none)
+        assert fits.status_code == 200, fits.text
+        assert fits.json()["usage"]["total_tokens"] == CONTEXT
+        error = refused(server, COMPLETIONS, prompt(CONTEXT + 1) | none)
+        assert f"the prompt has {CONTEXT + 1} tokens." in error["message"]
 
 
 def test_chats_around_the_context(server: RunningServer) -> None:

@@ -38,9 +38,9 @@ def rotary_name(config: Any) -> str:
 
 
 def rotary_module(module: Any) -> nn.Module:
-    """Returns transformers' module of the angles, or what stands in for it."""
+    """Returns transformers' module of the angles, or what stands in for it where no layer attends."""
     found = getattr(module.model, rotary_name(module.config), None)
-    return NoAngles() if found is None else found
+    return found if found is not None and head_sizes(module) else NoAngles()
 
 
 def make_rotary(module: Any, config: Any, like: torch.Tensor) -> Rotary:

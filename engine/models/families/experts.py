@@ -3,7 +3,7 @@
 from operator import attrgetter
 from typing import Any
 
-from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.linear import Linear, TorchLinear, WideLinear
 from truedraft.engine.layers.mlp import Activation, Experts, GatedMlp, Router
 from truedraft.engine.models.families.family import ExpertSpec, setting
 from truedraft.engine.models.linear import Make
@@ -25,10 +25,12 @@ def make_experts(
         matrix = Matrix(own, name, f"{name}_bias", number, spec.reads_pairs, is_paired)
         return make([matrix], multiplier)
 
-    number = int(own.num_experts)
+    number, chooses = int(own.num_experts), make([Matrix(router)], 1.0)
+    if spec.has_wide_router and isinstance(chooses, TorchLinear):
+        chooses = WideLinear(chooses)
     return Experts(
         router=Router(
-            linear=make([Matrix(router)], 1.0),
+            linear=chooses,
             num_experts=number,
             num_chosen=int(getattr(config, spec.chosen)),
             scoring=spec.scoring,

@@ -84,6 +84,8 @@ class ExpertSpec:
     router: str = "gate"
     chosen: str = "num_experts_per_tok"
     scoring: Scoring = "softmax"
+    # The router multiplies in float32 in models of 16 bits, too.
+    has_wide_router: bool = False
     renormalises: Callable[[Any], bool] = attrgetter("norm_topk_prob")
     added_to_sum: float = 0.0
     # This is added to scores where experts are chosen, below the block; None, and a model may lack it.

@@ -80,6 +80,7 @@ GRANITE_SHARED = replace(
 DEEPSEEK = Family(attention=AttentionSpec(has_latents=True), fits=deepseek.fits)
 SIGMOIDS = ExpertSpec(
     scoring="sigmoid",
+    has_wide_router=True,
     choice_bias=attrgetter("gate.e_score_correction_bias"),
     multiplier="routed_scaling_factor",
     shared="mlp.shared_experts",
@@ -99,8 +100,8 @@ LFM_2 = Family(
 FAMILIES: dict[str, Family] = {
     "llama": Family(gguf="llama"),
     "mistral": Family(attention=CONFIG_WINDOWED),
-    "seed_oss": Family(),
-    "smollm3": Family(attention=replace(WINDOWED, rotates=attrgetter("use_rope"))),
+    "seed_oss": Family(gguf="seed_oss"),
+    "smollm3": Family(attention=replace(WINDOWED, rotates=attrgetter("use_rope")), gguf="smollm3"),
     "qwen2": Family(attention=WINDOWED, gguf="qwen2"),
     "qwen3": replace(QWEN_3, gguf="qwen3"),
     "phi3": Family(
@@ -108,10 +109,10 @@ FAMILIES: dict[str, Family] = {
         mlp=MlpSpec(gate_up=("gate_up_proj",)),
         gguf="phi3",
     ),
-    "gemma": GEMMA,
+    "gemma": replace(GEMMA, gguf="gemma"),
     "gemma2": replace(GEMMA_2, attention=replace(WINDOWED, softcap="attn_logit_softcapping"), gguf="gemma2"),
     "gemma3_text": replace(GEMMA_2, attention=replace(WINDOWED, head_norm="each"), gguf="gemma3"),
-    "olmo2": OLMO_2,
+    "olmo2": replace(OLMO_2, gguf="olmo2"),
     "olmo3": replace(OLMO_2, attention=replace(ALL_NORMED, window=WINDOW)),
     "exaone4": replace(
         OLMO_2,
@@ -120,15 +121,22 @@ FAMILIES: dict[str, Family] = {
             rotates=lambda attention: attention.is_sliding or attention.sliding_window is None,
             window=lambda attention: attention.sliding_window if attention.is_sliding else None,
         ),
+        gguf="exaone4",
     ),
     "hunyuan_v1_dense": Family(
         attention=AttentionSpec(
             head_norm="each", head_norm_names=("query_layernorm", "key_layernorm"), norm_after_rotary=True
-        )
+        ),
+        gguf="hunyuan-dense",
     ),
-    "ernie4_5": Family(attention=AttentionSpec(interleaved=True)),
-    "glm": GLM,
-    "glm4": replace(GLM, mixer_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"),
+    "ernie4_5": Family(attention=AttentionSpec(interleaved=True), gguf="ernie4_5"),
+    "glm": replace(GLM, gguf="chatglm"),
+    "glm4": replace(
+        GLM,
+        mixer_post_norm="post_self_attn_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+        gguf="glm4",
+    ),
     "cohere2": Family(
         attention=AttentionSpec(
             interleaved=True,
@@ -171,6 +179,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": replace(
         DEEPSEEK,
         experts=ExpertSpec(
+            has_wide_router=True,
             renormalises=lambda config: False,
             multiplier="routed_scaling_factor",
             groups=deepseek.limited_groups,
@@ -289,6 +298,7 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertSpec(
             block="mixer",
             scoring="sigmoid",
+            has_wide_router=True,
             choice_bias=attrgetter("gate.e_score_correction_bias"),
             multiplier="routed_scaling_factor",
             gate_up="up_proj",
