@@ -49,6 +49,9 @@ class Proposer:
     ``max_len`` is the longest sequence that it can draft for. ``need`` is what a row that drafts with it asks
     of a runner. ``draws``: the sampler draws its drafts, greedily or at random as a request asks
     (``draft_sample_method``).
+
+    One that cannot lag and has pools lets go of sequences while drafting does not pay: their blocks are given
+    back, ``observe`` is told no more of them, and it drafts for none of them again.
     """
 
     name: str
@@ -77,6 +80,11 @@ class Proposer:
     def runners(self) -> Sequences[Any]:
         """Returns the ``ModelRunner`` of each model that it drafts with, for a report of their memory."""
         return ()
+
+    @property
+    def lets_go(self) -> bool:
+        """Tells whether following a sequence takes blocks, which are given back while it does not pay."""
+        return not self.can_lag and bool(self.pools)
 
     def attach(self, target: Any) -> None:
         """Learns whom it drafts for, before its first step: the target's ``ModelRunner``."""

@@ -49,7 +49,7 @@ class Scheduler:
         self.target_pool = target_pool
         self.proposers = proposers
         self._need_of = {proposer.name: proposer.need for proposer in proposers}
-        self._followers = [proposer for proposer in proposers if not proposer.can_lag]
+        self._followers = [proposer for proposer in proposers if proposer.lets_go]
         self.max_num_sequences = max_num_sequences
         self.max_num_batched_tokens = max_num_batched_tokens
         self.planner = planner

@@ -86,8 +86,7 @@ class Sequence:
         return len(self.token_ids)
 
     def is_followed_by(self, source: str) -> bool:
-        """Tells whether a source may draft for it: one that cannot lag the target must have been told of it
-        from its first token on."""
+        """Tells whether a source may draft for it: one that cannot lag must have been told of all of it."""
         return source in self.sources and source not in self.unfollowed
 
     def insists_on(self, source: str) -> bool:

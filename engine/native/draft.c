@@ -196,7 +196,7 @@ static int draw_drafts(const Drafter *drafter, const Rounds *rounds, Scratch *sc
  * but the pending one. Those of a text's first token are not known before it has been computed. */
 static int can_draft(const Drafter *drafter, const Rounds *rounds, const Row *row) {
     if (!is_head(drafter)) return row->num_tokens - row->num_draft_computed <= rounds->max_missed;
-    return row->waiting && row->num_waiting > 0 && row->num_draft_computed + row->num_waiting == row->num_tokens - 1;
+    return row->num_waiting > 0 && row->num_draft_computed + row->num_waiting == row->num_tokens - 1;
 }
 
 /* How much a row drafts in a round: it emits one token more, and the text must hold it. */

@@ -140,13 +140,13 @@ class PhaseRunner:
         ``standing`` has the states of all ``taps``."""
         for proposer in self.observers:
             places = [self.taps.index(tap) for tap in self._taps_of[proposer.name]]
-            proposer.observe(
-                [
-                    replace(one, hidden=None if one.hidden is None else _columns(one.hidden, places))
-                    for one in standing
-                    if one.sequence.is_followed_by(proposer.name)
-                ]
-            )
+            told = [
+                replace(one, hidden=None if one.hidden is None else _columns(one.hidden, places))
+                for one in standing
+                if one.sequence.is_followed_by(proposer.name)
+            ]
+            if told:
+                proposer.observe(told)
 
     def _round(
         self,

@@ -141,7 +141,7 @@ class SpeculationPlanner:
         self.stops = stops
         self.policy = Policy(costs)
         self.proposers = {proposer.name: proposer for proposer in proposers}
-        self._followers = [proposer.name for proposer in proposers if not proposer.can_lag]
+        self._followers = [proposer.name for proposer in proposers if proposer.lets_go]
         self._sources: dict[str, Lookup] = {lookup.name: lookup for lookup in lookups}
         self._explorer = Explorer()  # its options are texts that may repeat themselves
         self._now = 0.0  # seconds of all steps
@@ -210,11 +210,8 @@ class SpeculationPlanner:
             name: {row.sequence: row.group for row in open_rows if name in row.proposers}
             for name in self.proposers
         }
-
         followed = {
-            name: rows.keys()
-            if self.proposers[name].can_lag
-            else [sequence for sequence in rows if sequence.is_followed_by(name)]
+            name: [sequence for sequence in rows if sequence.is_followed_by(name)]
             for name, rows in by_source.items()
         }
 
@@ -261,11 +258,11 @@ class SpeculationPlanner:
             return []
         return [
             source
-            for source, proposer in self.proposers.items()
+            for source in self.proposers
             if not (
-                self.policy.expects(source)
-                if proposer.can_lag
-                else self.policy.wants(source) or sequence.insists_on(source)
+                self.policy.wants(source) or sequence.insists_on(source)
+                if source in self._followers
+                else self.policy.expects(source)
             )
         ]
 
@@ -428,11 +425,10 @@ class SpeculationPlanner:
 
     def _plain_shape(self, step: Observed) -> Shape:
         """Returns the shape of rounds without drafts, in which a proposer may have followed rows."""
-        rows, source, num_told = step.plan.rows, step.option.choice.plan.source, 0
-        for name in self._followers:
-            num_told = sum([part.sequence.is_followed_by(name) for part in rows])
-            source = name if num_told else source
-        return Shape(len(rows), step.option.costs_as, source=source, num_told=num_told)
+        rows, source = step.plan.rows, step.option.choice.plan.source
+        told = {name: sum([part.sequence.is_followed_by(name) for part in rows]) for name in self._followers}
+        source = max(told, key=told.__getitem__, default=source)
+        return Shape(len(rows), step.option.costs_as, source=source, num_told=told.get(source, 0))
 
     def _learn_confidences(self, parts: list[ScheduledSequence], first: Round) -> None:
         """Learns how sure proposers were of what they have drafted in a step's first round."""

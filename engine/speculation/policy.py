@@ -452,6 +452,9 @@ class Policy:
             source, length = starting.source, starting.usual_length
             scouts, catch_up = self._scouts(best, batch, source)
         least = _least_rounds(option)
+        if followed := batch.followed.get(source):
+            # The fewer drafts a round verifies, the more rounds it takes to learn as much.
+            least *= math.ceil(len(batch.rows[source]) / len(followed))
         exploration = Exploration(option, source, length, scouts, least)
         plan, _ = self._explored(exploration, best, batch)
         # It takes a whole step: later rounds of a step are faster, and the active plan has those.

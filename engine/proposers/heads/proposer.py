@@ -86,8 +86,6 @@ class HeadProposer(Proposer):
 
     @torch.inference_mode()
     def observe(self, observations: Sequences[Observation]) -> None:
-        if not observations:
-            return
         hidden = [seen.hidden for seen in observations if seen.hidden is not None]
         states = self.head.states(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
         parts = torch.split(states, [len(seen.token_ids) for seen in observations])

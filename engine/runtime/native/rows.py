@@ -115,8 +115,7 @@ class NativeRow:
             states = None if waiting is None else waiting.states
             place = None if states is None else address(states, torch.float32, tuple(states.shape))
             self.waiting, self.row.waiting = waiting, place
-        if waiting is not None:
-            self.row.num_waiting = waiting.num_tokens
+        self.row.num_waiting = 0 if waiting is None else waiting.num_tokens
 
     def update(self, part: ScheduledSequence) -> int:
         """Prepares the sequence's ``part`` in a step; returns how many tokens a draft model computes before
