@@ -217,6 +217,12 @@ def test_a_stream_is_the_completion(llm: LLM) -> None:
         found = Completion()
         for delta in deltas:
             found.add_delta(delta)
+        # Times decide how much is drafted.
+        expected.num_draft_tokens, expected.num_accepted_tokens = (
+            found.num_draft_tokens,
+            found.num_accepted_tokens,
+        )
+        expected.num_rounds = found.num_rounds
         assert found == expected
         assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert deltas[-1].finish_reason is not None

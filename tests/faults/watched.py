@@ -174,7 +174,8 @@ def watched(folder: Path, *settings: str, cases: Sequence[dict[str, Any]] = CASE
     """The server, which leaves no process and no file behind when it ends."""
     with (
         tempfile.TemporaryDirectory() as temporary,
-        patch.dict(os.environ, {"TMPDIR": temporary}),
+        # torch makes a folder of its own when it is imported, and leaves it.
+        patch.dict(os.environ, {"TMPDIR": temporary, "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}),
     ):
         with serving(folder, *settings, program=IMPATIENT) as server:
             watch = Watched(server, cases)
@@ -185,7 +186,7 @@ def watched(folder: Path, *settings: str, cases: Sequence[dict[str, Any]] = CASE
             yield watch
             workers += children_of(server.pid)
         wait_for(lambda: not any(map(is_alive, workers)), lambda: "a worker outlives the server")
-        assert not list(Path(temporary).iterdir()), "files are left"
+        assert not (left := list(Path(temporary).iterdir())), f"files are left: {left}"
 
 
 def stall_of_health(url: str, stop: Callable[[], bool]) -> list[float]:

@@ -186,7 +186,7 @@ def _read(found: MtpCheckpoint, target: FusedDecoder, options: LoadOptions) -> H
     reader = _PartReader(path, requantised(found.source, options), model, target, options)
     head, make_output = reader.output(parts.output)
     rotary, of_target = model.weights.rotary, target.weights.rotary
-    # By the same config they are the same, unless it has angles for some types of layers, or another type.
+    # Both are the same by one config, unless it has angles for some types of layers, or another type.
     if (rotary.kinds, rotary.like.dtype) == (of_target.kinds, of_target.like.dtype):
         rotary = of_target
     weights = replace(
