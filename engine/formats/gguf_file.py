@@ -19,8 +19,10 @@ DEFAULT_ALIGNMENT = 32
 # Types of metadata, by their numbers in the file.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-# More is no model: it is what a damaged file says.
-MAX_DIMENSIONS = 4
+LENGTH = struct.Struct("<Q")
+# More is no model: it is what a damaged file says. Models have some 50,000 tensors, half a million merges and
+# 20 MB of both at most.
+MAX_DIMENSIONS, MAX_TENSORS, MAX_ITEMS, MAX_HEADER = 4, 1 << 17, 1 << 22, 1 << 27
 
 # This key counts the parts of a file from 0.
 PART_NUMBER = "split.no"
@@ -137,6 +139,7 @@ class _Reader:
         self.path = path
         self.data = _mapped(path)
         self.position = 0
+        self.end = min(len(self.data), MAX_HEADER)
 
     def read(self) -> GgufFile:
         try:
@@ -161,7 +164,7 @@ class _Reader:
             if name in file.metadata:
                 raise GgufError(f"{path} is damaged: it has two values of {name}")
             file.metadata[name] = self._value(kind)
-        places = [(self._string(), self._place()) for _ in range(num_tensors)]
+        places = [(self._string(), self._place()) for _ in range(self._number(num_tensors, MAX_TENSORS))]
         alignment = file.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise GgufError(f"{path} is damaged: its alignment is {alignment}")
@@ -173,18 +176,23 @@ class _Reader:
         return file
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, self.data, self.position)
-        self.position += struct.calcsize(layout)
-        return values
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))
 
     def _string(self) -> str:
-        (length,) = self._unpack("<Q")
-        end = self.position + length
-        if end > len(self.data):
+        (length,) = LENGTH.unpack_from(self.data, self.position)
+        self.position += LENGTH.size
+        return self._take(length).decode()
+
+    def _take(self, length: int) -> bytes:
+        start, self.position = self.position, self.position + length
+        if self.position > self.end:
             raise struct.error
-        text = self.data[self.position : end].decode()
-        self.position = end
-        return text
+        return self.data[start : self.position]
+
+    def _number(self, found: int, largest: int) -> int:
+        if found > largest:
+            raise struct.error
+        return found
 
     def _value(self, kind: int) -> Any:
         if kind == STRING:
@@ -193,11 +201,12 @@ class _Reader:
             return self._unpack("<" + SCALARS[kind])[0]
         if kind != ARRAY:
             raise GgufError(f"{self.path} is damaged: it has metadata of the unknown type {kind}")
-        kind, count = self._unpack("<IQ")
-        if count > len(self.data):
-            raise struct.error
+        kind, found = self._unpack("<IQ")
+        count = self._number(found, MAX_ITEMS)
         if kind in SCALARS:
             return list(self._unpack(f"<{count}{SCALARS[kind]}"))
+        if kind == ARRAY:
+            raise GgufError(f"{self.path} is damaged: it has metadata of lists of lists")
         return [self._value(kind) for _ in range(count)]
 
     def _place(self) -> TensorPlace:

@@ -4,7 +4,6 @@ The module is built without weights, on torch's meta device, and its layers are 
 cannot be replaced, recurrent states and masks that are not causal are refused within a second.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
+    PreTrainedConfig,
 )
 
 from truedraft.engine.errors import ModelLoadError
@@ -32,6 +32,7 @@ from truedraft.engine.models.hf.layer_probe import NOT_REPLACEABLE
 from truedraft.engine.models.load_errors import has_file, stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
+from truedraft.engine.models.sizes import check_largest, check_sizes
 from truedraft.engine.models.text_part import (
     PLAIN_INSIDE,
     TextCheckpoint,
@@ -42,20 +43,6 @@ from truedraft.engine.models.text_part import (
 )
 
 GENERATION_CONFIG = "generation_config.json"
-# What config.json may say of sizes; 1 is the least, but for experts, which a dense model has none of.
-LARGEST = {
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "num_experts": 1 << 16,
-    "num_local_experts": 1 << 16,
-    "n_routed_experts": 1 << 16,
-    "hidden_size": 1 << 24,
-    "intermediate_size": 1 << 24,
-    "shared_expert_intermediate_size": 1 << 24,
-    "vocab_size": 1 << 31,
-    "max_position_embeddings": 1 << 40,
-}
 # Bytes of a weight in memory at the least, by the setting ``quantize``.
 SMALLEST = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
 
@@ -144,24 +131,15 @@ def skeleton(
 def read_architecture(path: str, options: LoadOptions) -> Architecture:
     """``ModelLoadError`` if the config is not one, or of a model that does not write text."""
     with stage(path, "config.json"):
+        check_largest(path, PreTrainedConfig.get_config_dict(path)[0])
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
         choose_rotary_factors(config, options.max_model_len)
         has_own_code = options.trust_remote_code and bool(getattr(config, "auto_map", None))
         if has_own_code:
             auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             return Architecture(path, config, auto_class, has_own_code)
-        _check_sizes(path, config.get_text_config(decoder=True))
+        check_sizes(path, config.get_text_config(decoder=True))
         return Architecture(path, config, _module_class(path, config))
-
-
-def _check_sizes(path: str, config: Any) -> None:
-    """``ModelLoadError`` for numbers that no model has: layers without number would be built for ever."""
-    for name, largest in LARGEST.items():
-        value = None
-        with suppress(RuntimeError):  # where every layer has a value of its own
-            value = getattr(config, name, None)
-        if isinstance(value, int) and not int("experts" not in name) <= value <= largest:
-            raise ModelLoadError(f"{path} cannot be loaded: its config.json has {name} {value}")
 
 
 def _module_class(path: str, config: Any) -> Any:

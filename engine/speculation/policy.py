@@ -11,17 +11,15 @@ Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the rou
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
 from truedraft.engine.core import sequence as core
 from truedraft.engine.core.step import StepPlan, StepResult
-from truedraft.engine.speculation.acceptance import Acceptance
 from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, MIXED, Costs, PassCosts, Shape
 from truedraft.engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
-from truedraft.engine.speculation.stopping import Confidence
+from truedraft.engine.speculation.group import Group
 
 # Seconds between replans. At first, and after a large change, they come after 4, 8, 16, ... rounds.
 REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
@@ -47,36 +45,6 @@ STOP_SHARES = (1.0, 0.6)
 DOUBT = 2.0
 # The option that is explored while drafting is off: whether drafting pays again, with whatever length.
 PAUSED = -1
-
-
-class Group:
-    """Keeps what is known of the sequences of a temperature class."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.acceptances: dict[str, Acceptance] = {}  # keys: proposers
-        self.confidences: dict[str, Confidence] = {}
-        self.lookups: dict[tuple[str, int], Acceptance] = {}  # keys: source, strength of the match
-        self.lookup_balance = 0.0  # seconds that look-ups have saved lately
-
-    def acceptance(self, source: str) -> Acceptance:
-        """Returns what is known of a proposer's drafts."""
-        if source not in self.acceptances:
-            self.acceptances[source] = Acceptance()
-        return self.acceptances[source]
-
-    def scaled(self, source: str, factor: float) -> "Group":
-        """Returns a group of whose drafts ``factor`` times as many are accepted."""
-        other = Group(self.name)
-        other.acceptances[source] = acceptance = deepcopy(self.acceptance(source))
-        acceptance.scale(factor)
-        return other
-
-    def confidence(self, source: str) -> Confidence:
-        """Returns what is known of how sure a proposer is of its drafts."""
-        if source not in self.confidences:
-            self.confidences[source] = Confidence()
-        return self.confidences[source]
 
 
 @dataclass(slots=True)

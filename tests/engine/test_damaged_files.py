@@ -22,6 +22,7 @@ WRONG: list[Any] = ["text", -1, 2**62, None, [[1]], {"a": 1}, 1.5, [], 0]
 SAMPLING = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
 # Fields that change the text or its end: a number in them is as right as any other.
 FREE = ("rope_theta", "rms_norm_eps", "eos_token_id")
+TOO_MANY_ANGLES = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e6}
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 99\n"
 
 
@@ -88,6 +89,11 @@ def test_wrong_values(models: Models, copy: Path, file: str) -> None:
         ("generation_config.json", {"eos_token_id": [[1, 2]]}, "eos_token_id is [[1, 2]]"),
         ("generation_config.json", {"eos_token_id": True}, "eos_token_id is True"),
         ("config.json", {"num_hidden_layers": 2**40}, "its config.json has num_hidden_layers"),
+        ("config.json", {"num_nextn_predict_layers": 2**40}, "its config.json has num_nextn_predict_layers"),
+        ("config.json", {"text_config": {"chunk_size": 2**20}}, "its config.json has chunk_size 1048576"),
+        ("config.json", {"rope_parameters": TOO_MANY_ANGLES}, "has partial_rotary_factor 1000000.0"),
+        ("config.json", {"layer_types": ["conv"] * 2**19}, "layer_types in its config.json has 524288 "),
+        ("config.json", {"architectures": ["Eagle3"], "head_dim": 2**20}, "config.json has head_dim 1048576"),
         ("config.json", {"hidden_act": "frobnicate"}, "(config.json): 'frobnicate' is missing or not known"),
         ("config.json", {"attention_bias": "yes"}, "(config.json): Field 'attention_bias' expected bool"),
     ],

@@ -1,6 +1,7 @@
 """GGUF files as targets and drafts: transformers' logits, bits that depend on nothing, clear refusals."""
 
 import math
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -49,7 +50,7 @@ from tests import gguf_models
 from tests.gguf_models import join, save_gguf
 from tests.models import make_engine, run_engine
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.formats.gguf_file import GgufError, read_gguf
+from truedraft.engine.formats.gguf_file import ARRAY, STRING, GgufError, read_gguf
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
@@ -474,6 +475,34 @@ def test_damaged_headers_are_refused_or_read(intact: bytes, tmp_path: Path) -> N
         except GgufError:
             refused += 1
     assert 30 < refused < 300
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ((STRING, 1 << 33), "does not end where it should"),
+        ((ARRAY, STRING, 1 << 33), "does not end where it should"),
+        ((ARRAY, 0, 1 << 33), "does not end where it should"),
+        ((ARRAY, ARRAY, 1), "lists of lists"),
+    ],
+)
+def test_headers_that_would_take_all_memory(tmp_path: Path, value: tuple[int, ...], said: str) -> None:
+    """What is asked for is in the file, whose end takes no place on the disk."""
+    path, (*kinds, count) = tmp_path / "model.gguf", value
+    name = struct.pack("<Q1s", 1, b"x")
+    kind_and_count = struct.pack(f"<{len(kinds)}IQ", *kinds, count)
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + name + kind_and_count)
+        file.truncate(1 << 34)
+    with pytest.raises(GgufError, match=said):
+        read_gguf(str(path))
+
+
+def test_more_tensors_than_models_have(intact: bytes, tmp_path: Path) -> None:
+    path, header = tmp_path / "model.gguf", struct.pack("<IQ", 3, 1 << 18)
+    path.write_bytes(intact[:4] + header + intact[16:24] + intact[24:])
+    with pytest.raises(GgufError, match="does not end where it should"):
+        read_gguf(str(path))
 
 
 def test_damaged_models_are_refused_or_served(intact: bytes, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.checkpoint import locate
 from truedraft.engine.models.load_errors import stage
+from truedraft.engine.models.sizes import check_largest
 
 # Kinds of layers that heads have.
 LAYER_TYPES = ("llama", "qwen3")
@@ -65,6 +66,7 @@ def read_eagle_config(path: str) -> EagleConfig | None:
     if not isinstance(config, dict):
         return None
     with stage(path, "config.json"):
+        check_largest(path, config)
         return _read(path, config)
 
 

@@ -1,0 +1,36 @@
+"""Sequences that are alike: what is known of the drafts for one is taken to be true of all."""
+
+from copy import deepcopy
+
+from truedraft.engine.speculation.acceptance import Acceptance
+from truedraft.engine.speculation.stopping import Confidence
+
+
+class Group:
+    """Keeps what is known of the sequences of a temperature class."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.acceptances: dict[str, Acceptance] = {}  # keys: proposers
+        self.confidences: dict[str, Confidence] = {}
+        self.lookups: dict[tuple[str, int], Acceptance] = {}  # keys: source, strength of the match
+        self.lookup_balance = 0.0  # seconds that look-ups have saved lately
+
+    def acceptance(self, source: str) -> Acceptance:
+        """Returns what is known of a proposer's drafts."""
+        if source not in self.acceptances:
+            self.acceptances[source] = Acceptance()
+        return self.acceptances[source]
+
+    def scaled(self, source: str, factor: float) -> "Group":
+        """Returns a group of whose drafts ``factor`` times as many are accepted."""
+        other = Group(self.name)
+        other.acceptances[source] = acceptance = deepcopy(self.acceptance(source))
+        acceptance.scale(factor)
+        return other
+
+    def confidence(self, source: str) -> Confidence:
+        """Returns what is known of how sure a proposer is of its drafts."""
+        if source not in self.confidences:
+            self.confidences[source] = Confidence()
+        return self.confidences[source]
