@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from tests.engine.head_runs import TRAINED, mtp_engine, save_small_hybrid
+from tests.engine.head_runs import TRAINED, mtp_engine, save_small_hybrid, traces_of
 from tests.engine.test_replay import EVERYTHING, answer_of, tamper, traced
 from tests.engine.test_vocabulary_switches import OTHERS, SOME, switching
 from tests.heads import Shape, random_head, save_head
@@ -160,6 +160,17 @@ def test_a_vocabulary_that_the_trace_does_not_have_is_refused(changing: dict[str
             TraceFileError, match=f"does not have the tokens of ({one}|{other}), which rounds"
         ):
             parse_answer({**changing, "draft_vocabularies": told})
+
+
+def test_a_text_tells_its_vocabulary_once(mtp: Pair) -> None:
+    """Its bitmap is larger than all else of a round."""
+    core = mtp_engine(mtp[0], draft_vocab_size=8)
+    params = SamplingParams(max_tokens=12, method="mtp")
+    for _, rounds in traces_of(core, [[1, 2, 3], [7, 5]], params):
+        told = [round_.vocabulary and round_.vocabulary.bitmap for round_ in rounds]
+        assert len(told) > 2
+        assert told == [bytes([255]), *([None] * (len(told) - 1))]
+        assert len({round_.vocabulary and round_.vocabulary.digest for round_ in rounds} - {None}) == 1
 
 
 def of_an_older_version(answer: dict[str, Any]) -> dict[str, Any]:
