@@ -27,6 +27,7 @@ HERE = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Has the package's prebuilt kernels from now on, none of them so far; there is no compiler."""
     found = prebuilt.file_of
+    library.load_library()  # compiled, for all tests to come
     monkeypatch.setattr(library, "best_variant", lambda features: best_variant(features, tmp_path))
     monkeypatch.setattr(library, "file_of", lambda variant: found(variant, tmp_path))
     monkeypatch.setenv("CC", "false")

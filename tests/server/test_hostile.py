@@ -163,7 +163,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
         return encode(text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(tokenizer, "encode", note)
-    longest = next(n for n in range(10**6) if tokenizer.fewest_tokens("x" * n) == 512) - 1
+    longest = next(n for n in range(10**6) if tokenizer.fewest_tokens("x" * n) == 513) - 1
     error = refused(server, COMPLETIONS, {"prompt": "x" * (longest + 1)})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert encoded == []
