@@ -50,8 +50,8 @@ class Proposer:
     of a runner. ``draws``: the sampler draws its drafts, greedily or at random as a request asks
     (``draft_sample_method``).
 
-    One that cannot lag and has pools lets go of sequences while drafting does not pay: their blocks are given
-    back, ``observe`` is told no more of them, and it drafts for none of them again.
+    One that cannot lag and has pools lets go of sequences while drafting does not pay: their blocks are
+    freed, ``observe`` is no longer called for them, and they get no further drafts from it.
     """
 
     name: str

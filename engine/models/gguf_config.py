@@ -37,7 +37,7 @@ SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 # the others, and Gemma 2's window.
 PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4, "exaone4": 4}
 GEMMA3_LOCAL_BASE, GEMMA2_WINDOW, EXAONE_WINDOW = 10000.0, 4096, 4096
-# EXAONE 4 of so many layers has windows of that size where a file does not say it.
+# An EXAONE 4 with this many layers has windows of that size even if its file names none.
 EXAONE_LAYERS = 64
 ROPE_BASE = 10000.0
 # A file must have these keys; the architecture is left out in front.

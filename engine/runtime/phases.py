@@ -128,7 +128,7 @@ class PhaseRunner:
         return _Scored(spans, logits, hidden)
 
     def _is_followed(self, plan: StepPlan) -> bool:
-        """Tells whether anybody is told of the target's pass."""
+        """Tells whether any proposer observes the target's pass."""
         return any(
             part.sequence.is_followed_by(proposer.name)
             for proposer in self.observers

@@ -119,8 +119,7 @@ class PassCosts:
 class Shape(NamedTuple):
     """Describes a kind of round: the target scores ``num_drafted`` drafts of all rows, and ``draft_sizes``
     are the rows of each draft pass of the proposer ``source``, on average over the rounds. Passes run in
-    ``pass_shares`` of them; empty if all do in each. It is told of ``num_told`` tokens, for which it does not
-    draft."""
+    ``pass_shares`` of them; empty if all do in each. Without drafting, it observes ``num_told`` tokens."""
 
     num_rows: int
     option: int

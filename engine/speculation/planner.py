@@ -257,15 +257,12 @@ class SpeculationPlanner:
     def lagging(self, sequence: Sequence) -> list[str]:
         if sequence.fixed_draft_length:
             return []
-        return [
-            source
-            for source in self.proposers
-            if not (
-                self.policy.wants(source) or sequence.insists_on(source)
-                if source in self._followers
-                else self.policy.expects(source)
-            )
-        ]
+        return [source for source in self.proposers if not self._keeps_up(source, sequence)]
+
+    def _keeps_up(self, source: str, sequence: Sequence) -> bool:
+        if source in self._followers:
+            return self.policy.wants(source) or sequence.insists_on(source)
+        return self.policy.expects(source)
 
     def forget(self, sequence: Sequence) -> None:
         if sequence in self._rows:

@@ -243,7 +243,7 @@ class Policy:
 
     def wants(self, source: str) -> bool:
         """Tells whether a proposer that cannot lag should follow sequences: it drafts, has done so lately, or
-        is to be tried. What it is told costs time, too, and those it was not told of go on without it."""
+        is to be tried. Observing costs time, too, and sequences that it has not observed go on without it."""
         return self.num_replans < self._wanted_until.get(source, FOLLOWING_REPLANS)
 
     def _want(self, source: str, num_replans: int) -> None:

@@ -33,7 +33,7 @@ LENGTH = 4
 
 
 class Pausing(FixedPlanner):
-    """Drafts with those who follow a sequence, but in a ``share`` of the steps nobody does or need follow."""
+    """Drafts with whoever follows a sequence; in a ``share`` of the steps nobody drafts or has to follow."""
 
     def __init__(self, core: EngineCore, share: float) -> None:
         super().__init__(max_rounds=3)
@@ -59,7 +59,7 @@ class Pausing(FixedPlanner):
 
 
 def run(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    """Runs all, up to four at a time. Sequences that nobody follows hold no block but the target's."""
+    """Runs all, up to four at a time. Sequences that nobody follows only hold blocks of the target."""
     waiting = [Generate(str(number), prompt, params) for number, prompt in enumerate(prompts)]
     texts: list[list[int]] = [[] for _ in prompts]
     scheduler = core.scheduler
@@ -100,7 +100,7 @@ def test_followers_are_told_all_or_nothing(models: Models) -> None:
 
 
 def not_marked(self: Scheduler) -> None:
-    """Blocks are given back, and the proposer is told of what comes next."""
+    """Blocks are freed, and the proposer still observes the sequence."""
     for proposer in self._followers:
         for sequence in self.running:
             if proposer.name in self.planner.lagging(sequence):

@@ -1,12 +1,12 @@
 """Heads that do not pay are told of nothing. They are tried with new texts, and draft again when it pays."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from tests.engine.speculation.simulation import PACKED_CPU, FixedPlanner, Machine, Simulation, always
+from tests.engine.speculation.test_rivals import share_of
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.sequence import Sequence as Text
@@ -30,7 +30,7 @@ class Head(Proposer):
 
 @dataclass
 class Followed(Simulation):
-    """A simulation in which a head drafts, and takes a pass over what it is told of where it does not."""
+    """A simulation in which a head drafts, and otherwise takes a pass over the tokens that it observes."""
 
     def _new_sequence(self) -> Text:
         sequence = super()._new_sequence()
@@ -70,11 +70,6 @@ def run(head: Callable[[float, int], float], num_rows: int, seconds: float, seed
     return simulation
 
 
-def share_of_drafting(simulation: Followed, start: float, end: float = math.inf) -> float:
-    steps = [step for step in simulation.steps if start <= step.now < end]
-    return sum(step.source == Head.name for step in steps) / len(steps)
-
-
 def useless_heads_cost_nothing(num_rows: int) -> None:
     found = run(always(0.02), num_rows, 40.0)
     plain = Simulation(
@@ -85,8 +80,8 @@ def useless_heads_cost_nothing(num_rows: int) -> None:
 
 def heads_are_tried_again(num_rows: int) -> None:
     found = run(lambda now, _: 0.02 if now < 20 else 0.9, num_rows, 65.0)
-    assert share_of_drafting(found, 10.0, 20.0) < 0.15  # trials
-    assert share_of_drafting(found, 45.0) > 0.85
+    assert share_of(found, Head.name, 10.0, 20.0) < 0.15  # trials
+    assert share_of(found, Head.name, 45.0) > 0.85
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])

@@ -54,7 +54,7 @@ def run(
     return simulation
 
 
-def share_of(simulation: Rivals, source: str, start: float, end: float = math.inf) -> float:
+def share_of(simulation: Simulation, source: str, start: float, end: float = math.inf) -> float:
     steps = [step for step in simulation.steps if start <= step.now < end]
     return sum(step.source == source for step in steps) / len(steps)
 
