@@ -1,4 +1,4 @@
-"""The errors of loading a model."""
+"""The errors that a user of the engine sees before a model runs."""
 
 
 class ModelLoadError(Exception):
@@ -8,3 +8,7 @@ class ModelLoadError(Exception):
 class QuantizationError(ValueError):
     """A checkpoint is quantised in a way that is not supported, or damaged. The message goes on from its
     name."""
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message is meant for the person who wrote it."""

@@ -3,6 +3,7 @@
 llm = LLM()  # the bundled pair; or LLM("model.gguf"), LLM("folder-or-hub-id", draft="another")
 for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=100)):
     print(completion.text)
+print(llm.chat([{"role": "user", "content": "Hello"}])[0].text)
 """
 
 import os
@@ -11,22 +12,27 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from functools import partial
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
+from pydantic import ValidationError
 from tokenizers import Tokenizer as FastTokenizer
 
 from truedraft.engine import messages
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.config_errors import describe, nearest
 from truedraft.engine.core.admission import RequestError
+from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.proposer import Proposer
-from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.errors import ConfigError, ModelLoadError
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.library.chat_template import ChatTemplate, Conversation
 from truedraft.engine.library.completion import Completion, Delta, DeltaReader
-from truedraft.engine.library.params import SamplingParams, checked_params
+from truedraft.engine.library.params import SamplingParams, checked_params, sampling_params, with_limit
+from truedraft.engine.library.settings import LLMSettings
 from truedraft.engine.library.shared_engine import Answers, RequestFailedError, SharedEngine
 from truedraft.engine.messages import Generate
+from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.terminal import prompt_bar
 from truedraft.engine.text.detokenizer import Detokenizer, TextStream
 from truedraft.engine.text.text_stream import continued, text_stream
@@ -39,8 +45,9 @@ Prompt = str | list[int]
 Params = messages.SamplingParams
 
 T = TypeVar("T")
-# Returns an item's tokens, and those that its text continues.
-Read = Callable[[T], tuple[list[int], list[int]]]
+# Returns an item's tokens, those that its text continues, and how many to write if nothing is said.
+Read = Callable[[T], tuple[list[int], list[int], int]]
+DEFAULT_COMPLETION_TOKENS = 16
 
 
 class LLM:
@@ -49,7 +56,9 @@ class LLM:
     ``target`` is a folder, a GGUF file or a hub id, None the bundled pair. ``proposer`` drafts too: a
     ``Proposer``, or several. ``begin`` hears the name of each stage of loading. Other keyword arguments are
     the settings of ``truedraft serve`` that concern models, speculation, batching and caches
-    (``EngineConfig``); an unknown one is a ``pydantic.ValidationError``. Raises ``ModelLoadError``.
+    (``EngineConfig``); a wrong one is a ``ConfigError``. Raises ``ModelLoadError``.
+
+    ``with LLM(...) as llm:`` gives the models' memory back at the end, as ``close`` does.
 
     Several threads may call it: their requests are decoded together, by whichever of them takes the next
     step. Whatever a call has submitted is aborted when it ends, in whatever way.
@@ -62,13 +71,11 @@ class LLM:
         draft: str | None = None,
         proposer: Proposer | Sequence[Proposer] = (),
         begin: Callable[[str], None] = lambda stage: None,
-        **settings: Any,
+        **settings: Unpack[LLMSettings],
     ) -> None:
-        self.config = EngineConfig(
-            target=None if target is None else os.fspath(target), draft=draft, **settings
-        )
+        self.config = _config(target=None if target is None else os.fspath(target), draft=draft, **settings)
         proposers = [proposer] if isinstance(proposer, Proposer) else proposer
-        self.core = build_engine(self.config, begin, proposers=proposers)
+        core = build_engine(self.config, begin, proposers=proposers)
         try:
             self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
         except (OSError, ValueError) as error:
@@ -79,26 +86,64 @@ class LLM:
         self._fast: FastTokenizer = fast
         self._vocabulary = Vocabulary(fast)
         self.chat_template = ChatTemplate(self.tokenizer)
-        self._engine = SharedEngine(self.core)
+        self._engine = SharedEngine(core)
+
+    @property
+    def core(self) -> EngineCore:
+        return self._engine.core
+
+    def close(self) -> None:
+        """Gives the models' memory back. Running calls of other threads, and later calls, are a
+        ``RequestError``."""
+        self._engine.shut_down()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        draft = "" if self.config.draft is None else f", draft={self.config.draft!r}"
+        return f"LLM({self.config.target!r}{draft})"
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what a call without parameters uses: the sampling that the model's generation config
+        recommends, and neutral values for what it leaves out."""
+        if self.config.generation_config == "none":
+            return SamplingParams()
+        given = default_sampling(self.core.target.model.generation_config)
+        sampling = {name: value for name, value in given.items() if name != "max_new_tokens"}
+        return SamplingParams(**sampling)  # type: ignore[arg-type]
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params], *, progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        progress: bool = True,
     ) -> list[Completion]:
         """Continues prompts (texts or lists of token ids), all decoded together.
 
         Returns completions in the prompts' order; where ``params.n`` is above 1, a prompt's ``n`` follow each
-        other. ``params`` are one for all prompts or one for each. A terminal shows a bar while several
+        other. ``params`` are one for all prompts or one for each; without them the model's own recommendation
+        holds (``get_default_sampling_params``), and 16 tokens are written. A terminal shows a bar as several
         prompts run, unless ``progress`` is False. Raises ``RequestError`` for parameters that are out of
         range and for a prompt that does not fit, and names its index; ``ValueError`` where prompts and
         parameters differ in number.
         """
         items: Any = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else prompts
+        if not isinstance(items, Sequence):
+            raise RequestError(
+                "invalid_prompt",
+                f"prompts must be a text, a list of token ids or a list of these, not {type(items).__name__}",
+            )
         return self._complete(items, params, self._read_prompt, progress)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: Params | Sequence[Params],
+        params: Params | Sequence[Params] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
@@ -106,37 +151,44 @@ class LLM:
         """Answers a conversation, or several together, each written out by the model's chat template.
 
         A conversation is a list of messages (``{"role": ..., "content": ...}``). ``chat_template_kwargs`` are
-        variables for the template. The rest is as for ``generate``.
+        variables for the template. The rest is as for ``generate``, but without ``max_tokens`` an answer may
+        have as many tokens as the model's context leaves.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(
+                "invalid_prompt",
+                'messages must be a list of {"role": ..., "content": ...}, or a list of such lists, '
+                f"not {type(messages).__name__}",
+            )
         is_one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         read = partial(self._read_conversation, options=chat_template_kwargs or {})
         return self._complete(conversations, params, read, progress)
 
-    def stream(self, prompt: Prompt, params: Params) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
         """Continues one prompt and yields text as it comes; leaving early aborts it."""
-        with closing(self._deltas([prompt], [params], self._read_prompt)) as deltas:
+        with closing(self._deltas([prompt], params, self._read_prompt)) as deltas:
             yield from (delta for _, delta in deltas)
 
     def stream_chat(
         self,
         messages: Conversation,
-        params: Params,
+        params: Params | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Delta]:
         """Answers one conversation and yields text as it comes; leaving early aborts it."""
         read = partial(self._read_conversation, options=chat_template_kwargs or {})
-        with closing(self._deltas([messages], [params], read)) as deltas:
+        with closing(self._deltas([messages], params, read)) as deltas:
             yield from (delta for _, delta in deltas)
 
     def room(self, prompt: Prompt | Conversation) -> int:
         """Returns how many tokens the model's context leaves after a prompt or a conversation."""
         with self._engine.lock:
             if isinstance(prompt, str) or _is_token_ids(prompt):
-                token_ids, _ = self._read_prompt(prompt)  # type: ignore[arg-type]
+                token_ids, *_ = self._read_prompt(prompt)  # type: ignore[arg-type]
             else:
-                token_ids, _ = self._read_conversation(prompt, {})  # type: ignore[arg-type]
+                token_ids, *_ = self._read_conversation(prompt, {})  # type: ignore[arg-type]
         return self.core.admission.room(len(token_ids))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -157,35 +209,35 @@ class LLM:
     def _complete(
         self,
         items: Sequence[T],
-        params: Params | Sequence[Params],
+        params: Params | Sequence[Params] | None,
         read: Read[T],
         progress: bool,
     ) -> list[Completion]:
-        params_list = [params] * len(items) if isinstance(params, Params) else list(params)
-        if len(params_list) != len(items):
-            raise ValueError(f"there are {len(items)} prompts and {len(params_list)} params")
         completions: dict[tuple[int, int], Completion] = {}
-        deltas = self._deltas(items, params_list, read)
+        deltas = self._deltas(items, params, read)
         with closing(deltas), prompt_bar(len(items), shown=progress) as bar:
             for place, delta in deltas:
                 completion = completions.setdefault((place, delta.index), Completion(index=delta.index))
                 completion.add_delta(delta)
                 bar.advance(len(delta.output.token_ids), is_done=delta.finish_reason is not None)
+        for completion in completions.values():
+            completion.add_texts(self._vocabulary)
         return [completions[key] for key in sorted(completions)]
 
     def _deltas(
-        self, items: Sequence[T], params_list: Sequence[Params], read: Read[T]
+        self, items: Sequence[T], given: Params | Sequence[Params] | None, read: Read[T]
     ) -> Generator[tuple[int, Delta]]:
         """Yields what the items' texts gain, each with the item's place."""
+        params_list = sampling_params(given, len(items), self.get_default_sampling_params())
         answers: Answers = deque()
         places: dict[str, int] = {}
         readers: dict[tuple[str, int], DeltaReader] = {}
         place = 0
         try:
             for place, (item, asked) in enumerate(zip(items, params_list, strict=True)):
-                params = checked_params(asked)
                 with self._engine.lock:  # guards the tokenizer, too
-                    token_ids, before = read(item)
+                    token_ids, before, limit = read(item)
+                    params = checked_params(with_limit(asked, limit))
                     request = self._request(token_ids, params)
                 places[request.request_id] = place
                 self._engine.submit(request, answers)
@@ -210,20 +262,21 @@ class LLM:
         finally:
             self._engine.close(places)
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[list[int], list[int]]:
+    def _read_prompt(self, prompt: Prompt) -> tuple[list[int], list[int], int]:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        return token_ids, token_ids
+        return token_ids, token_ids, DEFAULT_COMPLETION_TOKENS
 
     def _read_conversation(
         self, messages: Conversation, options: Mapping[str, Any]
-    ) -> tuple[list[int], list[int]]:
-        return self.chat_template.token_ids(messages, options), []
+    ) -> tuple[list[int], list[int], int]:
+        token_ids = self.chat_template.token_ids(messages, options)
+        return token_ids, [], max(1, self.core.admission.room(len(token_ids)))
 
     def _request(self, token_ids: list[int], params: SamplingParams) -> Generate:
         """Refuses what does not fit, as the server does: the engine would end the text where the context
         ends."""
         room = self.core.admission.room(len(token_ids))
-        if 0 < room < params.max_tokens:
+        if 0 < room < (params.max_tokens or 0):
             raise RequestError(
                 "context_length_exceeded",
                 f"the prompt has {len(token_ids)} tokens, which leaves room for {room} in the model's "
@@ -248,6 +301,17 @@ class LLM:
             min_tokens=params.min_tokens,
         )
         return DeltaReader(detokenizer, params.stop_token_ids, include_stop=params.include_stop_str_in_output)
+
+
+def _config(**settings: Any) -> EngineConfig:
+    """Returns the settings; ``ConfigError`` names those that are wrong, in a line each."""
+    for name in settings:
+        if name not in EngineConfig.model_fields:
+            raise ConfigError(f"LLM has no setting {name}.{nearest(name, EngineConfig.model_fields)}")
+    try:
+        return EngineConfig(**settings)
+    except ValidationError as error:
+        raise ConfigError(describe(error)) from None
 
 
 def _is_token_ids(prompts: Any) -> bool:

@@ -32,6 +32,8 @@ COMMANDS = (
 BORDER = (
     "engine.messages",
     "engine.config",
+    "engine.config_errors",
+    "engine.errors",
     "engine.machine.deep_stack",
     "engine.sampling.grammar_compiler",
     "engine.process.lifeline",
@@ -66,7 +68,7 @@ TORCH_FREE = (
 # floor do not know each other. A module next to the rooms is a room of its own.
 FLOORS = {
     "engine": (
-        {"messages", "errors", "machine", "formats", "terminal", "text"},
+        {"messages", "errors", "config_errors", "machine", "formats", "terminal", "text"},
         {"config"},
         {"memory"},
         {"layers", "sampling"},

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from truedraft.engine.errors import ConfigError
 from truedraft.server.cli.foreign_flags import USE, hint
-from truedraft.server.cli.settings_sources import ConfigError, load_settings
+from truedraft.server.cli.settings_sources import load_settings
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.settings import Settings
 

@@ -1,18 +1,70 @@
-"""Write docs/configuration.md from the declarations of the settings.
+"""Write what follows from the declarations of the settings: docs/configuration.md, and the types of ``LLM``'s
+keyword arguments in engine/library/settings.py.
 
 python -m tools.write_configuration
 """
 
+import types
 from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import ByteSize
+
+from truedraft.engine.config import EngineConfig
 from truedraft.server.cli.help import configuration_page
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "configuration.md"
+TYPES = ROOT / "engine" / "library" / "settings.py"
+OWN_ARGUMENTS = ("target", "draft")  # LLM declares these itself
+
+HEADER = '''"""The keyword arguments of ``LLM`` and their types, for editors and type checkers.
+
+Written from ``EngineConfig`` by ``python -m tools.write_configuration``; a test compares the two.
+"""
+
+from typing import Literal, TypedDict
+
+
+class LLMSettings(TypedDict, total=False):
+    """Settings of ``truedraft serve`` that concern models, speculation, batching and caches.
+
+    Each is explained in docs/configuration.md.
+    """
+
+'''
+
+
+def library_settings() -> str:
+    """Returns the module that declares ``LLMSettings``."""
+    fields = EngineConfig.model_fields.items()
+    lines = [
+        f"    {name}: {written(field.annotation)}\n" for name, field in fields if name not in OWN_ARGUMENTS
+    ]
+    return HEADER + "".join(lines)
+
+
+def written(annotation: Any) -> str:
+    """Returns a type as source text. A number of bytes may also be a text such as ``2GiB``."""
+    if get_origin(annotation) is Literal:
+        return f"Literal[{', '.join(map(_quoted, get_args(annotation)))}]"
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " | ".join(map(written, get_args(annotation)))
+    if hasattr(annotation, "__metadata__"):
+        return written(annotation.__origin__)
+    if annotation is ByteSize:
+        return "int | str"
+    return "None" if annotation is type(None) else str(annotation.__name__)
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def main() -> None:
-    PAGE.write_text(configuration_page(), encoding="utf-8")
-    print(f"Wrote {PAGE}")
+    for path, text in ((PAGE, configuration_page()), (TYPES, library_settings())):
+        path.write_text(text, encoding="utf-8")
+        print(f"Wrote {path}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from msgspec import structs
 
 from truedraft.engine.messages import FinishReason, TokenLogprob, TokenOutput
 from truedraft.engine.text.detokenizer import Detokenizer
+from truedraft.engine.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,26 @@ class Delta:
     output: TokenOutput
 
 
+class Logprob(TokenLogprob, frozen=True, array_like=True):
+    """Log-probability of one token as the engine gives it, with the texts of that token and of those in
+    ``top``. A token that is a part of a character has its bytes as ``\\xf0\\x9f``."""
+
+    text: str
+    top_texts: list[str]
+
+
+def with_texts(entry: TokenLogprob, vocabulary: Vocabulary) -> Logprob:
+    texts = [vocabulary.text_of(token_id) for token_id, _ in entry.top]
+    return Logprob(entry.token_id, entry.logprob, entry.top, vocabulary.text_of(entry.token_id), texts)
+
+
 @dataclass
 class Completion:
     """One finished sequence. ``text`` leaves out special tokens and what ended it, ``token_ids`` do not.
 
     ``index`` is its place among the ``n`` of its prompt. ``stop_reason`` is the stop string or the id of
-    ``stop_token_ids`` that ended it, None for any other end.
+    ``stop_token_ids`` that ended it, None for any other end. ``LLM.generate`` and ``LLM.chat`` return a
+    ``Logprob``, which has texts, for each log-probability that was asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -63,6 +78,14 @@ class Completion:
         self.num_accepted_tokens += output.num_accepted_tokens
         self.logprobs += output.logprobs or []
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+
+    def add_texts(self, vocabulary: Vocabulary) -> None:
+        """Gives each log-probability the texts of its tokens."""
+        self.logprobs = [with_texts(entry, vocabulary) for entry in self.logprobs]
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = [
+                None if entry is None else with_texts(entry, vocabulary) for entry in self.prompt_logprobs
+            ]
 
     def add_delta(self, delta: Delta) -> None:
         self.add(delta.output)

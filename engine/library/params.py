@@ -3,10 +3,12 @@
 The engine knows tokens only: stop strings are looked for in the text, and a schema becomes a grammar here.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import structs
+from pydantic import BaseModel
 
 from truedraft.engine import messages
 from truedraft.engine.core.admission import RequestError
@@ -25,15 +27,24 @@ class SamplingParams(messages.SamplingParams, frozen=True, kw_only=True):
     matches one of ``json_schema`` (an object, or written out), ``regex`` (the whole text), ``choice`` (one of
     these texts) and ``grammar``. ``prediction`` is what the text is expected to be, or most of it: it is
     drafted from, and changes nothing but the speed.
+
+    ``max_tokens`` None is 16 for a text that is continued, as in the completions of OpenAI and vLLM, and what
+    the model's context leaves for the answer to a conversation. ``json_schema`` may also be a pydantic model.
     """
 
+    max_tokens: int | None = None  # type: ignore[assignment]  # a number by the time the engine sees it
     n: int = 1
     stop: str | list[str] = []
     include_stop_str_in_output: bool = False
-    json_schema: dict[str, Any] | str | None = None
+    json_schema: Any = None  # dict, str or a pydantic model
     regex: str | None = None
     choice: list[str] | None = None
     prediction: str | None = None
+
+    def __post_init__(self) -> None:
+        schema = self.json_schema
+        if isinstance(schema, type) and issubclass(schema, BaseModel):
+            structs.force_setattr(self, "json_schema", _closed(schema.model_json_schema()))
 
     @property
     def stop_strings(self) -> list[str]:
@@ -67,6 +78,43 @@ class SamplingParams(messages.SamplingParams, frozen=True, kw_only=True):
             raise RequestError("invalid_grammar", f"{given[0]} cannot be used: {error}") from error
 
 
+def _closed(schema: Any) -> Any:
+    """Returns a schema whose objects have the declared properties only, as OpenAI's SDK makes it."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(value) for name, value in schema.items()}
+    is_object = schema.get("type") == "object" and "properties" in schema
+    return {"additionalProperties": False, **closed} if is_object else closed
+
+
+def sampling_params(params: Any, num_items: int, defaults: SamplingParams) -> list[messages.SamplingParams]:
+    """Returns the parameters of each of ``num_items`` prompts: one for all, one for each, or ``defaults``.
+
+    Raises ``RequestError`` for anything else, ``ValueError`` where prompts and parameters differ in number.
+    """
+    if params is None:
+        return [defaults] * num_items
+    if isinstance(params, messages.SamplingParams):
+        return [params] * num_items
+    if isinstance(params, dict):
+        names = ", ".join(f"{name}={value!r}" for name, value in params.items())
+        raise RequestError("invalid_value", f"params is a dict; write SamplingParams({names})")
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise RequestError("invalid_value", f"params must be SamplingParams, not {type(params).__name__}")
+    if len(params) != num_items:
+        raise ValueError(f"there are {num_items} prompts and {len(params)} params")
+    return list(params)
+
+
+def with_limit(params: messages.SamplingParams, default: int) -> messages.SamplingParams:
+    """Returns parameters that name their largest number of tokens."""
+    if not isinstance(params, messages.SamplingParams) or params.max_tokens is not None:
+        return params
+    return structs.replace(params, max_tokens=max(default, params.min_tokens))
+
+
 def checked_params(params: messages.SamplingParams) -> SamplingParams:
     """Returns them with every field there; ``RequestError`` names one that has another type or is out of
     range."""
@@ -77,6 +125,11 @@ def checked_params(params: messages.SamplingParams) -> SamplingParams:
         raise RequestError("invalid_value", f"n is {params.n}, but must be 1 to {MAX_COMPLETIONS}")
     if "" in params.stop_strings:
         raise RequestError("invalid_value", "stop has an empty string, which would end every text at once")
+    if not isinstance(params.json_schema, dict | str | None):
+        kind = type(params.json_schema).__name__
+        raise RequestError(
+            "invalid_value", f"json_schema is a {kind}; give a dict, a text of JSON or a pydantic model"
+        )
     if params.choice is not None and not params.choice:
         raise RequestError("invalid_value", "choice has no text to choose")
     return params

@@ -19,12 +19,25 @@ class SharedEngine:
     """``lock`` is of the engine and of whatever else its callers must not use at the same time."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.core = core
+        self._core: EngineCore | None = core
         self.lock = Lock()
         self._request_ids = count()
         # Each open request's call reads here what has become of it.
         self._answers: dict[str, Answers] = {}
         self._closed: deque[str] = deque()  # requests that the next one with the lock aborts
+
+    @property
+    def core(self) -> EngineCore:
+        if self._core is None:
+            raise RequestError("closed", "this LLM has been closed; load it again")
+        return self._core
+
+    def shut_down(self) -> None:
+        """Ends what runs and lets go of the models, whose memory is free once nobody else refers to them."""
+        with self.lock:
+            if self._core is not None:
+                self._fail_all("the LLM was closed")
+                self._core = None
 
     def new_id(self) -> str:
         return f"prompt-{next(self._request_ids)}"
@@ -33,8 +46,9 @@ class SharedEngine:
         """Queues a request, whose outputs will come into ``answers``."""
         with self.lock:
             self._abort_closed()
+            core = self.core
             self._answers[request.request_id] = answers
-            self.core.add(request)
+            core.add(request)
 
     def results(self, answers: Answers) -> Iterator[TokenOutput]:
         """Yields what comes of a call's requests without end, whichever call takes the steps."""
@@ -74,15 +88,18 @@ class SharedEngine:
             for result in self.core.step():
                 self._answers[result.request_id].append(result)
         except BaseException as error:
-            self.core.reset()
-            for request_id, answers in self._answers.items():
-                answers.append(Failed(request_id, "interrupted", f"a step was ended by {error!r}"))
+            self._fail_all(f"a step was ended by {error!r}")
             raise
 
+    def _fail_all(self, reason: str) -> None:
+        self.core.reset()
+        for request_id, answers in self._answers.items():
+            answers.append(Failed(request_id, "interrupted", reason))
+
     def _abort_closed(self) -> None:
-        if self._closed:
+        if self._closed and self._core is not None:
             request_ids = {self._closed.popleft() for _ in range(len(self._closed))}
-            self.core.abort_all(request_ids)
+            self._core.abort_all(request_ids)
             for request_id in request_ids:
                 self._answers.pop(request_id, None)
 

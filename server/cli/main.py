@@ -14,11 +14,12 @@ from prometheus_client import disable_created_metrics
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
+from truedraft.engine.errors import ConfigError
 from truedraft.engine.machine.openmp import spin_settings
 from truedraft.server.cli.completion import INSTALL, SHELLS, completion_script
 from truedraft.server.cli.help import command_help, serve_help
 from truedraft.server.cli.launch import StartError, launch
-from truedraft.server.cli.settings_sources import ConfigError, load_settings, read_options, target_first
+from truedraft.server.cli.settings_sources import load_settings, read_options, target_first
 from truedraft.server.observability.logs import configure_logging
 from truedraft.server.observability.otel import OtelError
 from truedraft.server.services import TokenizerFailedError

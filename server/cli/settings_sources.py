@@ -12,17 +12,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsError
 
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.config_errors import describe, nearest
+from truedraft.engine.errors import ConfigError
 from truedraft.server.cli.foreign_flags import hint
 from truedraft.server.settings import ENV_PREFIX, Settings
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message is meant for the person who wrote it."""
-
 
 S = TypeVar("S", bound=BaseSettings)
 
@@ -89,10 +85,10 @@ def check_environment(environ: Mapping[str, str], kind: type[BaseModel]) -> None
     known = {f"{ENV_PREFIX}{name.upper()}" for name in (*Settings.model_fields, *kind.model_fields)}
     for name in environ:
         shown = name.upper()
-        if shown.startswith(ENV_PREFIX) and shown not in known:
-            nearest = difflib.get_close_matches(shown, sorted(known), n=1, cutoff=0.9)
-            if nearest:
-                raise ConfigError(f"Unknown variable {name}. Did you mean {nearest[0]}?")
+        if not shown.startswith(ENV_PREFIX) or shown in known:
+            continue
+        if meant := difflib.get_close_matches(shown, sorted(known), n=1, cutoff=0.9):
+            raise ConfigError(f"Unknown variable {name}. Did you mean {meant[0]}?")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -114,8 +110,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def unknown_key(kind: str, name: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
-    return f"Unknown {kind} {name}." + (hint(name) or (f" Did you mean {nearest[0]}?" if nearest else ""))
+    return f"Unknown {kind} {name}." + (hint(name) or nearest(name, known))
 
 
 def _take_config(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], Path | None]:
@@ -135,18 +130,3 @@ def _take_config(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[list
 def wrong_usage(error: SettingsError) -> str:
     """argparse's own message, such as a flag without its value."""
     return f"{str(error).removeprefix('error parsing CLI: ')}."
-
-
-def describe(error: ValidationError) -> str:
-    """Writes one line for each setting: pydantic reports one of several types once for each of them."""
-    first = {detail["loc"][:1]: detail for detail in reversed(error.errors())}
-    return "\n".join(map(_describe, reversed(first.values())))
-
-
-def _describe(error: ErrorDetails) -> str:
-    if not error["loc"]:  # several settings together, which the message names
-        return f"{error['msg'].removeprefix('Value error, ')}."
-    name = str(error["loc"][0])
-    given = error.get("input")
-    shown = f", not {given!r}" if isinstance(given, str | int | float) and name != "api_keys" else ""
-    return f"{name}: {error['msg'].removeprefix('Value error, ')}{shown}."

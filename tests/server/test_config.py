@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.errors import ConfigError
 from truedraft.server.cli.help import configuration_page, setting_groups
 from truedraft.server.cli.main import main
-from truedraft.server.cli.settings_sources import ConfigError, load_settings
+from truedraft.server.cli.settings_sources import load_settings
 from truedraft.server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -58,10 +59,10 @@ def test_lists_and_sizes(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["--prot", "1"], "Unknown flag --prot. Did you mean --port?"),
         (["--num_speculative_tokens", "1"], "Did you mean --num-speculative-tokens?"),
         (["--no-strict-field"], "Did you mean --no-strict-fields?"),
-        (["--port", "many"], "port: Input should be a valid integer"),
+        (["--port", "many"], "port: must be a whole number"),
         (
             ["--num-speculative-tokens", "33"],
-            "num_speculative_tokens: Input should be less than",
+            "num_speculative_tokens: must be less than",
         ),
         (
             ["--dtype", "int3"],
@@ -97,7 +98,7 @@ def test_variables_of_others(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     [
         ("portt: 1", "Unknown key portt. Did you mean port?"),
         ("zzzzzz: 1", "Unknown key zzzzzz. (in"),
-        ("num_speculative_tokens: many", "num_speculative_tokens: Input should be a valid integer"),
+        ("num_speculative_tokens: many", "num_speculative_tokens: must be a whole number"),
         ("just words", "must hold 'key: value' lines"),
         ("port: [", "is not valid YAML"),
     ],

@@ -12,10 +12,11 @@ import pytest
 from tests.server.serve_process import ROOT
 from truedraft.engine.commands.verify_trace import ReplaySettings
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.errors import ConfigError
 from truedraft.server.cli import main as cli
 from truedraft.server.cli.help import serve_help
 from truedraft.server.cli.launch import StartError, bind_unix, check_tls
-from truedraft.server.cli.settings_sources import ConfigError, load_settings, read_options
+from truedraft.server.cli.settings_sources import load_settings, read_options
 from truedraft.server.settings import Settings
 
 
@@ -108,23 +109,23 @@ def test_a_file_of_settings_for_commands_without_a_server(
     ("arguments", "message"),
     [
         ("serve --port", "argument --port: expected one argument."),
-        ("serve --port x", "port: Input should be a valid integer"),
-        ("serve --cache-memory 12XB", "cache_memory: could not interpret byte unit: XB"),
+        ("serve --port x", "port: must be a whole number"),
+        ("serve --cache-memory 12XB", "cache_memory: must be a size such as 512MiB or 4GiB"),
         ("serve one two", "unrecognized arguments: two."),
         ("generate", "the following arguments are required: PROMPT."),
-        ("generate hi --temperature 5", "temperature: Input should be less"),
+        ("generate hi --temperature 5", "temperature: must be less"),
         ("generate hi --max-tokens", "argument --max-tokens: expected one argument."),
         ("generate hi --target", "argument --target: expected one argument."),
         ("generate hi --tempratur 1", "Unknown flag --tempratur. Did you mean --temperature?"),
         ("check two words", "unrecognized arguments: two words."),
         ("check --jsn", "Unknown flag --jsn. Did you mean --json?"),
-        ("check --device-map most", "device_map: Input should be"),
+        ("check --device-map most", "device_map: must be"),
         ("verify-trace", "the following arguments are required: FILE."),
-        ("verify-trace a.json --tolerance 0", "tolerance: Input should be greater than 0"),
+        ("verify-trace a.json --tolerance 0", "tolerance: must be greater than 0"),
         ("bench --foo", "Unknown flag --foo."),
-        ("bench --rate 1,-3", "rate: Input should be greater than 0, not -3."),
+        ("bench --rate 1,-3", "rate: must be greater than 0, not -3."),
         ("bench --extra-body {", "Parsing error encountered for extra_body: "),
-        ("top --interval x", "interval: Input should be a valid number"),
+        ("top --interval x", "interval: must be a number"),
         ("top --config a", "Unknown flag --config."),
     ],
 )
