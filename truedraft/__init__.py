@@ -18,7 +18,7 @@ from truedraft.server.version import package_version
 if TYPE_CHECKING:
     from truedraft.engine.core.admission import RequestError
     from truedraft.engine.core.proposer import Observation, Proposer
-    from truedraft.engine.errors import ModelLoadError
+    from truedraft.engine.errors import ConfigError, ModelLoadError
     from truedraft.engine.llm import LLM, Completion, Delta, SamplingParams
     from truedraft.engine.messages import TokenOutput
     from truedraft.engine.proposers.drawn import drawn_drafts
@@ -27,6 +27,7 @@ else:
     HOMES = {
         "LLM": "engine.llm",
         "Completion": "engine.llm",
+        "ConfigError": "engine.errors",
         "Delta": "engine.llm",
         "ModelLoadError": "engine.errors",
         "Observation": "engine.core.proposer",
@@ -51,6 +52,7 @@ __version__ = package_version()
 __all__ = [
     "LLM",
     "Completion",
+    "ConfigError",
     "Delta",
     "ModelLoadError",
     "Observation",

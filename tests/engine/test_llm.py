@@ -202,7 +202,7 @@ def test_threads(llm: LLM) -> None:
     ("params", "words"),
     [
         ({"max_tokens": 0}, "max_tokens is 0, but must be at least 1"),
-        ({"max_tokens": "5"}, "max_tokens: expected `int`"),
+        ({"max_tokens": "5"}, "max_tokens: expected `int"),
         ({"temperature": -0.1}, "temperature is -0.1, but must be 0 to 2"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0}, "top_p is 0.0, but must be above 0 and at most 1"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.write_configuration import library_settings
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ConfigError
 from truedraft.server.cli.help import configuration_page, setting_groups
@@ -171,6 +172,11 @@ def test_commands_that_load_torch_do_not_let_its_threads_spin(
 def test_configuration_page_is_up_to_date() -> None:
     """If not: python -m tools.write_configuration"""
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == configuration_page()
+
+
+def test_the_types_of_the_librarys_settings_are_up_to_date() -> None:
+    """If not: python -m tools.write_configuration"""
+    assert (ROOT / "engine" / "library" / "settings.py").read_text(encoding="utf-8") == library_settings()
 
 
 def test_every_setting_is_in_one_group_and_described() -> None:
