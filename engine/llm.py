@@ -6,6 +6,7 @@ for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=1
 print(llm.chat([{"role": "user", "content": "Hello"}])[0].text)
 """
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.errors import ConfigError, ModelLoadError
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.hub.located import located, stage_of
 from truedraft.engine.library.chat_template import ChatTemplate, Conversation
 from truedraft.engine.library.completion import Completion, Delta, DeltaReader
 from truedraft.engine.library.params import SamplingParams, checked_params, sampling_params, with_limit
@@ -45,6 +47,7 @@ Prompt = str | list[int]
 Params = messages.SamplingParams
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 # Returns an item's tokens, those that its text continues, and how many to write if nothing is said.
 Read = Callable[[T], tuple[list[int], list[int], int]]
 DEFAULT_COMPLETION_TOKENS = 16
@@ -75,9 +78,10 @@ class LLM:
     ) -> None:
         self.config = _config(target=None if target is None else os.fspath(target), draft=draft, **settings)
         proposers = [proposer] if isinstance(proposer, Proposer) else proposer
-        core = build_engine(self.config, begin, proposers=proposers)
+        found = located(self.config, lambda progress: begin(stage_of(progress)), logger.info)
+        core = build_engine(found, begin, proposers=proposers)
         try:
-            self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
+            self.tokenizer = load_pretrained_tokenizer(str(found.target))
         except (OSError, ValueError) as error:
             raise ModelLoadError(str(error)) from error
         fast = getattr(self.tokenizer, "backend_tokenizer", None)

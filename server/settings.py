@@ -341,8 +341,11 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
     def num_workers(self) -> int:
         return self.workers or len(self.devices)
 
-    def worker_configs(self) -> list[EngineConfig]:
-        """Returns one config for each worker, with its device and its share of threads and memory."""
+    def worker_configs(self, located: EngineConfig | None = None) -> list[EngineConfig]:
+        """Returns one config for each worker, with its device and its share of threads and memory.
+
+        ``located`` has the models' paths where the settings have names.
+        """
         num_sharing = self.num_workers // len(self.devices)
         share: dict[str, Any] = {}
         if self.num_threads:
@@ -353,7 +356,10 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
             whole = self.cache_memory_share or (0.9 if self.device.startswith("cuda") else 0.25)
             share["cache_memory_share"] = whole / num_sharing
         devices = self.devices * num_sharing
-        return [self.engine_config().model_copy(update=share | {"device": device}) for device in devices]
+        return [
+            (located or self.engine_config()).model_copy(update=share | {"device": device})
+            for device in devices
+        ]
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig.model_validate(self.model_dump(include=set(EngineConfig.model_fields)))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers.utils import cached_file
 
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledBytes, ScaledRows
@@ -169,14 +168,9 @@ class RenamedCheckpoint(DerivedCheckpoint):
 
 
 def locate(path: str, name: str) -> str | None:
-    found: str | None = cached_file(
-        path,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
-    return found
+    """Returns where a checkpoint's folder has the file ``name``, None if it has none."""
+    file = Path(path).expanduser() / name
+    return str(file) if file.is_file() else None
 
 
 def _names(file: str) -> list[str]:

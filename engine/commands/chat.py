@@ -12,13 +12,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from pydantic import Field
-from pydantic_settings import BaseSettings
 from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.options import ChatSettings
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
@@ -32,35 +30,6 @@ HELP = """\
 /stats        show the speed of the last answer, and what speculation did
 /exit         leave, as Ctrl-D does; Ctrl-C stops an answer"""
 PROMPT = "> "
-
-
-class ChatSettings(EngineConfig, BaseSettings):
-    """Talk with a model in the terminal; its chat template writes the conversation out."""
-
-    model_config = command_options("chat")
-
-    system: str | None = Field(None, description="System prompt.")
-    max_tokens: int | None = Field(
-        None, ge=1, description="Tokens of an answer at most. Default: what the model's context leaves."
-    )
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="0 is greedy. Default: what the model's makers recommend, else 1."
-    )
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="Nucleus of the distribution to sample from. Default: likewise, else 1."
-    )
-    top_k: int | None = Field(
-        None, ge=0, description="Tokens to sample from; 0: all. Default: likewise, else 0."
-    )
-    min_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="Leave out tokens with less than this share of the largest probability. "
-        "Default: likewise, else 0.",
-    )
-    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
-    stats: bool = Field(False, description="Show the speed and what speculation did after each answer.")
 
 
 class StopSwitch:

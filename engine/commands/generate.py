@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from msgspec import structs
-from pydantic import Field
-from pydantic_settings import BaseSettings, CliPositionalArg
 from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.options import GenerateSettings
 from truedraft.engine.commands.rounds import RoundPrinter
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
@@ -36,25 +34,6 @@ COLOURS = {
     "prediction": "magenta",
     "grammar": "blue",
 }
-
-
-class GenerateSettings(EngineConfig, BaseSettings):
-    """Stream a completion to the terminal; accepted draft tokens are coloured."""
-
-    model_config = command_options("generate")
-
-    prompt: CliPositionalArg[str] = Field(description="Text to continue.")
-    compare: bool = Field(False, description="Also decode without speculation and print both speeds.")
-    rounds: bool = Field(
-        False, description="Print each round: what was drafted, what the target made of it, the text."
-    )
-    max_tokens: int = Field(200, ge=1, description="Largest number of tokens to generate.")
-    temperature: float = Field(0.7, ge=0, le=2, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the most likely tokens of this total probability."
-    )
-    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
-    repeats: int = Field(5, ge=1, description="Timed pairs of runs under --compare.")
 
 
 @dataclass

@@ -1,6 +1,26 @@
-"""The terminal's commands read the engine's settings and their own options, as ``serve`` does."""
+"""Options of the terminal's commands, next to the engine's settings, which all of them have.
 
-from pydantic_settings import SettingsConfigDict
+They stand apart from the commands so that help and wrong usage do not wait for torch.
+"""
+
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.hub.fetch_bar import fetch_bar
+from truedraft.engine.hub.located import located
+
+S = TypeVar("S", bound=EngineConfig)
+
+
+def with_models(settings: S) -> S:
+    """Returns the settings with paths of models, after fetching what is not here; ``ModelLoadError``."""
+    with fetch_bar() as tell:
+        return located(settings, tell, lambda note: print(note, file=sys.stderr))
 
 
 def command_options(name: str) -> SettingsConfigDict:
@@ -12,4 +32,66 @@ def command_options(name: str) -> SettingsConfigDict:
         cli_implicit_flags=True,
         cli_exit_on_error=False,
         extra="forbid",
+    )
+
+
+class ChatSettings(EngineConfig, BaseSettings):
+    """Talk with a model in the terminal; its chat template writes the conversation out."""
+
+    model_config = command_options("chat")
+
+    system: str | None = Field(None, description="System prompt.")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Tokens of an answer at most. Default: what the model's context leaves."
+    )
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 is greedy. Default: what the model's makers recommend, else 1."
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Nucleus of the distribution to sample from. Default: likewise, else 1."
+    )
+    top_k: int | None = Field(
+        None, ge=0, description="Tokens to sample from; 0: all. Default: likewise, else 0."
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Leave out tokens with less than this share of the largest probability. "
+        "Default: likewise, else 0.",
+    )
+    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
+    stats: bool = Field(False, description="Show the speed and what speculation did after each answer.")
+
+
+class GenerateSettings(EngineConfig, BaseSettings):
+    """Stream a completion to the terminal; accepted draft tokens are coloured."""
+
+    model_config = command_options("generate")
+
+    prompt: CliPositionalArg[str] = Field(description="Text to continue.")
+    compare: bool = Field(False, description="Also decode without speculation and print both speeds.")
+    rounds: bool = Field(
+        False, description="Print each round: what was drafted, what the target made of it, the text."
+    )
+    max_tokens: int = Field(200, ge=1, description="Largest number of tokens to generate.")
+    temperature: float = Field(0.7, ge=0, le=2, description="Sampling temperature; 0 is greedy.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the most likely tokens of this total probability."
+    )
+    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
+    repeats: int = Field(5, ge=1, description="Timed pairs of runs under --compare.")
+
+
+class ReplaySettings(EngineConfig, BaseSettings):
+    """Replay a traced answer against both models and confirm every decision."""
+
+    model_config = command_options("verify-trace")
+
+    file: CliPositionalArg[Path] = Field(
+        description="JSON file: an answer to a request with speculation: {trace: true}, "
+        "or the truedraft object of one."
+    )
+    tolerance: float | None = Field(
+        None, gt=0, description="How far probabilities may be off. Default: 0.0001, more in half precision."
     )

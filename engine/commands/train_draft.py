@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.options import command_options, with_models
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
@@ -99,7 +99,7 @@ class TrainSettings(EngineConfig, BaseSettings):
 def main(settings: TrainSettings) -> int:
     transformers_logging.disable_progress_bar()
     try:
-        train(settings)
+        train(with_models(settings))
     except (ModelLoadError, RequestError, OSError) as error:
         print(f"truedraft: {error}", file=sys.stderr)
         return FAILED

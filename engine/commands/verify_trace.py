@@ -7,18 +7,15 @@ Settings are the engine's own, from flags and ``TRUEDRAFT_*``; those about sched
 import sys
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, CliPositionalArg
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import drafting_method
-from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.options import ReplaySettings, with_models
 from truedraft.engine.commands.replay import DraftKey, Replayer, RoundReport, key_of
 from truedraft.engine.commands.replay_round import Fresh, Outcome
 from truedraft.engine.commands.trace_file import FEWER, TracedAnswer, TraceFileError, read_answer
-from truedraft.engine.config import AUTO, EngineConfig
+from truedraft.engine.config import AUTO
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import DRAFT_MODEL, HEADS, MTP
 from truedraft.engine.models.base import Model
@@ -50,25 +47,11 @@ HEADER = (
 )
 
 
-class ReplaySettings(EngineConfig, BaseSettings):
-    """Replay a traced answer against both models and confirm every decision."""
-
-    model_config = command_options("verify-trace")
-
-    file: CliPositionalArg[Path] = Field(
-        description="JSON file: an answer to a request with speculation: {trace: true}, "
-        "or the truedraft object of one."
-    )
-    tolerance: float | None = Field(
-        None, gt=0, description="How far probabilities may be off. Default: 0.0001, more in half precision."
-    )
-
-
 def main(settings: ReplaySettings) -> int:
     transformers_logging.disable_progress_bar()
     try:
         answer = read_answer(settings.file)
-        replayer = _replayer(settings, answer)
+        replayer = _replayer(with_models(settings), answer)
         return _replay(replayer, answer)
     except (TraceFileError, ModelLoadError, GrammarError) as error:
         print(f"truedraft: {error}", file=sys.stderr)

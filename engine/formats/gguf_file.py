@@ -63,22 +63,6 @@ def is_gguf(path: str) -> bool:
     return path.lower().endswith(SUFFIX)
 
 
-def find_gguf(path: str) -> Path:
-    """Returns the file itself, or that of a hub id followed by the file's name; raises ``GgufError``."""
-    local = Path(path).expanduser()
-    owner, _, rest = path.partition("/")
-    repository, _, name = rest.partition("/")
-    if local.exists() or not name or owner in ("", ".", "..", "~"):
-        return local
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(hf_hub_download(f"{owner}/{repository}", name))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise GgufError(f"there is no file {path}, and none is found on the hub under that name") from error
-
-
 def read_gguf(path: str) -> GgufFile:
     """What the file says before its tensors, with lists and texts; ``GgufError``.
 
@@ -124,7 +108,7 @@ def _part_names(path: str) -> list[str]:
 
 def _mapped(path: str) -> mmap:
     try:
-        with find_gguf(path).open("rb") as opened:
+        with Path(path).expanduser().open("rb") as opened:
             return mmap(opened.fileno(), 0, access=ACCESS_READ)
     except OSError as error:
         raise GgufError(f"{path} cannot be read: {error.strerror}") from error

@@ -6,6 +6,7 @@ cannot be replaced, recurrent states and masks that are not causal are refused w
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from truedraft.engine.models.hf import cross_attention
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import check_served
 from truedraft.engine.models.hf.layer_probe import NOT_REPLACEABLE
-from truedraft.engine.models.load_errors import has_file, stage
+from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.sizes import check_largest, check_sizes
@@ -104,7 +105,7 @@ class Architecture:
     def generation_config(self) -> Any:
         """Returns the checkpoint's; without such a file, what config.json says of generation."""
         with stage(self.path, GENERATION_CONFIG):
-            if has_file(self.path, GENERATION_CONFIG):
+            if (Path(self.path) / GENERATION_CONFIG).is_file():
                 return GenerationConfig.from_pretrained(self.path)
             return GenerationConfig.from_model_config(self.config)
 

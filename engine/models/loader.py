@@ -47,6 +47,7 @@ from truedraft.engine.families.linear import replace_linears
 from truedraft.engine.families.table import FAMILIES
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
 from truedraft.engine.gguf.checkpoint import check_complete, generation_config, open_gguf
+from truedraft.engine.hub.folders import check_path
 from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.layers.linear import TorchLinears
 from truedraft.engine.models.architecture import (
@@ -62,7 +63,7 @@ from truedraft.engine.models.fused import count, fuse_module, load_fused, multip
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.hf.self_check import self_check
-from truedraft.engine.models.load_errors import check_folder, stage
+from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.native.linear import linear_library
@@ -324,7 +325,7 @@ def load_decoder(found: Architecture | str, options: LoadOptions) -> DecoderMode
 def _find(path: str, options: LoadOptions) -> Architecture:
     """What the folder or repository ``path`` holds, by its config.json."""
     with stage(path, ""):
-        check_folder(path, allow_pickle=options.allow_pickle)
+        check_path(path, allow_pickle=options.allow_pickle)
         expanded = str(Path(path).expanduser()) if path.startswith("~") else path
     return read_architecture(expanded, options)
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 
@@ -22,7 +23,12 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import ByteSize
 
-from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.hub.fetch_bar import fetch_bar
+from truedraft.engine.hub.folders import check_path
+from truedraft.engine.hub.located import is_a_model, located
+from truedraft.engine.hub.names import hub_name
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import num_cpus
 from truedraft.engine.machine.openmp import THREADS_VARIABLE
@@ -35,6 +41,7 @@ from truedraft.server.http.protocol import LimitedProtocol
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.services import Services
 from truedraft.server.settings import Settings
+from truedraft.server.text.tokenizer import load_tokenizer, read_apart
 from truedraft.server.version import package_version
 from truedraft.server.workers.open_requests import QueueLimits
 from truedraft.server.workers.worker_client import WorkerClient
@@ -76,9 +83,9 @@ def launch(settings: Settings) -> int:
     check_tls(settings)
     raise_descriptor_limit()
     with _listen(settings) as listener:
-        app = make_app(settings)
-        config = http_config(app, settings)
         _say(_introduction(settings, listener), settings.log_format)
+        app = make_app(settings, locate(settings))
+        config = http_config(app, settings)
         server = Server(config, settings.drain_timeout)
         try:
             with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -106,9 +113,9 @@ def http_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     )
 
 
-def make_app(settings: Settings) -> FastAPI:
-    """The application, which starts its workers when it starts itself."""
-    configs = settings.worker_configs()
+def make_app(settings: Settings, located: EngineConfig) -> FastAPI:
+    """The application, which starts its workers when it starts itself. ``located`` has the models' paths."""
+    configs = settings.worker_configs(located)
     metrics = Metrics(settings.metrics_prefix, settings.model_name, len(configs))
     workers = [
         WorkerClient(
@@ -121,7 +128,8 @@ def make_app(settings: Settings) -> FastAPI:
         for config, observer in zip(configs, metrics.workers, strict=True)
     ]
     pool = WorkerPool(workers, QueueLimits.of(settings), shares_prefixes=settings.prefix_caching)
-    return create_app(settings, pool, metrics)
+    load = partial(load_tokenizer, str(located.target), settings.chat_template, read_apart)
+    return create_app(settings, pool, metrics, load)
 
 
 def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -134,21 +142,24 @@ def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def check_models(settings: Settings) -> None:
-    """Find missing folders before anything slow starts. Hub ids are left to the worker."""
-    for role, model in (("target", settings.target), ("draft", settings.draft)):
-        if model is None or Path(model).is_dir():
-            continue
-        if Path(model).is_file():
-            if is_gguf(model):
-                continue
-            raise StartError(
-                f"The {role} model {model} is a file; a folder with config.json and safetensors, or a .gguf "
-                "file, is needed."
-            )
-        if is_gguf(model) and not Path(model).is_absolute() and not model.startswith(("./", "../", "~")):
-            continue  # a file on the hub
-        if Path(model).is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
-            raise StartError(f"The {role} model folder {model} does not exist. Set --{role}.")
+    """Refuses paths without a model before anything slow starts. ``locate`` looks for names of the hub."""
+    draft = settings.draft
+    try:
+        for model in (settings.target, draft if draft is not None and is_a_model(draft) else None):
+            if model is not None and hub_name(model) is None:
+                check_path(model, allow_pickle=settings.allow_pickle)
+    except ModelLoadError as error:
+        raise StartError(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
+
+
+def locate(settings: Settings) -> EngineConfig:
+    """Returns the engine's settings with paths of models, after fetching what is not here."""
+    lines = None if settings.log_format == "text" else logger.info
+    try:
+        with fetch_bar(lines) as tell:
+            return located(settings.engine_config(), tell, logger.info)
+    except ModelLoadError as error:
+        raise StartError(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
 
 
 def check_tls(settings: Settings) -> None:

@@ -6,6 +6,7 @@ this process and belong to ``engine``; each is imported only when asked for, bec
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +15,13 @@ from prometheus_client import disable_created_metrics
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
+from truedraft.engine.commands.options import ChatSettings, GenerateSettings, ReplaySettings
+from truedraft.engine.config_errors import nearest
 from truedraft.engine.errors import ConfigError
 from truedraft.engine.machine.openmp import spin_settings
 from truedraft.server.cli.completion import INSTALL, SHELLS, completion_script
 from truedraft.server.cli.help import command_help, serve_help
+from truedraft.server.cli.interrupts import raise_on_interrupt, say_interrupted
 from truedraft.server.cli.launch import StartError, launch
 from truedraft.server.cli.settings_sources import load_settings, read_options, target_first
 from truedraft.server.observability.logs import configure_logging
@@ -57,7 +61,10 @@ examples:
   truedraft bench --base-url http://127.0.0.1:8000/v1 --concurrency 1,16 --rate 4
 """
 
-OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+Run = Callable[[Any], int]  # a command, given its options
+
+OK, FAILED, WRONG_USAGE = 0, 1, 2
+COMMANDS = re.findall(r"^  ([a-z][a-z-]+)  ", HELP.partition("options:")[0], re.MULTILINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,35 +81,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["serve", *flags]:
             return serve(flags)
         case ["generate", *flags]:
-            from truedraft.engine.commands.generate import GenerateSettings
-            from truedraft.engine.commands.generate import main as generate
-
-            return in_terminal("generate", generate, GenerateSettings, flags)
+            return in_terminal("generate", _load_generate, GenerateSettings, flags)
         case ["chat", *flags]:
-            from truedraft.engine.commands.chat import ChatSettings
-            from truedraft.engine.commands.chat import main as chat
-
-            return in_terminal("chat", chat, ChatSettings, target_first(flags))
+            return in_terminal("chat", _load_chat, ChatSettings, target_first(flags))
         case ["check", *flags]:
             from truedraft.engine.commands.check import CheckSettings
             from truedraft.engine.commands.check import main as check
 
-            return in_terminal("check", check, CheckSettings, flags)
+            return in_terminal("check", lambda: check, CheckSettings, flags)
         case ["train-draft", *flags]:
             from truedraft.engine.commands.train_draft import TrainSettings
             from truedraft.engine.commands.train_draft import main as train_draft
 
-            return in_terminal("train-draft", train_draft, TrainSettings, flags)
+            return in_terminal("train-draft", lambda: train_draft, TrainSettings, flags)
         case ["verify-trace", *flags]:
-            from truedraft.engine.commands.verify_trace import ReplaySettings
-            from truedraft.engine.commands.verify_trace import main as verify_trace
-
-            return in_terminal("verify-trace", verify_trace, ReplaySettings, flags)
+            return in_terminal("verify-trace", _load_verify_trace, ReplaySettings, flags)
         case ["top", *flags]:
             from truedraft.server.cli.top import TopOptions
             from truedraft.server.cli.top import main as top
 
-            return in_terminal("top", top, TopOptions, flags)
+            return in_terminal("top", lambda: top, TopOptions, flags)
         case ["bench", *flags]:
             return bench(flags)
         case ["completion", *words]:
@@ -115,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case [] | ["--help" | "-h" | "help"]:
             print(HELP, end="")
             return OK
-    _complain("truedraft", f"Unknown command {arguments[0]}. See 'truedraft --help'.")
+    _complain("truedraft", _unknown(arguments))
     return WRONG_USAGE
 
 
@@ -128,6 +126,7 @@ def serve(flags: Sequence[str]) -> int:
     configure_logging(settings.log_level, settings.log_format)
     # The *_created series would double the size of /metrics for nothing.
     disable_created_metrics()  # type: ignore[no-untyped-call]
+    raise_on_interrupt()
     try:
         return launch(settings)
     except (StartError, WorkerFailedError, TokenizerFailedError, OtelError) as error:
@@ -137,11 +136,11 @@ def serve(flags: Sequence[str]) -> int:
             _complain("truedraft serve", str(error))
         return FAILED
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return say_interrupted()
 
 
-def in_terminal(name: str, run: Callable[[Any], int], kind: type[BaseSettings], flags: Sequence[str]) -> int:
-    """A command with options of its own."""
+def in_terminal(name: str, load: Callable[[], Run], kind: type[BaseSettings], flags: Sequence[str]) -> int:
+    """Runs a command with options of its own; ``load`` imports it once its options are known to be right."""
     if {"--help", "-h"} & set(flags):
         print(command_help(name, kind), end="")
         return OK
@@ -150,14 +149,37 @@ def in_terminal(name: str, run: Callable[[Any], int], kind: type[BaseSettings], 
     except ConfigError as error:
         _complain(f"truedraft {name}", str(error))
         return WRONG_USAGE
-    return run(options)
+    run = load()
+    raise_on_interrupt()
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        return say_interrupted()
+
+
+def _load_generate() -> Run:
+    from truedraft.engine.commands.generate import main as generate
+
+    return generate
+
+
+def _load_chat() -> Run:
+    from truedraft.engine.commands.chat import main as chat
+
+    return chat
+
+
+def _load_verify_trace() -> Run:
+    from truedraft.engine.commands.verify_trace import main as verify_trace
+
+    return verify_trace
 
 
 def bench(flags: Sequence[str]) -> int:
     from truedraft.loadtest.command import main as put_load
     from truedraft.loadtest.options import BenchOptions
 
-    return in_terminal("bench", put_load, BenchOptions, flags)
+    return in_terminal("bench", lambda: put_load, BenchOptions, flags)
 
 
 def complete(words: Sequence[str]) -> int:
@@ -170,11 +192,8 @@ def complete(words: Sequence[str]) -> int:
     if len(words) != 1 or words[0] not in SHELLS:
         _complain("truedraft completion", f"Name one shell: {', '.join(SHELLS)}.")
         return WRONG_USAGE
-    from truedraft.engine.commands.chat import ChatSettings
     from truedraft.engine.commands.check import CheckSettings
-    from truedraft.engine.commands.generate import GenerateSettings
     from truedraft.engine.commands.train_draft import TrainSettings
-    from truedraft.engine.commands.verify_trace import ReplaySettings
     from truedraft.loadtest.options import BenchOptions
     from truedraft.server.cli.top import TopOptions
 
@@ -190,6 +209,15 @@ def complete(words: Sequence[str]) -> int:
     }
     print(completion_script(words[0], commands), end="")
     return OK
+
+
+def _unknown(arguments: Sequence[str]) -> str:
+    """Returns what to say of arguments that name no command."""
+    if arguments[0].startswith("-"):
+        return (
+            f"A command comes first, as in 'truedraft serve {' '.join(arguments)}'. See 'truedraft --help'."
+        )
+    return f"Unknown command {arguments[0]}.{nearest(arguments[0], COMMANDS) or ' See truedraft --help.'}"
 
 
 def _open_what_is_closed() -> None:

@@ -1,0 +1,223 @@
+"""Makes a path of this machine of a model's name, and fetches what is not here yet.
+
+``huggingface_hub`` does the fetching: its cache, its variables (``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN``,
+``HF_HUB_OFFLINE``), its resumption and its checks hold here, too.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.hub.folders import check_path
+from truedraft.engine.hub.names import HubName, hub_name
+from truedraft.engine.hub.repository import Choice, RepoFile, choose, drafters, shown_size
+from truedraft.engine.machine.limits import free_memory
+
+CONNECT_SECONDS = 2.5  # a hub that does not answer within these cannot be reached
+ANSWER_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Says how far a model is fetched, in bytes. Bytes that were here already count from the start."""
+
+    name: str
+    done: int
+    total: int
+
+
+Tell = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model on this machine: its folder or GGUF file, and what a person should know about the choice."""
+
+    path: str
+    note: str = ""
+    drafters: Sequence[str] = ()  # names of GGUF files in the same repository that draft for it
+
+
+def find_model(
+    name: str,
+    *,
+    tell: Tell = lambda progress: None,
+    allow_pickle: bool = False,
+    with_code: bool = False,
+) -> Found:
+    """Returns where the model ``name`` lies, after fetching it if need be; raises ``ModelLoadError``."""
+    wanted = hub_name(name)
+    if wanted is None:
+        check_path(name, allow_pickle=allow_pickle)
+        return Found(name)
+    files, revision = _files(wanted)
+    choice = choose(wanted, files, free_memory(), allow_pickle=allow_pickle, with_code=with_code)
+    paths = [_cached(wanted, file, revision) for file in choice.files]
+    if not all(paths):
+        paths = _fetch(wanted, choice, tell)
+    first = Path(str(paths[0]))
+    names = [f"{wanted.repo}/{variant.parts[0].name}" for variant in drafters(files)]
+    if choice.entry is not None:
+        return Found(str(first), choice.note, names)
+    depth = choice.files[0].name.count("/")
+    return Found(str(first.parents[depth]), choice.note, names)
+
+
+def _files(name: HubName) -> tuple[list[RepoFile], str]:
+    """Returns the files of a repository and the commit that they are of: from the hub, or from its cache."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE or not _is_reachable(constants.ENDPOINT):
+        return _cached_files(name, "cannot be reached (no network, or HF_HUB_OFFLINE is set)")
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        info = HfApi(endpoint=constants.ENDPOINT).model_info(
+            name.repo, revision=name.revision, files_metadata=True, timeout=ANSWER_SECONDS
+        )
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ModelLoadError(explain_hub(name, error)) from error
+    except Exception as error:  # the client's transport has errors of its own
+        return _cached_files(name, f"does not answer: {error or type(error).__name__}")
+    files = [RepoFile(each.rfilename, each.size or 0) for each in info.siblings or ()]
+    return files, str(info.sha)
+
+
+def _cached_files(name: HubName, why: str) -> tuple[list[RepoFile], str]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name.repo, revision=name.revision, local_files_only=True))
+    except HFValidationError as error:
+        raise ModelLoadError(explain_hub(name, error)) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelLoadError(
+            f"{name} is neither a path nor in the local cache of the hub, and the hub {why}"
+        ) from error
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [RepoFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in found], folder.name
+
+
+def _cached(name: HubName, file: RepoFile, revision: str) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(name.repo, file.name, revision=revision)
+    return path if isinstance(path, str) else None
+
+
+def _fetch(name: HubName, choice: Choice, tell: Tell) -> list[str | None]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # its retries are no news
+    _check_disk(name, choice)
+    done = 0
+    paths: list[str | None] = []
+
+    def told(before: int, here: int) -> None:
+        tell(Progress(str(name), before + here, choice.size))
+
+    for file in choice.files:
+        bar = _counter(partial(told, done))
+        try:
+            path = hf_hub_download(name.repo, file.name, revision=name.revision, tqdm_class=bar)
+        except Exception as error:  # the hub, the transport and the disk fail in many ways
+            raise ModelLoadError(explain_hub(name, error, file.name)) from error
+        done += file.size
+        tell(Progress(str(name), done, choice.size))
+        paths.append(str(path))
+    return paths
+
+
+def _check_disk(name: HubName, choice: Choice) -> None:
+    """Refuses what the disk of the cache has no room for, before anything is fetched."""
+    import shutil
+
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if choice.size > free:
+        raise ModelLoadError(
+            f"{name} takes {shown_size(choice.size)}, but the disk of {folder} has {shown_size(free)} free. "
+            "Set HF_HOME to a folder of another disk"
+        )
+
+
+def _counter(tell: Callable[[int], None]) -> type:
+    """Returns what ``huggingface_hub`` may use as a progress bar; ``tell`` hears how many bytes are here."""
+
+    class Counter:
+        def __init__(self, *args: Any, total: float | None = None, initial: float = 0, **kwargs: Any) -> None:
+            self.total, self.n = total, initial
+            tell(int(self.n))
+
+        def __enter__(self) -> "Counter":
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            pass
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            tell(int(self.n))
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *args, **kwargs: None  # closing, refreshing and describing show nothing
+
+    return Counter
+
+
+def _is_reachable(endpoint: str) -> bool:
+    """Tells whether the hub's host takes a connection; a proxy is trusted to reach it."""
+    address = urlsplit(endpoint)
+    if address.scheme in getproxies():
+        return True
+    taken = threading.Event()
+
+    def connect() -> None:
+        port = address.port or {"http": 80}.get(address.scheme, 443)
+        with suppress(OSError), socket.create_connection((address.hostname, port), CONNECT_SECONDS):
+            taken.set()
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS)  # a resolver that does not answer waits longer than a connection
+    return taken.is_set()
+
+
+def explain_hub(name: HubName, error: BaseException, file: str = "") -> str:
+    """Says in one sentence why the hub does not give a model, and what to do about it."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{name.repo} is gated: accept its terms on its page, and set HF_TOKEN to a token of that account"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"{name.repo} has no revision {name.revision}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"there is no path {name}, and no model {name.repo} on the hub (a private one needs HF_TOKEN)"
+    if isinstance(error, HFValidationError):
+        return f"{name} is neither a path nor the name of a model on the hub, which is owner/repository"
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    what = f"{file} of {name.repo}" if file else name.repo
+    return (
+        f"{what} could not be fetched: {reason}. What has come is kept; the same command goes on from there"
+    )

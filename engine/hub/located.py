@@ -1,0 +1,51 @@
+"""Settings whose models are names become settings whose models are paths."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from truedraft.engine.config import AUTO, EngineConfig
+from truedraft.engine.hub.fetch import Found, Progress, Tell, find_model
+from truedraft.engine.hub.names import hub_name
+from truedraft.engine.hub.repository import shown_size
+from truedraft.engine.messages import HEADS
+
+C = TypeVar("C", bound=EngineConfig)
+
+
+def located(
+    config: C,
+    tell: Tell = lambda progress: None,
+    say: Callable[[str], None] = lambda note: None,
+) -> C:
+    """Returns the settings with paths instead of the hub's names, after fetching what is not here yet.
+
+    ``tell`` hears how far a model is fetched, ``say`` what a person should know about the choice of files.
+    Raises ``ModelLoadError``.
+    """
+    assert config.target is not None  # filled in by EngineConfig
+    target = _find(config.target, config, tell, say)
+    changes = {"target": target.path}
+    if (draft := config.draft) is not None and is_a_model(draft):
+        changes["draft"] = draft if hub_name(draft) is None else _find(draft, config, tell, say).path
+    if all(getattr(config, name) == path for name, path in changes.items()):
+        return config
+    return config.model_copy(update=changes)
+
+
+def is_a_model(draft: str) -> bool:
+    """Tells whether the setting draft names a model or head by itself, and not a way to use the target."""
+    return draft not in (AUTO, *HEADS) and not draft.startswith("self:")
+
+
+def stage_of(progress: Progress) -> str:
+    """Returns how a stage of loading is called while a model is fetched."""
+    return f"{progress.name}: {shown_size(progress.done)} of {shown_size(progress.total)}"
+
+
+def _find(name: str, config: EngineConfig, tell: Tell, say: Callable[[str], None]) -> Found:
+    found = find_model(name, tell=tell, allow_pickle=config.allow_pickle, with_code=config.trust_remote_code)
+    if found.note:
+        say(f"{name}: {found.note}")
+    if found.drafters:
+        say(f"{name} has files that draft for it: {', '.join(found.drafters)}. Use one with --draft NAME")
+    return found
