@@ -1,6 +1,7 @@
 """Sampling parameters by their definitions: one row at a time, float64, loops. The oracle for the engine's.
 
 Order: logit_bias, repetition, frequency and presence penalties, min_tokens, temperature, top-k, top-p, min-p.
+Repetition looks at prompt and output, frequency and presence at the output alone.
 """
 
 from collections import Counter
@@ -21,11 +22,12 @@ def adjusted(
     logits = np.array(logits, dtype=np.float64)
     for token, bias in params.logit_bias.items():
         logits[token] += bias
-    for token, count in Counter([*prompt, *output]).items():
+    for token in {*prompt, *output}:
         if logits[token] > 0:
             logits[token] /= params.repetition_penalty
         else:
             logits[token] *= params.repetition_penalty
+    for token, count in Counter(output).items():
         logits[token] -= params.frequency_penalty * count + params.presence_penalty
     if len(output) < params.min_tokens:
         logits[list(stop_ids)] = -np.inf

@@ -1,7 +1,8 @@
 /* What is added to or taken from raw logits before temperature: bias, penalties, the minimum length, a mask.
  *
  * The same arithmetic as in "engine/sampling/adjust.py", the reference: float32, each operation rounded. Only
- * the tokens that a row names or has seen are touched.
+ * the tokens that a row names or has seen are touched. Tokens of the prompt are seen but not counted: only the
+ * repetition penalty asks for them.
  */
 
 #include <math.h>
@@ -21,7 +22,7 @@ static void penalize(const Row *row, float *logits, int64_t vocab) {
         float logit = logits[id];
         logit = rounded(logit > 0.0f ? logit / rounded(row->repetition) : logit * row->repetition);
         logit = rounded(logit - rounded(row->frequency * (float)row->counts[i]));
-        logits[id] = logit - row->presence;
+        logits[id] = row->counts[i] ? logit - row->presence : logit;
     }
 }
 
@@ -38,7 +39,7 @@ static void forbid_masked(const Row *row, int64_t position, float *logits, int64
     for (int64_t id = num_known; id < vocab; id++) logits[id] = -INFINITY;
 }
 
-/* Logits [vocab] at a position of a round; counts are those of the text up to there. */
+/* Logits [vocab] at a position of a round; counts are those of the output up to there. */
 void adjust_logits(const Row *row, int64_t position, float *logits, int64_t vocab) {
     for (int64_t i = 0; i < row->num_biases; i++)
         if (is_token(row->bias_ids[i], vocab)) logits[row->bias_ids[i]] += row->biases[i];
@@ -55,7 +56,7 @@ static int64_t find_token(const Row *row, int64_t id) {
     return i;
 }
 
-/* One more of a token in the text; nothing without penalties. */
+/* One more of a token in the output; nothing without penalties. */
 void count_token(Row *row, int64_t id) {
     if (!row->counts) return;
     const int64_t i = find_token(row, id);
@@ -70,7 +71,9 @@ void count_token(Row *row, int64_t id) {
 /* Takes back the last token counted. */
 void uncount_token(Row *row, int64_t id) {
     if (!row->counts) return;
-    row->num_distinct -= --row->counts[find_token(row, id)] == 0;
+    const int64_t i = find_token(row, id);
+    row->counts[i]--;
+    if (i >= row->num_distinct_in_prompt && !row->counts[i]) row->num_distinct--;
     row->num_counted--;
 }
 

@@ -20,7 +20,7 @@ typedef struct {
     int64_t num_folded, num_draft_folded; /* tokens that states in both caches are folded over: no more than are in
                                              them when a round begins, so that it can be begun anew elsewhere */
     int64_t num_distinct;         /* entries of distinct_ids and counts */
-    int64_t num_counted;          /* tokens that they count */
+    int64_t num_counted;          /* tokens of the text that they know of */
     /* The step's. */
     int64_t num_draft_tokens;     /* to draft in each round, as far as there is room for them */
     const int64_t *draft_ids;     /* [num_draft_tokens] drafts from outside, of one round; NULL: the draft
@@ -46,8 +46,9 @@ typedef struct {
     int64_t rule, seed, top_k;
     float temperature, top_p, min_p;
     float repetition, frequency, presence; /* penalties */
-    int64_t *distinct_ids, *counts; /* [max_num_tokens] tokens of the text, and how often they stand there;
+    int64_t *distinct_ids, *counts; /* [max_num_tokens] tokens of the text, and how often they stand in its output;
                                      NULL: no penalties */
+    int64_t num_distinct_in_prompt; /* the first so many of them stand in the prompt */
     int64_t num_biases;
     const int64_t *bias_ids;
     const float *biases;

@@ -2,8 +2,9 @@
 
 In this order: logit_bias, repetition penalty, frequency and presence penalties, then stop tokens are
 forbidden below ``min_tokens``, a mask forbids all that it does not allow, and the checkpoint's own rules have
-the last word. Every position sees the text as it would stand there: prompt, output and the drafted tokens
-before it, each counted once.
+the last word. Frequency and presence penalties count the output alone, the repetition penalty asks whether a
+token stands in prompt or output. Every position sees the output as it would stand there: with the drafted
+tokens before it, each counted once.
 """
 
 import math
@@ -53,6 +54,10 @@ class History:
         return self.token_ids[self.num_encoder_tokens :] if self.num_encoder_tokens else self.token_ids
 
     @property
+    def output(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
     def penalized(self) -> bool:
         params = self.params
         return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
@@ -76,8 +81,8 @@ def adjust_logits(
     """Returns adjusted float32 logits, of the shape of ``logits`` [rows, positions, V], which stay unchanged.
 
     Position j of a row predicts the token that follows its history and ``drafted[row, : offset + j]``;
-    ``drafted`` is [rows, at least offset + positions - 1]. ``counts`` [penalised rows, V]: how often each
-    token stands in their histories, where that is known already.
+    ``drafted`` is [rows, at least offset + positions - 1]. ``counts`` [2, penalised rows, V]: how often each
+    token stands in their prompts and in their outputs, where that is known already.
     """
     logits = logits.float().clone()
     for row, history in enumerate(histories):
@@ -88,9 +93,10 @@ def adjust_logits(
     if penalized:
         members = [histories[row] for row in penalized]
         rows = on_device(penalized, logits.device)
-        base = _text_counts(members, logits.shape[2], logits.device) if counts is None else counts
-        by_position = _counts(base, drafted[rows], offset, logits.shape[1])
-        logits[rows] = _penalize(logits[rows], members, by_position)
+        of_text = _text_counts(members, logits.shape[2], logits.device) if counts is None else counts
+        in_prompt, in_output = of_text
+        by_position = _counts(in_output, drafted[rows], offset, logits.shape[1])
+        logits[rows] = _penalize(logits[rows], members, in_prompt, by_position)
     # The host reads all drafts at once.
     reads = any(history.matcher is not None or history.rules for history in histories)
     draft_ids = drafted.tolist() if reads else []
@@ -144,29 +150,39 @@ def _apply_rules(logits: torch.Tensor, history: History, drafted: list[int], off
 
 
 def _text_counts(histories: list[History], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Returns how often each token stands in the texts: float32 [rows, V]."""
-    counts = [torch.bincount(torch.tensor(history.text), minlength=vocab_size) for history in histories]
-    return send(torch.stack(counts).float(), device)
+    """Returns how often each token stands in the prompts, and how often in the outputs: float32 [2, rows, V].
+    Of an encoder-decoder's prompt only what begins the output counts."""
+    prompts = [
+        history.token_ids[history.num_encoder_tokens : history.num_prompt_tokens] for history in histories
+    ]
+    texts = prompts + [history.output for history in histories]
+    counts = [torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size) for ids in texts]
+    return send(torch.stack(counts).float().unflatten(0, (2, len(histories))), device)
 
 
 def _counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, num_positions: int) -> torch.Tensor:
-    """Returns how often each token stands before each position, float32 [rows, positions, V], from how often
-    it stands in the texts, ``base`` [rows, V]."""
+    """Returns how often each token is output before each position, float32 [rows, positions, V], from how
+    often it stands in the outputs so far, ``base`` [rows, V]."""
     one_hot = F.one_hot(drafted[:, : offset + num_positions - 1], base.shape[1]).float()
     before_first = base + one_hot[:, :offset].sum(1)
     later = before_first[:, None] + one_hot[:, offset:].cumsum(1)
     return torch.cat([before_first[:, None], later], dim=1)
 
 
-def _penalize(logits: torch.Tensor, histories: list[History], counts: torch.Tensor) -> torch.Tensor:
-    """Repetition as Keskar et al. 2019 (1909.05858) define it; frequency and presence as OpenAI does."""
+def _penalize(
+    logits: torch.Tensor, histories: list[History], in_prompt: torch.Tensor, in_output: torch.Tensor
+) -> torch.Tensor:
+    """Repetition as Keskar et al. 2019 (1909.05858) define it; frequency and presence as OpenAI does.
+
+    ``in_prompt`` [rows, V] and ``in_output`` [rows, positions, V] count tokens.
+    """
 
     def column(values: list[float]) -> torch.Tensor:
         return on_device(values, logits.device, torch.float32)[:, None, None]
 
-    seen = counts > 0
+    seen = (in_prompt[:, None] > 0) | (in_output > 0)
     repetition = column([h.params.repetition_penalty for h in histories])
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(seen, repeated, logits)
-    logits = logits - column([h.params.frequency_penalty for h in histories]) * counts
-    return logits - column([h.params.presence_penalty for h in histories]) * seen
+    logits = logits - column([h.params.frequency_penalty for h in histories]) * in_output
+    return logits - column([h.params.presence_penalty for h in histories]) * (in_output > 0)

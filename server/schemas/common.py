@@ -218,13 +218,20 @@ class SamplingRequest(RequestPart):
         None,
         ge=-2,
         le=2,
-        description="Subtracted from the logit of every token that has occurred. Default 0.",
+        description="Subtracted from the logit of every token that the output has. Default 0.",
     )
     frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Subtracted from a token's logit once for every occurrence. Default 0."
+        None,
+        ge=-2,
+        le=2,
+        description="Subtracted from a token's logit for each time that the output has it. Default 0.",
     )
     repetition_penalty: float | None = Field(
-        None, ge=0.01, le=10, description="Divides the logit of every token that has occurred. Default 1."
+        None,
+        ge=0.01,
+        le=10,
+        description="Divides positive logits of tokens that prompt or output have, multiplies negative ones. "
+        "Default 1.",
     )
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)] | None

@@ -1,6 +1,7 @@
 """The tests of encoder-decoder pairs can fail: planted bugs, each caught by a gate."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,12 @@ def prompt_not_read_again(patch: Patch) -> None:
 
 
 def penalties_see_the_prompt(patch: Patch) -> None:
-    patch.setattr(History, "text", property(lambda self: self.token_ids))
+    honest = adjust._text_counts
+
+    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
+        return honest([replace(each, num_encoder_tokens=0) for each in histories], vocab, device)
+
+    patch.setattr(adjust, "_text_counts", text_counts)
 
 
 def rules_forget_the_drafted_tokens(patch: Patch) -> None:

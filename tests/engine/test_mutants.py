@@ -199,14 +199,34 @@ def coupled_emits_the_draft(patch: Patch) -> None:
 
 def penalties_see_only_the_last_token(patch: Patch) -> None:
     def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
-        last = torch.tensor([history.token_ids[-1] for history in histories])
-        return F.one_hot(last, vocab).float()
+        last = F.one_hot(torch.tensor([history.token_ids[-1] for history in histories]), vocab).float()
+        return torch.stack([torch.zeros_like(last), last])
 
     def counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, positions: int) -> torch.Tensor:
         return base[:, None].repeat(1, positions, 1)
 
     patch.setattr(adjust, "_text_counts", text_counts)
     patch.setattr(adjust, "_counts", counts)
+
+
+def all_penalties_count_the_prompt(patch: Patch) -> None:
+    honest = adjust._text_counts
+
+    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
+        in_prompt, in_output = honest(histories, vocab, device)
+        return torch.stack([in_prompt, in_prompt + in_output])
+
+    patch.setattr(adjust, "_text_counts", text_counts)
+
+
+def repetition_forgets_the_prompt(patch: Patch) -> None:
+    honest = adjust._text_counts
+
+    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
+        _, in_output = honest(histories, vocab, device)
+        return torch.stack([torch.zeros_like(in_output), in_output])
+
+    patch.setattr(adjust, "_text_counts", text_counts)
 
 
 def penalties_count_the_pending_token_twice(patch: Patch) -> None:
@@ -398,6 +418,8 @@ MUTANTS = [
     Mutant(coupled_emits_the_draft, histogram(PLAIN, Rule.COUPLED)),
     Mutant(penalties_see_only_the_last_token, histogram(PENALIZED, Rule.REJECTION)),
     Mutant(penalties_count_the_pending_token_twice, histogram(PENALIZED, Rule.REJECTION)),
+    Mutant(all_penalties_count_the_prompt, histogram(PENALIZED, Rule.REJECTION)),
+    Mutant(repetition_forgets_the_prompt, histogram(PENALIZED, Rule.COUPLED)),
     Mutant(penalties_ignore_the_drafted_prefix, histogram(PENALIZED, Rule.COUPLED)),
     Mutant(penalties_ignore_the_drafted_prefix, greedy_with_penalties),
     Mutant(minimum_counts_rounds_not_tokens, histogram(MINIMUM, Rule.REJECTION)),

@@ -582,9 +582,10 @@ def test_adjustments_touch_tokens_alone() -> None:
     params = SamplingParams(
         max_tokens=9, logit_bias={-1: 5.0, 8: 5.0, 1: 1.0}, min_tokens=9, presence_penalty=1.0
     )
-    plan = RowPlan(params, [-1, 2, 8], stop_token_ids=frozenset((-1, 3, 8)))
-    row = NativeRow(make_sequence(0, plan), BlockTable())
-    row.row.num_tokens = 3
+    sequence = make_sequence(0, RowPlan(params, [5], stop_token_ids=frozenset((-1, 3, 8))))
+    sequence.token_ids += [-1, 2, 8]
+    row = NativeRow(sequence, BlockTable())
+    row.row.num_tokens = 4
     logits = torch.zeros(3, 8)
     library.adjust_logits(row.address, 0, address(logits[1], torch.float32, (8,)), 8)
     assert logits[0].tolist() == logits[2].tolist() == [0] * 8

@@ -196,7 +196,7 @@ def test_logits_are_adjusted_as_by_torch() -> None:
     loaded = library.load_library()
     assert loaded is not None
     loaded.adjust_logits.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-    loaded.count_token.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    loaded.count_token.argtypes = loaded.uncount_token.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     vocab_size = 1003
     generator = torch.Generator().manual_seed(7)
     for trial in range(60):
@@ -211,20 +211,32 @@ def test_logits_are_adjusted_as_by_torch() -> None:
         )
         prompt = torch.randint(0, vocab_size, (200,), generator=generator).tolist() * 2
         masks = RandomMasks(trial, vocab_size) if trial % 6 == 1 else None
-        plan = RowPlan(params, prompt, max_num_tokens=500, stop_token_ids=frozenset((5, prompt[0])))
-        history = History(params, prompt, len(prompt), plan.stop_token_ids, matcher=masks)
+        plan = RowPlan(params, prompt, max_num_tokens=600, stop_token_ids=frozenset((5, prompt[0])))
+        text = prompt + prompt[:trial] + torch.randint(0, vocab_size, (60,), generator=generator).tolist()
+        history = History(params, text, len(prompt), plan.stop_token_ids, matcher=masks)
         drafts = torch.randint(0, vocab_size, (1, 4), generator=generator)
+        drafts[0, ::2] = torch.tensor([prompt[-1], text[-1]])
         logits = 5 * torch.randn(1, 5, vocab_size, generator=generator)
         expected = adjust_logits(logits, [history], drafts, 0)
-        row = NativeRow(make_sequence(0, plan), BlockTable())
-        row.row.num_tokens = len(prompt)
+        sequence = make_sequence(0, plan)
+        sequence.token_ids += text[len(prompt) :]
+        row = NativeRow(sequence, BlockTable())
+        row.row.num_tokens = len(text)
         if masks is not None:
             kept = masks.masks(drafts[0].tolist())
             row.row.mask, (row.row.num_masked, row.row.mask_words) = kept.data_ptr(), kept.shape
         for position in range(5):
             loaded.adjust_logits(row.address, position, logits[0, position].data_ptr(), vocab_size)
-            loaded.count_token(row.address, drafts[0, min(position, 3)])
+            if position < 4:
+                loaded.count_token(row.address, drafts[0, position])
         assert torch.equal(logits, expected)
+        # What was drafted is taken back, and everything counts as before.
+        for draft in reversed(drafts[0].tolist()):
+            loaded.uncount_token(row.address, draft)
+        first = torch.randn(1, 1, vocab_size, generator=generator)
+        again = adjust_logits(first, [history], drafts[:, :0], 0)
+        loaded.adjust_logits(row.address, 0, first.data_ptr(), vocab_size)
+        assert torch.equal(first, again)
 
 
 class CountingPhases:
@@ -553,6 +565,21 @@ BUGS = {
         "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);",
         "",
         "frequency",
+    ),
+    "counts the prompt's tokens": (
+        "rounded(row->frequency * (float)row->counts[i])",
+        "rounded(row->frequency * (float)(row->counts[i] + (i < row->num_distinct_in_prompt)))",
+        "frequency",
+    ),
+    "takes the prompt's tokens for said": (
+        "row->counts[i] ? logit - row->presence : logit",
+        "logit - row->presence",
+        "presence",
+    ),
+    "forgets the prompt with rejected drafts": (
+        "if (i >= row->num_distinct_in_prompt && !row->counts[i])",
+        "if (!row->counts[i])",
+        "repetition",
     ),
     "drafts by raw logits": (
         "adjust_logits(sequence, position, logits, known);",

@@ -6,6 +6,7 @@ freezes and refuses what a graph cannot hold. ``torch_kernels`` stand in for tho
 runs the same gates on real graphs.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,6 +59,7 @@ from truedraft.engine.runtime.cuda.shapes import (
     smallest_stage,
 )
 from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.random import Stream
 
 Patch = pytest.MonkeyPatch
@@ -667,7 +669,11 @@ def adjusted_logits_are_anothers(patch: Patch) -> None:
 
 def counts_lack_what_was_just_said(patch: Patch) -> None:
     of = _Counts.of
-    patch.setattr(_Counts, "of", lambda self, text: of(self, text[:-1]))
+
+    def lacking(self: _Counts, history: History) -> torch.Tensor:
+        return of(self, dataclasses.replace(history, token_ids=history.token_ids[:-1]))
+
+    patch.setattr(_Counts, "of", lacking)
 
 
 def drafts_that_were_drawn_are_taken_for_certain(patch: Patch) -> None:

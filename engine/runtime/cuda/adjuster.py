@@ -62,7 +62,7 @@ class Adjuster:
         places = on_device([rows[i] for i in adjusted], logits.device)
         drafted = self.graphs.rows.ids(logits.shape[0])[places, 2 : 1 + num_positions]
         counts = [self._count(parts[i].sequence, histories[i]) for i in adjusted if histories[i].penalized]
-        base = torch.stack(counts) if counts else None
+        base = torch.stack(counts, dim=1) if counts else None
         members = [histories[i] for i in adjusted]
         logits[places] = adjust_logits(logits[places], members, drafted, 0, base)
 
@@ -77,19 +77,23 @@ class Adjuster:
         if counts is None:
             logits = self.graphs.logits
             counts = self._counts[sequence] = _Counts(logits.shape[-1], logits.device)
-        return counts.of(history.text)
+        return counts.of(history)
 
 
 class _Counts:
-    """Counts a text's tokens on the device; only those that are new are sent."""
+    """Counts a sequence's tokens on the device; only those that are new are sent."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._counts = torch.zeros(vocab_size, device=device)
+        self._counts = torch.zeros(2, vocab_size, device=device)
         self._num_counted = 0
 
-    def of(self, text: list[int]) -> torch.Tensor:
-        """Returns how often each token stands in ``text``, which goes on where it ended before: [V]."""
-        new = on_device(text[self._num_counted :], self._counts.device)
-        self._counts.scatter_add_(0, new, torch.ones_like(new, dtype=self._counts.dtype))
+    def of(self, history: History) -> torch.Tensor:
+        """Returns how often each token stands in the prompt and in the output, which goes on where it ended
+        before: [2, V]."""
+        text, end, vocab_size = history.token_ids, history.num_prompt_tokens, self._counts.shape[1]
+        first = max(self._num_counted, history.num_encoder_tokens)
+        places = [vocab_size * (place >= end) + text[place] for place in range(first, len(text))]
+        new = on_device(places, self._counts.device)
+        self._counts.view(-1).scatter_add_(0, new, torch.ones_like(new, dtype=self._counts.dtype))
         self._num_counted = len(text)
         return self._counts

@@ -215,9 +215,11 @@ class NativeRow:
             self._count_tokens(sequence)
 
     def _count_tokens(self, sequence: Sequence) -> None:
-        """Counts the text so far; C goes on from there."""
-        row = self.row
-        counts = Counter(sequence.token_ids)
+        """Counts the output so far, after the tokens of the prompt; C goes on from there."""
+        row, end = self.row, sequence.num_prompt_tokens
+        counts = Counter(dict.fromkeys(sequence.token_ids[:end], 0))
+        row.num_distinct_in_prompt = len(counts)
+        counts.update(sequence.token_ids[end:])
         self._distinct_ids, self._counts = (integers(sequence.max_num_tokens) for _ in range(2))
         self._distinct_ids[: len(counts)] = array("q", counts)
         self._counts[: len(counts)] = array("q", counts.values())
