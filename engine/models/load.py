@@ -45,7 +45,6 @@ from truedraft.engine.models.sources import (
     find,
     find_quantised,
     fused_skeleton,
-    is_on_cpu,
     named_tensors,
     open_gguf_file,
     requantised,
@@ -220,7 +219,7 @@ def _may_round(path: str, options: LoadOptions) -> bool:
     if is_gguf(path):
         return compact or cached == "float16"
     found = find(path, options)
-    if cached == "float16" or (cached == "auto" and compact and is_on_cpu(options)):
+    if cached == "float16" or (cached == "auto" and compact and options.is_on_cpu):
         return fused_skeleton(found, options.dtype) is not None
     quantised = find_quantised(found, options) if compact else None
     return quantised is not None and isinstance(quantised[0], PackedCheckpoint)

@@ -34,6 +34,10 @@ class LoadOptions:
     cache_dtype: str = "auto"
     max_model_len: int | None = None
 
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.type == "cpu" and self.device_map is None
+
 
 def resolve_device(name: str) -> torch.device:
     if name == "auto":

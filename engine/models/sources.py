@@ -103,7 +103,7 @@ def open_checkpoint(path: str, options: LoadOptions) -> Checkpoint | None:
 
 def find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoint, Any] | None:
     """The checkpoint and its config, if it is quantised in a way that we read ourselves."""
-    if found.has_own_code or not (is_on_cpu(options) or keeps_blocks(options)):
+    if found.has_own_code or not (options.is_on_cpu or keeps_blocks(options)):
         return None
     config = found.fused_config
     quantization = getattr(found.config, "quantization_config", None)
@@ -120,13 +120,9 @@ def find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoin
 
 
 def _open_quantised(source: Checkpoint, quantization: Any, options: LoadOptions) -> Checkpoint | None:
-    if is_on_cpu(options):
+    if options.is_on_cpu:
         return open_quantised(source, quantization, options.compact_weights)
     return open_for_gpu(source, quantization, multiplies_fp8(options.dtype, options.device))
-
-
-def is_on_cpu(options: LoadOptions) -> bool:
-    return options.device.type == "cpu" and options.device_map is None
 
 
 def keeps_blocks(options: LoadOptions) -> bool:

@@ -42,8 +42,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "find_linears", linears)
     monkeypatch.setattr(fused, "multiplies_bfloat16", lambda _: False)
     monkeypatch.setattr(fused, "_kernels", lambda *_: None)
-    monkeypatch.setattr(load, "multiplies_fp8", lambda *_: True)
-    monkeypatch.setattr(sources, "is_on_cpu", lambda _: False)
+    for module in (load, sources):
+        monkeypatch.setattr(module, "multiplies_fp8", lambda *_: True)
+    monkeypatch.setattr(LoadOptions, "is_on_cpu", False)
     monkeypatch.setattr(sources, "keeps_blocks", lambda _: True)
 
 

@@ -35,7 +35,7 @@ from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.sources import find, find_quantised, is_on_cpu, open_gguf_file
+from truedraft.engine.models.sources import find, find_quantised, open_gguf_file
 from truedraft.engine.native.linear import linear_library
 from truedraft.engine.native.linears import NativeLinears
 
@@ -95,7 +95,7 @@ def load_module(found: Architecture, options: LoadOptions, attention: str) -> An
     own_code = {"trust_remote_code": True} if found.has_own_code else {}
     quantization = getattr(found.config, "quantization_config", None)
     with stage(path, "weights"):
-        if quantization and is_on_cpu(options):
+        if quantization and options.is_on_cpu:
             check_method(quantization)
             dequantise_for_cpu(quantization, Checkpoint.find(path, options.allow_pickle))
         model, loaded = found.module_class.from_pretrained(
@@ -119,7 +119,7 @@ def load_module(found: Architecture, options: LoadOptions, attention: str) -> An
         return model
     if quantization:  # dequantised; the other weights have the checkpoint's type
         model.to(options.dtype)
-        if options.compact_weights and is_on_cpu(options):
+        if options.compact_weights and options.is_on_cpu:
             compact_linears(model, Checkpoint.find(path, options.allow_pickle))
     return model.to(options.device)
 
