@@ -1,6 +1,6 @@
 """What can be wrong with a checkpoint, in one sentence each: folders before loading, errors after.
 
-``engine.models.loader`` loads; this module only looks and explains.
+``engine.models.load`` loads; this module only looks and explains.
 """
 
 import json
