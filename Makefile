@@ -16,7 +16,7 @@ PYTEST = $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-l
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types format clean
+.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types format headers clean
 .PHONY: docs check-deploy check-docker check-native check-wheel wheels
 
 help: ## Show the targets
@@ -59,6 +59,9 @@ lint: install-dev
 
 types: install-dev
 	$(VENV)/bin/mypy
+
+headers: install-dev ## Write the C headers that mirror Python
+	$(VENV)/bin/python -m tools.write_headers
 
 format: install-dev ## Reformat the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .

@@ -21,7 +21,7 @@ from benchmarks.synthetic_gguf import SCALES, SHAPES, write
 from benchmarks.synthetic_pair import cycle, successors
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.threads import set_num_threads

@@ -33,7 +33,8 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.loader import load_decoder, load_model
+from truedraft.engine.models.hf.module import load_decoder
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.threads import set_num_threads

@@ -26,9 +26,9 @@ from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
-from truedraft.engine.models.loader import draft_source, load_model, load_options
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.options import LoadOptions, draft_source, load_options
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.decoder import NativeDecoder

@@ -6,8 +6,9 @@ Repositories are dictionaries of files. ``break_after`` ends the first answer fo
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -34,11 +35,8 @@ class Hub:
     repositories: dict[str, Repository]
     url: str = ""
     requests: list[str] = field(default_factory=list)  # method and path of each
-
-    def num_bytes_sent(self) -> int:
-        return sum(self.sent.values())
-
     sent: dict[str, int] = field(default_factory=dict)  # bytes of each file
+    hold_after: dict[str, int] = field(default_factory=dict)  # files that stop for as long as they stand here
 
 
 @contextmanager
@@ -124,10 +122,18 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if self.command == "HEAD":
                 return
             end = start + repository.break_after.pop(file, len(data))
-            hub.sent[file] = hub.sent.get(file, 0) + len(data[start:end])
-            self.wfile.write(data[start:end])
+            held = start + hub.hold_after.get(file, 0)
+            self._write(file, data[start:held])
+            while file in hub.hold_after:
+                time.sleep(0.01)
+            self._write(file, data[max(start, held) : end])
             if end < len(data):
                 self.close_connection = True
+
+        def _write(self, file: str, data: bytes) -> None:
+            with suppress(OSError):  # the client may have gone
+                self.wfile.write(data)
+                hub.sent[file] = hub.sent.get(file, 0) + len(data)
 
         def _refuse(self, status: int, code: str) -> None:
             self.send_response(status)

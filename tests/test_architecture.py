@@ -23,6 +23,7 @@ COMMANDS = (
     "engine.commands.chat",
     "engine.commands.check",
     "engine.commands.generate",
+    "engine.commands.models",
     "engine.commands.train_draft",
     "engine.commands.verify_trace",
 )
@@ -51,6 +52,12 @@ BORDER = (
     "engine.formats.gguf_file",
     "engine.formats.gguf_tokenizer",
     "engine.formats.pretrained_tokenizer",
+    "engine.commands.options",
+    "engine.hub.fetch",
+    "engine.hub.fetch_bar",
+    "engine.hub.folders",
+    "engine.hub.located",
+    "engine.hub.names",
 )
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
@@ -70,6 +77,7 @@ FLOORS = {
     "engine": (
         {"messages", "errors", "config_errors", "machine", "formats", "terminal", "text"},
         {"config"},
+        {"hub"},
         {"memory"},
         {"layers", "sampling"},
         {"core", "native", "cuda"},

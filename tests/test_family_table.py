@@ -41,7 +41,7 @@ def test_a_deviation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return honest(self, ids, positions - positions.min(), *others)
 
     monkeypatch.setattr(DecoderModel, "_call", shifted)
-    monkeypatch.setattr("truedraft.engine.models.loader.self_check", lambda _: None)
+    monkeypatch.setattr("truedraft.engine.models.load.self_check", lambda _: None)
     assert outcome("gpt2").how == "failed"
 
 

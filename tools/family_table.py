@@ -41,7 +41,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.loader import check_config
+from truedraft.engine.models.load import check_config
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 

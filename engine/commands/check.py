@@ -49,7 +49,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.library.chat_template import ChatTemplate
 from truedraft.engine.messages import WITH_DRAFT, Method, SamplingParams, Verification
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.loader import draft_source, load_options
+from truedraft.engine.models.options import draft_source, load_options
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
 from truedraft.engine.terminal import Stages, stages

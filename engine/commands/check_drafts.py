@@ -11,7 +11,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import MTP
 from truedraft.engine.models.heads.loader import load_head
 from truedraft.engine.models.identity import weight_bytes
-from truedraft.engine.models.loader import load_options
+from truedraft.engine.models.options import load_options
 from truedraft.engine.proposers.ngram import NgramProposer
 
 # Cache memory is reported for a text of this length, in tokens.

@@ -95,3 +95,35 @@ class ReplaySettings(EngineConfig, BaseSettings):
     tolerance: float | None = Field(
         None, gt=0, description="How far probabilities may be off. Default: 0.0001, more in half precision."
     )
+
+
+class ModelCommand(BaseSettings):
+    """Model"""
+
+    model_config = SettingsConfigDict(
+        cli_kebab_case=True, cli_implicit_flags=True, cli_exit_on_error=False, extra="forbid"
+    )
+
+
+class PullSettings(ModelCommand):
+    """Fetch a model from the hub, or go on where an earlier fetch has ended; prints its path."""
+
+    name: CliPositionalArg[str] = Field(
+        description="owner/repository, owner/repository:QUANT, owner/repository/file.gguf, or its address."
+    )
+    allow_pickle: bool = Field(False, description="Fetch pytorch_model.bin where there are no safetensors.")
+    trust_remote_code: bool = Field(False, description="Fetch the code that a checkpoint brings along, too.")
+
+
+class ListSettings(ModelCommand):
+    """List the models that have been fetched, the last used ones first."""
+
+    paths: bool = Field(False, description="Print only the paths, one a line.")
+
+
+class RemoveSettings(ModelCommand):
+    """Remove a fetched model, or one quantisation of it, from this machine."""
+
+    name: CliPositionalArg[str] = Field(
+        description="owner/repository for all of it, owner/repository:QUANT or a file for a part."
+    )

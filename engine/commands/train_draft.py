@@ -27,7 +27,7 @@ from truedraft.engine.messages import MTP
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.loader import head_method
 from truedraft.engine.models.heads.vocabulary import most_frequent
-from truedraft.engine.models.loader import load_options
+from truedraft.engine.models.options import load_options
 from truedraft.engine.models.prompt_file import read_prompts
 from truedraft.engine.training.eagle_head import EagleHead, layer_inputs
 from truedraft.engine.training.mtp_head import MtpHead

@@ -24,7 +24,8 @@ from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import load_head
 from truedraft.engine.models.heads.named_vocabulary import token_ids_of
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.loader import draft_source, load_model, load_options
+from truedraft.engine.models.load import load_model
+from truedraft.engine.models.options import draft_source, load_options
 from truedraft.engine.proposers.grammar import GrammarProposer
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer

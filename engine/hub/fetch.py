@@ -1,9 +1,10 @@
 """Makes a path of this machine of a model's name, and fetches what is not here yet.
 
 ``huggingface_hub`` does the fetching: its cache, its variables (``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN``,
-``HF_HUB_OFFLINE``), its resumption and its checks hold here, too.
+``HF_HUB_OFFLINE``) and its checks hold here, too. Of a fetch that is killed the whole files stay.
 """
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -58,12 +59,9 @@ def find_model(
     if wanted is None:
         check_path(name, allow_pickle=allow_pickle)
         return Found(name)
-    files, revision = _files(wanted)
+    files, folder = _files(wanted)
     choice = choose(wanted, files, free_memory(), allow_pickle=allow_pickle, with_code=with_code)
-    paths = [_cached(wanted, file, revision) for file in choice.files]
-    if not all(paths):
-        paths = _fetch(wanted, choice, tell)
-    first = Path(str(paths[0]))
+    first = _fetch(wanted, choice, tell) if folder is None else folder / choice.files[0].name
     names = [f"{wanted.repo}/{variant.parts[0].name}" for variant in drafters(files)]
     if choice.entry is not None:
         return Found(str(first), choice.note, names)
@@ -71,8 +69,9 @@ def find_model(
     return Found(str(first.parents[depth]), choice.note, names)
 
 
-def _files(name: HubName) -> tuple[list[RepoFile], str]:
-    """Returns the files of a repository and the commit that they are of: from the hub, or from its cache."""
+def _files(name: HubName) -> tuple[list[RepoFile], Path | None]:
+    """Returns the files of a repository on the hub; where it cannot be reached those of the cache, and the
+    folder that has them."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE or not _is_reachable(constants.ENDPOINT):
@@ -87,11 +86,10 @@ def _files(name: HubName) -> tuple[list[RepoFile], str]:
         raise ModelLoadError(explain_hub(name, error)) from error
     except Exception as error:  # the client's transport has errors of its own
         return _cached_files(name, f"does not answer: {error or type(error).__name__}")
-    files = [RepoFile(each.rfilename, each.size or 0) for each in info.siblings or ()]
-    return files, str(info.sha)
+    return [RepoFile(each.rfilename, each.size or 0) for each in info.siblings or ()], None
 
 
-def _cached_files(name: HubName, why: str) -> tuple[list[RepoFile], str]:
+def _cached_files(name: HubName, why: str) -> tuple[list[RepoFile], Path]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -104,24 +102,17 @@ def _cached_files(name: HubName, why: str) -> tuple[list[RepoFile], str]:
             f"{name} is neither a path nor in the local cache of the hub, and the hub {why}"
         ) from error
     found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return [RepoFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in found], folder.name
+    return [RepoFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in found], folder
 
 
-def _cached(name: HubName, file: RepoFile, revision: str) -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(name.repo, file.name, revision=revision)
-    return path if isinstance(path, str) else None
-
-
-def _fetch(name: HubName, choice: Choice, tell: Tell) -> list[str | None]:
+def _fetch(name: HubName, choice: Choice, tell: Tell) -> Path:
+    """Returns the path of the first file, once all are here; those that were here are only asked about."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # its retries are no news
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are no news
     _check_disk(name, choice)
     done = 0
-    paths: list[str | None] = []
+    paths = []
 
     def told(before: int, here: int) -> None:
         tell(Progress(str(name), before + here, choice.size))
@@ -134,8 +125,8 @@ def _fetch(name: HubName, choice: Choice, tell: Tell) -> list[str | None]:
             raise ModelLoadError(explain_hub(name, error, file.name)) from error
         done += file.size
         tell(Progress(str(name), done, choice.size))
-        paths.append(str(path))
-    return paths
+        paths.append(Path(path))
+    return paths[0]
 
 
 def _check_disk(name: HubName, choice: Choice) -> None:
@@ -218,6 +209,4 @@ def explain_hub(name: HubName, error: BaseException, file: str = "") -> str:
         return f"{name} is neither a path nor the name of a model on the hub, which is owner/repository"
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     what = f"{file} of {name.repo}" if file else name.repo
-    return (
-        f"{what} could not be fetched: {reason}. What has come is kept; the same command goes on from there"
-    )
+    return f"{what} could not be fetched: {reason}. Whole files that have come are kept"

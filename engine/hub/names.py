@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from truedraft.engine.formats.gguf_file import is_gguf
 
@@ -61,7 +62,7 @@ def _without_host(name: str) -> tuple[str, bool]:
 
 def _of_address(path: str) -> HubName | None:
     """Reads the path of a page or file of the hub, such as ``owner/name/blob/main/model.gguf``."""
-    owner, name, view, revision, *file = [*path.split("/"), *[""] * 4]
+    owner, name, view, revision, *file = [*map(unquote, path.split("/")), *[""] * 4]
     if view not in VIEWS or not revision:
         return None
     inside = "/".join(part for part in file if part)

@@ -9,14 +9,14 @@ import torch
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.norm import Norm
 
-# Activations have transformers' names and stand in the order of kernels.h. gpt-oss clamps what it gates and
+# Activations have transformers' names. gpt-oss clamps what it gates and
 # what gates (``clamped_swish``). Those that are ``UNGATED`` gate nothing: a number becomes another.
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 UNGATED: tuple[Activation, ...] = ("relu2",)
 # Numbers of ``clamped_swish`` are at most SWISH_LIMIT, and x becomes x sigmoid(SWISH_SLOPE x).
 SWISH_LIMIT, SWISH_SLOPE = 7.0, 1.702
-# A router's numbers become scores by one of these, in the order of kernels.h.
+# A router's numbers become scores by one of these.
 Scoring = Literal["softmax", "sigmoid"]
 SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
 

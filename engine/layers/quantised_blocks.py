@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# ggml's numbers of the types that there are kernels for, as in quantised_blocks.h.
+# ggml's numbers of the types that there are kernels for.
 TYPES = {
     "Q4_0": 2,
     "Q4_1": 3,

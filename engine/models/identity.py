@@ -16,14 +16,15 @@ from truedraft.engine.cuda.quantised import PackedBlocks, PackedEmbeddings, Pack
 from truedraft.engine.cuda.scaled import ScaledLinear
 from truedraft.engine.families.linear import LinearModule, ModuleLinear
 from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.hub.folders import WEIGHTS
 from truedraft.engine.layers.linear import DenseEmbeddings, OneDnnLinear, TorchLinear
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.load_errors import WEIGHTS
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
-from truedraft.engine.native.quantised import COLUMNS, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear
 from truedraft.engine.native.scaled_bytes import BYTE_TYPES, BytesLinear
+from truedraft.engine.native.shared import COLUMNS
 
 # Files that are not larger are read whole, others in so many places: no tensor of more than a thousandth of
 # its file is another one unseen. Loading has just read them.

@@ -1,4 +1,4 @@
-"""Explains in one sentence each what can go wrong while ``engine.models.loader`` loads a checkpoint."""
+"""Explains in one sentence each what can go wrong while ``engine.models.load`` loads a checkpoint."""
 
 import logging
 from collections.abc import Iterator

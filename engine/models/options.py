@@ -1,8 +1,15 @@
-"""Says how a model is loaded."""
+"""Says how a model is loaded, and decides it from the settings and the machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from truedraft.engine.config import SELF_DRAFTS, EngineConfig
+from truedraft.engine.errors import ModelLoadError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The first NVIDIA devices that compute in bfloat16.
+BFLOAT16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -26,3 +33,58 @@ class LoadOptions:
     quantize: str = "none"
     cache_dtype: str = "auto"
     max_model_len: int | None = None
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.type == "cpu" and self.device_map is None
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError(f"device is {name!r}, but torch finds no CUDA device")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    has_bfloat16 = not is_nvidia or torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
+    return torch.bfloat16 if has_bfloat16 else torch.float16
+
+
+def load_options(config: EngineConfig) -> LoadOptions:
+    """Returns those of the target and of drafts of their own; ``ModelLoadError`` if the device is not
+    there."""
+    device = resolve_device(config.device)
+    return LoadOptions(
+        dtype=resolve_dtype(config.dtype, device),
+        device=device,
+        device_map=config.device_map,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+        native_kernels=config.native_kernels,
+        # float32 by name is for comparisons: else 16 bits are kept where they lose nothing. On a GPU a type
+        # of 16 bits says what is computed in, whatever the weights are kept in.
+        compact_weights=config.dtype == "auto" or (device.type == "cuda" and config.dtype != "float32"),
+        self_check=config.self_check,
+        quantize=config.quantize,
+        cache_dtype=config.cache_dtype,
+        max_model_len=config.max_model_len,
+    )
+
+
+def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:
+    """The draft's checkpoint, and how it is loaded."""
+    options = load_options(config)
+    assert config.target is not None
+    assert config.draft is not None
+    if config.draft not in SELF_DRAFTS:
+        return config.draft, options
+    # Whatever the target computes in, only few bits make a draft of it.
+    return config.target, replace(options, quantize=SELF_DRAFTS[config.draft], compact_weights=True)

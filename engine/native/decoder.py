@@ -38,17 +38,17 @@ from truedraft.engine.native.mlp import linear_at, mlp_structure, native
 from truedraft.engine.native.native_run import FLOAT, NativeKernels, check_rotary, qkv_width
 from truedraft.engine.native.quantised import QuantisedEmbeddings
 from truedraft.engine.native.recurrence import state_columns, state_fields
+from truedraft.engine.native.shared import PartKind
 
 INTEGER_BYTES = 8
-# Kinds of parts are numbered as in kernels.h.
 KINDS = {
-    in_c.Attention: 0,
-    in_c.GatedMlp: 1,
-    in_c.Experts: 2,
-    in_c.Recurrent: 3,
-    in_c.Parallel: 4,
-    in_c.DenseAndExperts: 5,
-    in_c.LatentAttention: 6,
+    in_c.Attention: PartKind.ATTENTION,
+    in_c.GatedMlp: PartKind.GATED_MLP,
+    in_c.Experts: PartKind.EXPERTS,
+    in_c.Recurrent: PartKind.RECURRENT,
+    in_c.Parallel: PartKind.PARALLEL,
+    in_c.DenseAndExperts: PartKind.DENSE_AND_EXPERTS,
+    in_c.LatentAttention: PartKind.LATENT_ATTENTION,
 }
 
 

@@ -7,20 +7,8 @@
 #include <stdint.h>
 
 #include "arena.h"
+#include "shared.h"
 #include "threads.h"
-
-/* As in random.py. */
-enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, NOISE_STREAM = 4, ROUND_STREAM = 5 };
-
-/* What weights are kept in: WHOLE8 and FLOAT8 are bytes with scales. Quantised embeddings add their type in
- * quantised_blocks.h. */
-enum { FLOAT32, FLOAT16, BFLOAT16, WHOLE8, FLOAT8, QUANTISED = 16 };
-
-/* Activations: of gates, and RELU2, which gates nothing. */
-enum { SILU, GELU_TANH, CLAMPED_SWISH, RELU2 };
-
-/* How a router's numbers become scores. */
-enum { SOFTMAX, SIGMOID };
 
 /* Multiplications that take as long as a number to draw from. */
 #define WORK_OF_A_DRAW 32
@@ -63,7 +51,7 @@ typedef struct {
     void *keys, *values;          /* [slots, num_kv_heads, head_size]; may be the same */
 } Heads;
 
-/* 32 columns of quantised weights; ``type`` as in quantised_blocks.h. */
+/* COLUMNS columns of quantised weights. ``type``: one of the types of blocks. */
 typedef struct {
     const uint8_t *data;
     int64_t type;
@@ -90,20 +78,12 @@ typedef struct {
     float *inputs;                /* [slots, num_inputs, channels] */
 } Convolution;
 
-/* Tokens between two positions where a state is folded, and the most that a pass may take back; as in
- * recurrent_state.py. */
-#define STATE_CHUNK 16
-#define STATE_ROLLBACK 32
-
 /* Over how many tokens a state is folded after a pass. One record stays at least, for who shares all of a text but its
  * last token. */
 static inline int64_t num_folded_after(int64_t num_folded, int64_t num_certain) {
     const int64_t folds = num_certain < 1 ? 0 : (num_certain - 1) / STATE_CHUNK * STATE_CHUNK;
     return folds > num_folded ? folds : num_folded;
 }
-
-/* What layers with a running state do with it, as recurrent.py says. */
-enum { SHORT_CONV, DELTA_RULE, MAMBA2 };
 
 /* A layer with a running state. A short convolution has no more than its convolution. */
 typedef struct {
@@ -123,11 +103,9 @@ typedef struct {
     double *decays;               /* [slots, num_records, heads] */
 } Recurrence;
 
-/* What layers are made of: a part's kind says which of the structures below its data is. */
-enum { ATTENTION, GATED_MLP, EXPERTS, RECURRENT, PARALLEL, DENSE_AND_EXPERTS, LATENT_ATTENTION };
-
+/* What layers are made of. */
 typedef struct {
-    int64_t kind;
+    int64_t kind;                 /* says which of the structures below ``data`` is */
     const void *data;
 } Part;
 

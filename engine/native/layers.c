@@ -61,10 +61,6 @@ void centre(float *out, const float *x, int64_t rows, int64_t size) {
     run_task(centre_task, &(Centre){ out, x, size }, rows, rows * size * 2);
 }
 
-/* Of the clamped activation, as in run.py. */
-#define LIMIT 7.0f
-#define SLOPE 1.702f
-
 /* What is no number stays none. */
 static inline float clamp(float x, float least, float most) { return x > most ? most : x < least ? least : x; }
 
@@ -85,8 +81,8 @@ static void gate_task(const void *arguments, int64_t row) {
         for (int64_t i = 0; i < size; i++) out[i] = silu(gate[i]) * up[i];
     } else if (task->activation == CLAMPED_SWISH) {
         for (int64_t i = 0; i < size; i++) {
-            const float x = clamp(gate[i], -INFINITY, LIMIT), y = clamp(up[i], -LIMIT, LIMIT);
-            out[i] = x / (1.0f + fast_exp(-SLOPE * x)) * (y + 1.0f);
+            const float x = clamp(gate[i], -INFINITY, SWISH_LIMIT), y = clamp(up[i], -SWISH_LIMIT, SWISH_LIMIT);
+            out[i] = x / (1.0f + fast_exp(-SWISH_SLOPE * x)) * (y + 1.0f);
         }
     } else {
         /* 1 + tanh(u) is 2 / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from truedraft.engine.memory.huge_pages import HugePages
 from truedraft.engine.memory.pointers import FLOATS, PointerError, address, as_floats, shape_of
 from truedraft.engine.native.library import Linear, load_library
+from truedraft.engine.native.shared import WeightType
 
 # Weights this much smaller than the largest may lose bits: a float32 sum loses more.
 NEGLIGIBLE = 2.0**-30
@@ -26,8 +27,11 @@ CHUNK_WEIGHTS = 1 << 22
 PROBE_SHAPE, PROBE_ROWS, TOLERANCE = (45, 37), (1, 5, 14), 1e-5
 # Layers in bfloat16 have a multiple of these, with zeros at the end (linear.c).
 PAIRED_INPUTS = 32
-# These are as in kernels.h.
-WEIGHT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+WEIGHT_TYPES = {
+    torch.float32: WeightType.FLOAT32,
+    torch.float16: WeightType.FLOAT16,
+    torch.bfloat16: WeightType.BFLOAT16,
+}
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings
 from truedraft.engine.layers.quantised_blocks import merged
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.native.linear import NativeLinear, half_scale
-from truedraft.engine.native.quantised import COLUMNS, QuantisedEmbeddings, QuantisedLinear, can_stack
+from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear, can_stack
 from truedraft.engine.native.scaled_bytes import BytesLinear, are_alike
+from truedraft.engine.native.shared import COLUMNS
 
 
 class NativeLinears:

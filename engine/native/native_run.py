@@ -20,12 +20,13 @@ from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.native.library import Heads, Spans
 from truedraft.engine.native.mlp import NativeExperts
 from truedraft.engine.native.recurrence import NativeRecurrence, NativeStates
+from truedraft.engine.native.shared import WeightType
 
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 576
 FLOAT, INTEGER = torch.float32, torch.int64
-# A cache is kept in one of these, by their numbers in kernels.h.
-CACHE_TYPES = {torch.float32: 0, torch.float16: 1}
+# A cache is kept in one of these.
+CACHE_TYPES = {torch.float32: WeightType.FLOAT32, torch.float16: WeightType.FLOAT16}
 
 
 def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:

@@ -12,11 +12,7 @@ from truedraft.engine.memory.huge_pages import HugePages
 from truedraft.engine.memory.pointers import PointerError, address
 from truedraft.engine.native.library import Linear, QuantisedPanel
 from truedraft.engine.native.linear import NativeLinear
-
-# A panel has so many columns, as in quantised_blocks.h.
-COLUMNS = 32
-# This is as in kernels.h.
-QUANTISED = 16
+from truedraft.engine.native.shared import COLUMNS, WeightType
 
 _pages = HugePages()
 
@@ -85,7 +81,7 @@ class QuantisedLinear(NativeLinear):
         self.struct = Linear(
             in_features=in_features,
             out_features=self.out_features,
-            type=QUANTISED,
+            type=WeightType.QUANTISED,
             weights=ctypes.addressof(self.panels),
             scale=multiplier,
             bias=self._keep_bias(bias, multiplier),
@@ -108,7 +104,7 @@ class QuantisedEmbeddings:
     @property
     def embedding_type(self) -> int:
         """Returns the type as ``Decoder`` has it."""
-        return QUANTISED + self.blocks.type
+        return WeightType.QUANTISED + self.blocks.type
 
     def address(self) -> int:
         return _address(self.library, self.blocks)

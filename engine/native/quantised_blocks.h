@@ -11,13 +11,9 @@
 
 #include <stdint.h>
 
-/* As ggml numbers them. */
-enum {
-    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
-    IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39
-};
+#include "shared.h"
 
-enum { COLUMNS = 32, BLOCK = 32, BLOCKS_PER_SUPER = 8, GROUP = 4, GROUP_BYTES = COLUMNS * GROUP };
+enum { BLOCK = 32, BLOCKS_PER_SUPER = 8, GROUP = 4, GROUP_BYTES = COLUMNS * GROUP };
 
 /* SCALE: float16 of each column and block. SCALE_MIN: and float16 to add. POWER: a power of two, by its exponent in 8
  * bits. SUPER: scale and minimum in 8 bits each, times float16 of 256 inputs. SUPER_SIGNED: scale in 8 bits, times

@@ -14,10 +14,9 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.pointers import PointerError, address, new, shape_of
 from truedraft.engine.memory.recurrent_state import CHUNK, ROLLBACK, LayerState, StateShape
 from truedraft.engine.native import library as in_c
+from truedraft.engine.native.shared import RecurrenceRule
 
 FLOAT, INTEGER = torch.float32, torch.int64
-# Rules are numbered as in kernels.h.
-SHORT_CONV, DELTA_RULE, MAMBA2 = range(3)
 
 
 class NativeRecurrence:
@@ -27,7 +26,7 @@ class NativeRecurrence:
         self.num_slots = len(state.inputs)
         self._convolution, self._weight = _convolution(rule.convolution, state)
         self._kept = rule, state
-        fields: dict[str, Any] = {"rule": SHORT_CONV}
+        fields: dict[str, Any] = {"rule": RecurrenceRule.SHORT_CONV}
         self.outputs = self._convolution.channels
         if not isinstance(rule, ShortConv):
             shape = rule.state
@@ -151,7 +150,7 @@ def _log(shape: StateShape, state: LayerState) -> dict[str, Any]:
 
 def _delta_rule(rule: DeltaRule) -> dict[str, Any]:
     return {
-        "rule": DELTA_RULE,
+        "rule": RecurrenceRule.DELTA_RULE,
         "tiled": rule.tiled,
         "norm": address(rule.norm.weight, FLOAT, (rule.value_size,)),
         "norm_eps": rule.norm.eps,
@@ -161,7 +160,7 @@ def _delta_rule(rule: DeltaRule) -> dict[str, Any]:
 def _mamba2(rule: Mamba2) -> dict[str, Any]:
     least, most = rule.dt_limits
     fields: dict[str, Any] = {
-        "rule": MAMBA2,
+        "rule": RecurrenceRule.MAMBA2,
         "skip": address(rule.skip, FLOAT, (rule.heads,)),
         "least_dt": least,
         "most_dt": most,

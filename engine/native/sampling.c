@@ -20,9 +20,6 @@
 #define ALWAYS __attribute__((always_inline))
 #define NEVER __attribute__((noinline))
 
-/* As in random.py. */
-#define WEYL 0x9E3779B97F4A7C15u
-
 /* exp of x <= 0 with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); 0 where float32
  * has no normal number for it. */
 static inline ALWAYS float exp_or_zero(float x) {
@@ -205,8 +202,8 @@ void process(float *probs, const float *logits, const Processors *processors, fl
 
 /* splitmix64's finaliser. */
 static inline ALWAYS uint64_t mix(uint64_t x) {
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    x = (x ^ x >> 30) * MIX_1;
+    x = (x ^ x >> 27) * MIX_2;
     return x ^ x >> 31;
 }
 

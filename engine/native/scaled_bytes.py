@@ -14,9 +14,11 @@ from truedraft.engine.memory.huge_pages import HugePages
 from truedraft.engine.memory.pointers import PointerError, address
 from truedraft.engine.native.library import Linear
 from truedraft.engine.native.linear import NativeLinear
+from truedraft.engine.native.shared import E4M3_DIVISOR, WeightType
 
-# These are as in kernels.h, and what vectors.h divides numbers of the type by.
-BYTE_TYPES, DIVISORS = {torch.int8: 3, FP8: 4}, {torch.int8: 1.0, FP8: 256.0}
+BYTE_TYPES = {torch.int8: WeightType.WHOLE8, FP8: WeightType.FLOAT8}
+# What C divides numbers of the type by.
+DIVISORS = {torch.int8: 1.0, FP8: float(E4M3_DIVISOR)}
 
 _pages = HugePages()
 

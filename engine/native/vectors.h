@@ -6,6 +6,8 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "shared.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -64,7 +66,6 @@ static inline ALWAYS vec widen(const uint16_t *half) {
 /* LANES numbers of a byte each as float32: whole numbers, or floating point with four bits of exponent and three of what
  * follows (e4m3), divided by E4M3_DIVISOR. That is a float16 number with the same bits in another place; what stands for no
  * number becomes one. */
-#define E4M3_DIVISOR 256
 static inline ALWAYS vec widen_eight(const uint8_t *bytes, const int is_whole) {
 #if LANES == 16
     const __m128i loaded = _mm_loadu_si128((const __m128i *)bytes);

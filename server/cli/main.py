@@ -15,7 +15,14 @@ from prometheus_client import disable_created_metrics
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
-from truedraft.engine.commands.options import ChatSettings, GenerateSettings, ReplaySettings
+from truedraft.engine.commands.options import (
+    ChatSettings,
+    GenerateSettings,
+    ListSettings,
+    PullSettings,
+    RemoveSettings,
+    ReplaySettings,
+)
 from truedraft.engine.config_errors import nearest
 from truedraft.engine.errors import ConfigError
 from truedraft.engine.machine.openmp import spin_settings
@@ -40,6 +47,9 @@ commands:
   serve           start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000
   chat            talk with a model in the terminal, by its chat template
   generate        generate text in the terminal, without a server
+  pull            fetch a model from the hub by its name
+  list            list the models that have been fetched, and what serves them
+  rm              remove a fetched model
   check           test a pair of models before it is deployed: exactness, acceptance, speed-up
   train-draft     train a head that drafts for a target, from texts that the target writes itself
   verify-trace    replay a traced answer and confirm every decision in it
@@ -53,7 +63,8 @@ options:
 
 examples:
   truedraft serve
-  truedraft serve --target ./my-model --draft ./my-small-model --port 9000
+  truedraft serve owner/repository:Q4_K_M
+  truedraft serve ./my-model --draft ./my-small-model --port 9000
   truedraft chat ./my-model.gguf
   truedraft generate "Once upon a time"
   truedraft check --target ./my-model --draft ./my-small-model
@@ -84,6 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return in_terminal("generate", _load_generate, GenerateSettings, flags)
         case ["chat", *flags]:
             return in_terminal("chat", _load_chat, ChatSettings, target_first(flags))
+        case ["pull", *flags]:
+            return in_terminal("pull", _load_pull, PullSettings, flags)
+        case ["list" | "ls", *flags]:
+            return in_terminal("list", _load_list, ListSettings, flags)
+        case ["rm" | "remove", *flags]:
+            return in_terminal("rm", _load_remove, RemoveSettings, flags)
         case ["check", *flags]:
             from truedraft.engine.commands.check import CheckSettings
             from truedraft.engine.commands.check import main as check
@@ -169,6 +186,24 @@ def _load_chat() -> Run:
     return chat
 
 
+def _load_pull() -> Run:
+    from truedraft.engine.commands.models import pull
+
+    return pull
+
+
+def _load_list() -> Run:
+    from truedraft.engine.commands.models import list_models
+
+    return list_models
+
+
+def _load_remove() -> Run:
+    from truedraft.engine.commands.models import remove_model
+
+    return remove_model
+
+
 def _load_verify_trace() -> Run:
     from truedraft.engine.commands.verify_trace import main as verify_trace
 
@@ -200,6 +235,9 @@ def complete(words: Sequence[str]) -> int:
     commands: dict[str, type[BaseModel]] = {
         "serve": Settings,
         "chat": ChatSettings,
+        "pull": PullSettings,
+        "list": ListSettings,
+        "rm": RemoveSettings,
         "generate": GenerateSettings,
         "check": CheckSettings,
         "train-draft": TrainSettings,

@@ -39,11 +39,11 @@ from truedraft.engine.layers.linear import TorchLinear
 from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import agreement, fused, loader
+from truedraft.engine.models import agreement, fused, options
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.identity import weight_types
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.runtime.cuda import plan as plan_module
 from truedraft.engine.runtime.cuda.runner import CudaRunner
@@ -161,12 +161,12 @@ def test_float32_by_name_dequantises(tmp_path: Path, as_on_a_gpu: WithoutKernels
 
 
 def test_16_bits_say_what_a_gpu_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "resolve_device", torch.device)
-    monkeypatch.setattr(loader, "resolve_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(options, "resolve_device", torch.device)
+    monkeypatch.setattr(options, "resolve_dtype", lambda *_: torch.float32)
     for device, kept in (("cuda", {"auto", "bfloat16", "float16"}), ("cpu", {"auto"})):
         for dtype in ("auto", "float32", "bfloat16", "float16"):
             config = EngineConfig.model_validate({"target": "t", "device": device, "dtype": dtype})
-            assert loader.load_options(config).compact_weights == (dtype in kept)
+            assert options.load_options(config).compact_weights == (dtype in kept)
 
 
 def test_a_draft_of_the_targets_own_weights(tmp_path: Path, as_on_a_gpu: WithoutKernelsInC) -> None:

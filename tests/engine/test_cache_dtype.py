@@ -22,7 +22,7 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.identity import fingerprint
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.native_run import NativeKernels, qkv_width

@@ -31,7 +31,8 @@ from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.hf.module import load_causal_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.runtime.cuda import plan
 from truedraft.engine.runtime.cuda.rows import DeviceRows

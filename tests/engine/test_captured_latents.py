@@ -15,7 +15,7 @@ from truedraft.engine.cuda.grouped_experts import GroupedExperts
 from truedraft.engine.cuda.grouped_heads import GroupedHeads
 from truedraft.engine.layers.latent import LatentProjection
 from truedraft.engine.models import agreement
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.runtime.cuda import plan
 

@@ -16,7 +16,8 @@ from tests.models import make_engine, run_engine
 from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.loader import load_causal_model, load_decoder, load_model
+from truedraft.engine.models.hf.module import load_causal_model, load_decoder
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.process.worker import describe
 

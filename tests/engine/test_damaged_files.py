@@ -13,7 +13,7 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import loader
+from truedraft.engine.models import load
 from truedraft.engine.models.reader import Reader
 from truedraft.engine.process.worker import describe
 
@@ -165,7 +165,7 @@ def test_errors_of_our_own_are_raised(copy: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_slower_way_is_said(
     copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loader, "load_fused", lambda *_: None)
+    monkeypatch.setattr(load, "load_fused", lambda *_: None)
     core = make_engine(str(copy), None)
     assert "is served by transformers' layers" in caplog.text
     assert describe(core, EngineConfig(target=str(copy))).forward == "transformers' layers"

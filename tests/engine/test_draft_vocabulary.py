@@ -19,7 +19,7 @@ from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.mtp import load_mtp
 from truedraft.engine.models.heads.vocabulary import count_tokens
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.quantised import QuantisedLinear
 from truedraft.engine.runtime import draft_vocabulary

@@ -20,7 +20,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.pointers import PointerError
 from truedraft.engine.models import agreement
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.probe_texts import packed_logits

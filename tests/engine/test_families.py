@@ -25,8 +25,8 @@ from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.messages import SamplingParams, Verification
 from truedraft.engine.models.hf.decoder_only import DecoderModel
+from truedraft.engine.models.hf.module import load_causal_model, load_decoder
 from truedraft.engine.models.hf.self_check import self_check
-from truedraft.engine.models.loader import load_causal_model, load_decoder
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
 

@@ -27,7 +27,8 @@ from tests.gguf_models import finish
 from tests.llama_cpp_gemma4 import Gemma4Graph
 from truedraft.engine.checkpoints.stacks import stored_tensors
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.hf.module import load_causal_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.decoder import NativeDecoder

@@ -30,8 +30,10 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import read_gguf
 from truedraft.engine.gguf.checkpoint import GgufCheckpoint, open_gguf
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.loader import load_causal_model, load_model, requantised
+from truedraft.engine.models.hf.module import load_causal_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.sources import requantised
 from truedraft.engine.native.quantised import QuantisedLinear
 
 # Inputs of all linear layers are whole blocks, and rows that are stacked are whole panels.

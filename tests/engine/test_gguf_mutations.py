@@ -21,7 +21,7 @@ from truedraft.engine.gguf.config import MODEL_TYPES
 from truedraft.engine.gguf.hybrids import SETTINGS
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 

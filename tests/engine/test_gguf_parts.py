@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from tests.gguf_models import save_gguf
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile, read_gguf
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 
 CONFIG = Qwen3Config(

@@ -39,7 +39,7 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.heads import mtp
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.mtp import load_mtp
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 

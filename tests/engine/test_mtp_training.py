@@ -17,7 +17,7 @@ from tests.mtp import add_to_checkpoint
 from truedraft.engine.build import drafting_method
 from truedraft.engine.commands import train_draft
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.training import mtp_module
 from truedraft.engine.training.mtp_head import MtpHead

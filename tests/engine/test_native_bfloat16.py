@@ -16,7 +16,7 @@ from truedraft.engine.layers.linear import DenseEmbeddings
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear

@@ -1,4 +1,4 @@
-"""Structures read from the headers lie in memory as the compiler lays them out."""
+"""Python and C agree: structures read from the headers lie as the compiler lays them out; numbers are Python's."""
 
 import ctypes
 import re
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.engine.native import compiler, headers, library
+from tools.write_headers import WRITTEN
+from truedraft.engine.native import compiler, headers, library, shared
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -62,3 +63,29 @@ def test_there_is_nothing_to_warn_of() -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_headers_are_written_from_python(name: str) -> None:
+    """``make headers`` writes them anew."""
+    assert (headers.FOLDER / name).read_text(encoding="utf-8") == WRITTEN[name]()
+
+
+def test_a_changed_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shared.CONSTANTS, "COLUMNS", ("64", "columns"))
+    assert (headers.FOLDER / "shared.h").read_text(encoding="utf-8") != WRITTEN["shared.h"]()
+
+
+def test_c_reads_the_numbers_that_python_has(tmp_path: Path) -> None:
+    expected = {
+        name: int(number) for members in shared.ENUMERATIONS.values() for name, number in members.items()
+    }
+    prints = "".join(f'printf("{name} %lld\\n", (long long){name});\n' for name in expected)
+    program = tmp_path / "numbers.c"
+    program.write_text(f'#include <stdio.h>\n#include "shared.h"\nint main(void) {{\n{prints}return 0;\n}}\n')
+    built = tmp_path / "numbers"
+    subprocess.run(
+        [*compiler.find_compiler().split(), f"-I{headers.FOLDER}", program, "-o", built], check=True
+    )
+    found = subprocess.run([built], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert {line.split()[0]: int(line.split()[1]) for line in found} == expected

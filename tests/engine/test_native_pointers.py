@@ -36,7 +36,7 @@ from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.memory.recurrent_state import LayerState
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.backend import NativeBackend
 from truedraft.engine.native.decoder import NativeDecoder

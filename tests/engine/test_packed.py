@@ -20,7 +20,8 @@ from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.hf.module import load_causal_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.quantised import QuantisedLinear
 

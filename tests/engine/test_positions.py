@@ -29,7 +29,8 @@ from truedraft.engine.models import architecture, probe_texts
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.hf.module import load_causal_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import boundaries

@@ -23,11 +23,11 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.linear import TorchLinear
 from truedraft.engine.layers.weight import ScaledRows, Weight
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import fused, loader
+from truedraft.engine.models import fused, load, sources
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.identity import weight_types
-from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 
 CPU = torch.device("cpu")
@@ -42,9 +42,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "find_linears", linears)
     monkeypatch.setattr(fused, "multiplies_bfloat16", lambda _: False)
     monkeypatch.setattr(fused, "_kernels", lambda *_: None)
-    monkeypatch.setattr(loader, "multiplies_fp8", lambda *_: True)
-    monkeypatch.setattr(loader, "_is_on_cpu", lambda _: False)
-    monkeypatch.setattr(loader, "_keeps_blocks", lambda _: True)
+    for module in (load, sources):
+        monkeypatch.setattr(module, "multiplies_fp8", lambda *_: True)
+    monkeypatch.setattr(LoadOptions, "is_on_cpu", False)
+    monkeypatch.setattr(sources, "keeps_blocks", lambda _: True)
 
 
 def test_rows_are_rounded_by_their_largest_number() -> None:

@@ -16,7 +16,8 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import text_part
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.hf.module import load_causal_model
+from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)

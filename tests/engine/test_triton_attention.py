@@ -21,7 +21,7 @@ from truedraft.engine.layers import attention
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.layers.torch_run import TorchPointwise
-from truedraft.engine.models.loader import resolve_dtype
+from truedraft.engine.models.options import resolve_dtype
 
 ROOT = Path(__file__).parent.parent.parent
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

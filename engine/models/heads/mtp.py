@@ -36,9 +36,9 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.fused import load_fused
 from truedraft.engine.models.heads.head import Head, check_target, linears_for
 from truedraft.engine.models.load_errors import stage
-from truedraft.engine.models.loader import open_checkpoint, requantised
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.reader import read_tensor, read_weight
+from truedraft.engine.models.sources import open_checkpoint, requantised
 
 # What a model of the head's layer alone calls its layer's tensors, and its last norm.
 LAYER, NORM = "model.layers.0.", "model.norm.weight"

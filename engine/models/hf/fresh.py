@@ -17,7 +17,8 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import ForwardOutput, Model, known_ends
 from truedraft.engine.models.hf.generation_rules import decoder_start_ids, generation_rules
-from truedraft.engine.models.loader import load_causal_model, load_if_rounded
+from truedraft.engine.models.hf.module import load_causal_model
+from truedraft.engine.models.load import load_if_rounded
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.sampling.adjust import History, adjust_logits

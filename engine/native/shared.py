@@ -1,0 +1,98 @@
+"""Names the numbers that C and Python share. Python has them, and ``shared.h`` is written from here.
+
+``python -m tools.write_headers`` writes it, and ``tests/engine/test_native_headers.py`` compares. Structures go the
+other way: ``headers.py`` reads them in C's headers.
+"""
+
+from collections.abc import Mapping
+from enum import IntEnum, auto
+
+from truedraft.engine.layers.mlp import ACTIVATIONS, SCORINGS, SWISH_LIMIT, SWISH_SLOPE
+from truedraft.engine.layers.quantised_blocks import TYPES
+from truedraft.engine.memory.recurrent_state import CHUNK, ROLLBACK
+from truedraft.engine.sampling.random import Stream
+from truedraft.engine.sampling.splitmix import MIX_1, MIX_2, WEYL
+
+# Columns of quantised weights that lie together.
+COLUMNS = 32
+# Bytes of the type FLOAT8 are read as numbers that are smaller by this factor.
+E4M3_DIVISOR = 256
+
+
+class WeightType(IntEnum):
+    """Names what weights are kept in. WHOLE8 and FLOAT8 are bytes with scales; quantised embeddings add
+    ggml's number of their type to QUANTISED."""
+
+    FLOAT32 = 0
+    FLOAT16 = auto()
+    BFLOAT16 = auto()
+    WHOLE8 = auto()
+    FLOAT8 = auto()
+    QUANTISED = 16
+
+
+class PartKind(IntEnum):
+    """Names what layers are made of: which structure a part's data is."""
+
+    ATTENTION = 0
+    GATED_MLP = auto()
+    EXPERTS = auto()
+    RECURRENT = auto()
+    PARALLEL = auto()
+    DENSE_AND_EXPERTS = auto()
+    LATENT_ATTENTION = auto()
+
+
+class RecurrenceRule(IntEnum):
+    """Names what layers with a running state do with it (``layers/recurrent.py``)."""
+
+    SHORT_CONV = 0
+    DELTA_RULE = auto()
+    MAMBA2 = auto()
+
+
+def _numbered(names: tuple[str, ...]) -> dict[str, int]:
+    return {name.upper(): number for number, name in enumerate(names)}
+
+
+# What each enumeration is for, and its members.
+ENUMERATIONS: dict[str, Mapping[str, int]] = {
+    "Streams of random numbers.": {f"{stream.name}_STREAM": stream for stream in Stream},
+    "What weights are kept in; quantised embeddings add a type of blocks to QUANTISED.": dict(
+        WeightType.__members__
+    ),
+    "Types of quantised blocks, as ggml numbers them.": TYPES,
+    "Activations of MLPs.": _numbered(ACTIVATIONS),
+    "How a router's numbers become scores.": _numbered(SCORINGS),
+    "What layers are made of: a part's kind says which structure its data is.": dict(PartKind.__members__),
+    "What layers with a running state do with it.": dict(RecurrenceRule.__members__),
+}
+# What each constant is, and its value in C.
+CONSTANTS = {
+    "STATE_CHUNK": (str(CHUNK), "tokens between two positions where a state is folded"),
+    "STATE_ROLLBACK": (str(ROLLBACK), "the most tokens that may be taken back after a pass"),
+    "COLUMNS": (str(COLUMNS), "columns of quantised weights that lie together"),
+    "E4M3_DIVISOR": (str(E4M3_DIVISOR), "divides numbers of the type FLOAT8"),
+    "SWISH_LIMIT": (f"{SWISH_LIMIT}f", "the largest number that clamped_swish lets through"),
+    "SWISH_SLOPE": (f"{SWISH_SLOPE}f", "makes x sigmoid(SWISH_SLOPE x) of x"),
+    **{
+        name: (f"{value:#x}u", "of splitmix64")
+        for name, value in (("WEYL", WEYL), ("MIX_1", MIX_1), ("MIX_2", MIX_2))
+    },
+}
+OPENING = """/* Written by "python -m tools.write_headers" from {source}; change that. */
+
+#ifndef {guard}
+#define {guard}
+"""
+
+
+def shared_header() -> str:
+    """Returns the text of ``shared.h``."""
+    lines = [OPENING.format(source="shared.py", guard="TRUEDRAFT_SHARED_H")]
+    for what, members in ENUMERATIONS.items():
+        lines += [f"/* {what} */", "enum {"]
+        lines += [f"    {name} = {int(number)}," for name, number in members.items()]
+        lines += ["};", ""]
+    lines += [f"#define {name} {value} /* {what} */" for name, (value, what) in CONSTANTS.items()]
+    return "\n".join([*lines, "", "#endif", ""])
