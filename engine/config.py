@@ -22,7 +22,9 @@ class ModelSettings(BaseModel):
     """Models and device"""
 
     target: str | None = Field(
-        None, description="Target model: a folder, a GGUF file or a hub id. Default: the bundled demo pair."
+        None,
+        description="Target model: a folder, a GGUF file, or a name of the hub such as owner/repository:Q4_K_M. "
+        "Default: the bundled demo pair.",
     )
     draft: str | None = Field(
         None,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -107,13 +106,13 @@ def test_adapter_that_is_not_merged(copy: Path, with_config: bool) -> None:
 
 
 def test_folders_without_a_model(copy: Path, tmp_path: Path) -> None:
-    assert "there is no such folder" in refusal(tmp_path / "nowhere")
+    assert "there is no file or folder" in refusal(tmp_path / "nowhere")
     (copy / "model.safetensors").unlink()
     assert "has a config.json, but no weights" in refusal(copy)
     (copy / "config.json").unlink()
-    assert "it has no config.json" in refusal(copy)
+    assert "has no model: no config.json, no weights" in refusal(copy)
     (copy / "model.Q4_K_M.gguf").touch()
-    assert "it has only GGUF files" in refusal(copy)
+    assert "is a folder of GGUF files. Name one: model.Q4_K_M.gguf" in refusal(copy)
     assert "is empty" in refusal(copy / "model.Q4_K_M.gguf")
 
 
@@ -160,25 +159,6 @@ def test_code_of_its_own_runs_when_trusted(
     (copy / "own.py").write_text(OWN_CODE)
     assert "set trust_remote_code" in refusal(copy)
     assert text(copy, trust_remote_code=True) == text(models.target)
-
-
-def test_hub_id_from_the_cache(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A download leaves this: a snapshot named by its commit, and a reference to it."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
-    commit, repository = "0" * 40, tmp_path / "models--org--model"
-    shutil.copytree(models.target, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    assert text("org/model") == text(models.target)
-    message = refusal("org/another")
-    assert "neither a folder nor in the local cache" in message
-    assert "HF_HUB_OFFLINE" in message
-
-
-def test_name_that_is_no_id() -> None:
-    assert "neither a folder nor the id" in refusal("two words")
 
 
 @pytest.mark.parametrize("device_map", ["auto", "sequential"])

@@ -157,7 +157,7 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
         failed = worker.receive()
         assert isinstance(failed, Failed)
         assert (failed.request_id, failed.code) == ("", "model_load_failed")
-        assert "is not a model folder" in failed.message
+        assert "there is no file or folder" in failed.message
         _, stderr = worker.process.communicate(timeout=TIMEOUT_SECONDS)
         assert worker.process.returncode == 2
         assert stderr.strip().endswith(failed.message)

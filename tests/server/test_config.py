@@ -193,7 +193,7 @@ def test_every_setting_is_in_one_group_and_described() -> None:
         (
             ["serve", "--target", "/no/such/model"],
             1,
-            "target model folder /no/such/model does not exist.",
+            "There is no file or folder /no/such/model.",
         ),
     ],
 )
