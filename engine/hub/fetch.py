@@ -40,7 +40,7 @@ Tell = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Found:
-    """A model on this machine: its folder or GGUF file, and what a person should know about the choice."""
+    """Says where a model is on this machine, and what a person should know about the choice of files."""
 
     path: str
     note: str = ""

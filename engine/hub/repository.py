@@ -9,12 +9,12 @@ from truedraft.engine.formats.gguf_file import PART, is_gguf
 from truedraft.engine.hub.names import HubName
 
 DEFAULT_QUANT = "Q4_K_M"
-# A label of a quantisation inside a file's name, between points, dashes and slashes.
+# Finds the label of a quantisation inside a file's name, between points, dashes and slashes.
 LABEL = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32))(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
-# GGUF files beside a model that are no model by themselves.
+# These GGUF files belong to a model and are none by themselves.
 COMPANIONS = re.compile(r"(^|[-_.])(mmproj|imatrix|control-vector)([-_.]|$)", re.IGNORECASE)
 # Files and repositories of what drafts for a model.
 DRAFTER = re.compile(r"(^|[-_./])(mtp|eagle3?|dflash|dspark|medusa|assistant|draft)([-_.]|$)", re.IGNORECASE)
@@ -43,9 +43,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Variant:
-    """One model in GGUF: a file, or the parts of a split one."""
+    """Is one model in GGUF: a file, or the parts of a split one."""
 
-    label: str  # of its quantisation; the file's name where it has none
+    label: str  # such as Q4_K_M; the file's name where it has no such label
     parts: tuple[RepoFile, ...]
 
     @property

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """One model of the cache: a checkpoint, or one quantisation of a repository with GGUF files."""
+    """Is one model of the cache: a checkpoint, or one quantisation of a repository with GGUF files."""
 
     name: str  # loads it
-    path: str  # of the folder or of the GGUF file
+    path: str  # folder or GGUF file
     size: int  # bytes
     last_used: float  # seconds since 1970
 

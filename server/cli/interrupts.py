@@ -8,7 +8,7 @@ import signal
 import sys
 from types import FrameType
 
-INTERRUPTED = 130  # as shells say that SIGINT ended a process
+INTERRUPTED = 130  # shells say by this that SIGINT ended a process
 
 
 def leave_on_interrupt() -> None:
