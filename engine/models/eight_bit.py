@@ -92,7 +92,7 @@ class EightBitCheckpoint(Checkpoint):
         if stored.dim() != 2:
             return stored.float() * self._one_scale(name, stored)
         weights = self._scaled(name, stored).dense()
-        return _rounded(weights) if self.compact and self.scaled_bytes(name) is None else weights
+        return rounded(weights) if self.compact and self.scaled_bytes(name) is None else weights
 
     def _scales(self, name: str) -> torch.Tensor:
         scale_name = self.scale_of(name)
@@ -141,12 +141,12 @@ def open_eight_bit(
         return EightBitCheckpoint(source, _block(block), compact)
     if method != "compressed-tensors" or quantization.get("format") == "pack-quantized":
         return None
-    return _open_groups(source, quantization.get("config_groups") or {}, compact)
+    return open_groups(source, [*(quantization.get("config_groups") or {}).values()], compact)
 
 
-def _open_groups(source: Checkpoint, groups: dict[str, Any], compact: bool) -> EightBitCheckpoint | None:
+def open_groups(source: Checkpoint, groups: list[dict[str, Any]], compact: bool) -> EightBitCheckpoint | None:
     """Opens a checkpoint of compressed-tensors."""
-    weights = [group.get("weights") or {} for group in groups.values()]
+    weights = [group.get("weights") or {} for group in groups]
     blocks = {
         _block(group.get("block_structure")) if group.get("strategy") == "block" else None
         for group in weights
@@ -185,7 +185,7 @@ def compact_linears(module: nn.Module, source: Checkpoint | None) -> None:
         if source is None or type(child) is not nn.Linear or weight not in source.files:
             continue
         if source.read([weight])[weight].dtype in TYPES:
-            child.weight.data = _rounded(child.weight.data)
+            child.weight.data = rounded(child.weight.data)
     if any(".experts." in name and parameter.dim() > 2 for name, parameter in module.named_parameters()):
         logger.warning("The quantised experts of this model are kept in float32, in four bytes a weight")
 
@@ -200,7 +200,7 @@ def _block(sizes: Any) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _rounded(weights: torch.Tensor) -> torch.Tensor:
+def rounded(weights: torch.Tensor) -> torch.Tensor:
     """Returns float32 ``weights`` rounded to ``PRECISION`` bits, ties away from zero."""
     dropped = FLOAT_PRECISION - PRECISION
     bits = weights.contiguous().view(torch.int32)
