@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.synthetic_tokenizer import save_tokenizer
 from truedraft.engine import build
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.layers.attention import ATTENTION_NAME
-from truedraft.engine.models.base import Model, ModelFacts
+from truedraft.engine.models.base import Model
 from truedraft.engine.models.fused import count, fuse_module
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.options import LoadOptions

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
 from tests.gguf_models import finish
-from truedraft.engine.models.stacks import stored_tensors
+from truedraft.engine.checkpoints.stacks import stored_tensors
 
 ARCHITECTURES = {
     "lfm2": "lfm2",

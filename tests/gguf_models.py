@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests import gguf_latent
 from tests.gguf_blocks import HALVES, random_blocks
 from truedraft.engine.formats.gguf_file import read_gguf
-from truedraft.engine.models.gguf_places import num_bytes
+from truedraft.engine.gguf.places import num_bytes
 
 ARCHITECTURES = {
     "mistral": "llama",

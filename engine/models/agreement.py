@@ -10,15 +10,15 @@ from functools import partial
 
 import torch
 
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.cuda.expert_tables import grouped
 from truedraft.engine.cuda.head_tables import with_grouped_heads
 from truedraft.engine.cuda.triton_run import TOLERANCES as CUDA_TOLERANCES
 from truedraft.engine.cuda.triton_run import TritonRun, find_kernels
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.families.linear import ModuleLinear
 from truedraft.engine.layers.decoder import DecoderWeights
-from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.linear import ModuleLinear
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.native.native_run import NativeKernels
 

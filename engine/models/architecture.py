@@ -19,12 +19,12 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.families.fit import corrected, experts_of
 from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.memory.cache_memory import total_memory
-from truedraft.engine.models.base import ModelFacts
-from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.models.families.fit import corrected, experts_of
 from truedraft.engine.models.hf import cross_attention
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import check_served

@@ -3,11 +3,11 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import ForwardBatch, Span
 from truedraft.engine.memory.kv_cache import AttentionCache, CacheSpec, KVCache
@@ -34,18 +34,6 @@ class FastPass(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Returns logits and states as in ``ForwardOutput``; None if there is no such pass for ``spans``."""
         ...
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the checkpoint says, and how it was loaded: ``bf16_linears`` as in ``LoadOptions``."""
-
-    config: Any
-    generation_config: Any
-    num_parameters: int
-    dtype: torch.dtype
-    device: torch.device
-    bf16_linears: bool = False
 
 
 class Model(ABC):

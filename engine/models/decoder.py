@@ -12,6 +12,7 @@ from itertools import compress
 
 import torch
 
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.cuda.grouped_experts import GroupedExperts
 from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.cuda.scaled import ScaledLinear
@@ -22,7 +23,7 @@ from truedraft.engine.layers.run import LayerRun
 from truedraft.engine.layers.torch_run import TorchRun
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
-from truedraft.engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
+from truedraft.engine.models.base import FastPass, ForwardOutput, Model
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.native_run import NativeKernels

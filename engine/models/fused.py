@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.cuda.quantised import find_linears
-from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
-from truedraft.engine.layers.linear import DenseEmbeddings, Linears, TorchLinears
-from truedraft.engine.models.agreement import first_that_agrees
-from truedraft.engine.models.base import ModelFacts
-from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.families.ends import (
+from truedraft.engine.families.ends import (
     embedding_scale,
     embeddings_of,
     head_sizes,
@@ -27,10 +23,14 @@ from truedraft.engine.models.families.ends import (
     make_rotary,
     rotary_module,
 )
-from truedraft.engine.models.families.gemma4 import has_layer_inputs, layer_inputs
-from truedraft.engine.models.families.layer import decoder_layer
+from truedraft.engine.families.gemma4 import has_layer_inputs, layer_inputs
+from truedraft.engine.families.layer import decoder_layer
+from truedraft.engine.families.linear import join
+from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
+from truedraft.engine.layers.linear import DenseEmbeddings, Linears, TorchLinears
+from truedraft.engine.models.agreement import first_that_agrees
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.decoder_only import DecoderModel
-from truedraft.engine.models.linear import join
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.models.reader import Reader

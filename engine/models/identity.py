@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.cuda.quantised import PackedBlocks, PackedEmbeddings, PackedLinear
 from truedraft.engine.cuda.scaled import ScaledLinear
+from truedraft.engine.families.linear import LinearModule, ModuleLinear
 from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.layers.linear import DenseEmbeddings, OneDnnLinear, TorchLinear
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.linear import LinearModule, ModuleLinear
 from truedraft.engine.models.load_errors import WEIGHTS
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.quantised import COLUMNS, QuantisedEmbeddings, QuantisedLinear

@@ -16,26 +16,24 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
+from truedraft.engine.checkpoints.account import check_loaded, check_tokens, has_all, untie
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.eight_bit import compact_linears
+from truedraft.engine.checkpoints.facts import ModelFacts
+from truedraft.engine.checkpoints.packed import PackedCheckpoint
+from truedraft.engine.checkpoints.quantise import LAYER_TYPES, QuantisedCheckpoint, ScaledCheckpoint
+from truedraft.engine.checkpoints.quantization import (
+    check_method,
+    dequantise_for_cpu,
+    open_for_gpu,
+    open_quantised,
+)
+from truedraft.engine.checkpoints.stacks import stored_in, stored_tensors
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.cuda.scaled import multiplies_fp8
 from truedraft.engine.cuda.triton_run import serves
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.formats.gguf_file import GgufError, is_gguf
-from truedraft.engine.layers.attention import ATTENTION_NAME
-from truedraft.engine.layers.linear import TorchLinears
-from truedraft.engine.models.account import check_loaded, check_tokens, has_all, untie
-from truedraft.engine.models.architecture import (
-    Architecture,
-    check_layers,
-    check_memory,
-    plain_skeleton,
-    read_architecture,
-)
-from truedraft.engine.models.base import Model, ModelFacts
-from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.eight_bit import compact_linears
-from truedraft.engine.models.families.fit import (
+from truedraft.engine.families.fit import (
     can_be_quantised,
     check_settings,
     corrected,
@@ -44,26 +42,29 @@ from truedraft.engine.models.families.fit import (
     reads_columns,
     with_stacks,
 )
-from truedraft.engine.models.families.table import FAMILIES
+from truedraft.engine.families.head_order import to_grouped
+from truedraft.engine.families.linear import replace_linears
+from truedraft.engine.families.table import FAMILIES
+from truedraft.engine.formats.gguf_file import GgufError, is_gguf
+from truedraft.engine.gguf.checkpoint import check_complete, generation_config, open_gguf
+from truedraft.engine.layers.attention import ATTENTION_NAME
+from truedraft.engine.layers.linear import TorchLinears
+from truedraft.engine.models.architecture import (
+    Architecture,
+    check_layers,
+    check_memory,
+    plain_skeleton,
+    read_architecture,
+)
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.fused import count, fuse_module, load_fused, multiplies_bfloat16
-from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
-from truedraft.engine.models.head_order import to_grouped
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.hf.self_check import self_check
-from truedraft.engine.models.linear import replace_linears
 from truedraft.engine.models.load_errors import check_folder, stage
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.packed import PackedCheckpoint
 from truedraft.engine.models.positions import choose_rotary_factors
-from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint, ScaledCheckpoint
-from truedraft.engine.models.quantization import (
-    check_method,
-    dequantise_for_cpu,
-    open_for_gpu,
-    open_quantised,
-)
-from truedraft.engine.models.stacks import stored_in, stored_tensors
 from truedraft.engine.native.linear import linear_library
 from truedraft.engine.native.linears import NativeLinears
 

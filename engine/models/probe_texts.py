@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.memory.batch import ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.models.base import Model, ModelFacts
+from truedraft.engine.models.base import Model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.positions import boundaries
 

@@ -19,14 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, LayerInputs, MakeOutput
-from truedraft.engine.layers.linear import Embeddings, Linear, Linears
-from truedraft.engine.layers.rotary import NoAngles
-from truedraft.engine.layers.weight import Weight
-from truedraft.engine.machine.heap import trim_heap
-from truedraft.engine.models.base import ModelFacts
-from truedraft.engine.models.checkpoint import HEAD, Checkpoint
-from truedraft.engine.models.families.ends import (
+from truedraft.engine.checkpoints.checkpoint import HEAD, Checkpoint
+from truedraft.engine.checkpoints.facts import ModelFacts
+from truedraft.engine.checkpoints.quantise import can_be_in_four_bits, quantised_to_four_bits
+from truedraft.engine.checkpoints.stacks import Matrix, Quantised, stored_in, stored_tensors
+from truedraft.engine.families.ends import (
     embedding_scale,
     embeddings_of,
     last_norm,
@@ -38,8 +35,8 @@ from truedraft.engine.models.families.ends import (
     rotary_name,
     table_scale,
 )
-from truedraft.engine.models.families.fit import correct_layer
-from truedraft.engine.models.families.gemma4 import (
+from truedraft.engine.families.fit import correct_layer
+from truedraft.engine.families.gemma4 import (
     PROJECTION,
     PROJECTION_NORM,
     TABLE,
@@ -47,12 +44,15 @@ from truedraft.engine.models.families.gemma4 import (
     layer_inputs,
     layer_table_scale,
 )
-from truedraft.engine.models.families.layer import decoder_layer
-from truedraft.engine.models.head_order import to_grouped
-from truedraft.engine.models.linear import Whole, join
+from truedraft.engine.families.head_order import to_grouped
+from truedraft.engine.families.layer import decoder_layer
+from truedraft.engine.families.linear import Whole, join
+from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, LayerInputs, MakeOutput
+from truedraft.engine.layers.linear import Embeddings, Linear, Linears
+from truedraft.engine.layers.rotary import NoAngles
+from truedraft.engine.layers.weight import Weight
+from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
-from truedraft.engine.models.quantise import can_be_in_four_bits, quantised_to_four_bits
-from truedraft.engine.models.stacks import Matrix, Quantised, stored_in, stored_tensors
 
 # The output layer is converted this many rows at a time.
 HEAD_ROWS = 1 << 13

@@ -18,8 +18,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from truedraft.engine.checkpoints.checkpoint import Checkpoint, RenamedCheckpoint
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.models.checkpoint import Checkpoint, RenamedCheckpoint
 
 # Decoders that have a name of their own only because their positions may be those of an image, in three
 # dimensions: of text all three are equal, which is the plain rotary embedding.

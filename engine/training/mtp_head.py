@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from truedraft.engine.checkpoints.stacks import StackedCheckpoint, stored_tensors
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.mtp import LAYER, layout_of, load_mtp, open_mtp
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.stacks import StackedCheckpoint, stored_tensors
 from truedraft.engine.training.mtp_module import MtpModule
 from truedraft.engine.training.trained_head import TrainedHead, rows_of
 

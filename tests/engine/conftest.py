@@ -60,7 +60,7 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], s
 @pytest.fixture
 def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are packed, however small they are."""
-    monkeypatch.setattr("truedraft.engine.models.linear.MIN_NATIVE_WEIGHTS", 0)
+    monkeypatch.setattr("truedraft.engine.families.linear.MIN_NATIVE_WEIGHTS", 0)
     monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
 
 

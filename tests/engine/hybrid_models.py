@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.engine import recurrences
 from tests.models import make_engine
 from truedraft.engine import build
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.cuda.triton_run import Kernels, TritonRun
 from truedraft.engine.layers.decoder import (
@@ -32,7 +33,6 @@ from truedraft.engine.layers.torch_run import TorchRun
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.memory.recurrent_state import RecurrentCache
-from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.native.library import load_library

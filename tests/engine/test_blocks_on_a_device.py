@@ -20,6 +20,8 @@ from tests.gguf_blocks import random_blocks
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.tape import TapeCapture
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.quantization import open_for_gpu
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.cuda import quantised
 from truedraft.engine.cuda.quantised import (
@@ -38,13 +40,11 @@ from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import agreement, fused, loader
-from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.identity import weight_types
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.quantization import open_for_gpu
 from truedraft.engine.runtime.cuda import plan as plan_module
 from truedraft.engine.runtime.cuda.runner import CudaRunner
 

@@ -21,6 +21,7 @@ from tests.gguf_models import save_gguf
 from tests.hybrids import HYBRIDS
 from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
+from truedraft.engine.checkpoints.stacks import CHOICE_BIASES
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.cuda.expert_tables import _group, _is_right
 from truedraft.engine.cuda.grouped_experts import GroupedExperts
@@ -32,7 +33,6 @@ from truedraft.engine.models import agreement
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.stacks import CHOICE_BIASES
 from truedraft.engine.runtime.cuda import plan
 from truedraft.engine.runtime.cuda.rows import DeviceRows
 from truedraft.engine.runtime.phases import PhaseRunner

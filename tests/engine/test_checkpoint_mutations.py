@@ -19,10 +19,10 @@ from transformers.utils import logging
 
 from tests.families import save_random
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.families.table import FAMILIES
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models import loader
-from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.engine.test_native import plant
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights
 from truedraft.engine.layers.latent import LatentProjection
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
@@ -22,7 +23,6 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.memory.pointers import PointerError
-from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native import compiler, library

@@ -21,20 +21,20 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from tests.models import make_engine, run_engine
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.eight_bit import PRECISION, EightBitCheckpoint
+from truedraft.engine.checkpoints.quantization import DEQUANTISED, open_quantised
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.families.linear import MIN_NATIVE_WEIGHTS, LinearModule
 from truedraft.engine.layers.mlp import Experts
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.eight_bit import PRECISION, EightBitCheckpoint
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.linear import MIN_NATIVE_WEIGHTS, LinearModule
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.quantization import DEQUANTISED, open_quantised
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.scaled_bytes import BytesLinear
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_random
 from tests.models import greedily_generated, make_engine, run_engine
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers import attention
@@ -23,7 +24,6 @@ from truedraft.engine.layers.attention import ATTENTION_NAME, AttentionCall, Pag
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.messages import SamplingParams, Verification
-from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.self_check import self_check
 from truedraft.engine.models.loader import load_causal_model, load_decoder

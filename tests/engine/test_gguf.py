@@ -50,16 +50,17 @@ from tests import gguf_models
 from tests.gguf_models import join, save_gguf
 from tests.models import make_engine, run_engine
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.families.fit import has_experts
 from truedraft.engine.formats.gguf_file import ARRAY, STRING, GgufError, read_gguf
+from truedraft.engine.gguf import config as gguf_config
+from truedraft.engine.gguf import experts as gguf_experts
+from truedraft.engine.gguf.checkpoint import open_gguf
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import gguf_config, gguf_experts
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.families.fit import has_experts
-from truedraft.engine.models.gguf import open_gguf
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions

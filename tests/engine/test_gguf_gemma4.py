@@ -25,11 +25,11 @@ from tests.engine.test_gguf_mutations import (
 from tests.families import GEMMA4, GEMMA4_E, GEMMA4_MOE, SHAPE, save_random
 from tests.gguf_models import finish
 from tests.llama_cpp_gemma4 import Gemma4Graph
+from truedraft.engine.checkpoints.stacks import stored_tensors
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.stacks import stored_tensors
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear
 

@@ -28,8 +28,8 @@ from tests.hybrids import (
 )
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import read_gguf
+from truedraft.engine.gguf.checkpoint import GgufCheckpoint, open_gguf
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.gguf import GgufCheckpoint, open_gguf
 from truedraft.engine.models.loader import load_causal_model, load_model, requantised
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.quantised import QuantisedLinear

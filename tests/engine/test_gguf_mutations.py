@@ -15,12 +15,12 @@ import pytest
 from gguf import GGUFWriter
 
 from tests.llama_cpp_graph import Graph, RefusedError
+from truedraft.engine.checkpoints.account import Account
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.gguf.config import MODEL_TYPES
+from truedraft.engine.gguf.hybrids import SETTINGS
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.models.account import Account
-from truedraft.engine.models.gguf_config import MODEL_TYPES
-from truedraft.engine.models.gguf_hybrids import SETTINGS
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions

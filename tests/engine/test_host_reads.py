@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.engine.conftest import Models
 from tests.engine.planners import phases_of
 from tests.models import make_engine, run_engine
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
@@ -24,7 +25,6 @@ from truedraft.engine.core.step import ScheduledSequence, StepPlan
 from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.fused import describe_module
 from truedraft.engine.models.hf import decoder_only

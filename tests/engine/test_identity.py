@@ -125,6 +125,6 @@ def test_the_chosen_rotary_factors_are_part_of_it(tmp_path: Path) -> None:
 def test_transformers_layers_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], weights: list[str]
 ) -> None:
-    monkeypatch.setattr("truedraft.engine.models.linear.MIN_NATIVE_WEIGHTS", 0)
+    monkeypatch.setattr("truedraft.engine.families.linear.MIN_NATIVE_WEIGHTS", 0)
     monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
     assert types(ready(save_family(tmp_path, "OLMo"), **way)) == (weights, "transformers' layers")

@@ -35,6 +35,7 @@ from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
 from transformers.utils.quantization_config import BitNetQuantConfig
 
 from tests.models import make_engine
+from truedraft.engine.families.linear import LinearModule, ModuleLinear, Rows, join, replace_linears
 from truedraft.engine.layers import linear as layers_linear
 from truedraft.engine.layers import torch_run
 from truedraft.engine.layers.linear import Linears, OneDnnLinear, TorchLinears
@@ -43,7 +44,6 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.linear import LinearModule, ModuleLinear, Rows, join, replace_linears
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import half_scale

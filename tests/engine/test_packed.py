@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM
 from tests.engine.test_packed_table import in_words
 from tests.gguf_blocks import dequantised
 from tests.models import make_engine, run_engine, save_random_llama
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.packed import open_packed
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.packed import open_packed
 from truedraft.engine.native.quantised import QuantisedLinear
 from truedraft.engine.native.scaled_bytes import BytesLinear
 

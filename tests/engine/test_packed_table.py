@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tests.gguf_blocks import dequantised
+from truedraft.engine.checkpoints import packed
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.packed import open_packed
 from truedraft.engine.errors import QuantizationError
-from truedraft.engine.models import packed
-from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.models.packed import open_packed
 
 ROWS, INPUTS = 16, 96
 BASE = "model.layers.0.mlp.up_proj"

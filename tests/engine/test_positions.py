@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import CONTEXT, FAMILIES, ORIGINAL, VOCAB_SIZE
 from tests.models import make_engine, run_engine
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.commands import check
 from truedraft.engine.commands.check_exactness import GreedyResult
 from truedraft.engine.commands.check_positions import PositionsResult, long_texts
@@ -25,7 +26,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import architecture, probe_texts
-from truedraft.engine.models.base import Model, ModelFacts
+from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import load_causal_model, load_model

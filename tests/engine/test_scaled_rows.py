@@ -14,6 +14,9 @@ from tests.engine.block_gates import rounds_rows
 from tests.engine.test_eight_bit import FORMATS, IDS, VOCAB_SIZE
 from tests.gguf_blocks import random_blocks
 from tests.models import make_engine, run_engine, save_random_llama
+from truedraft.engine.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoint
+from truedraft.engine.checkpoints.quantise import ROUTERS, ScaledCheckpoint
+from truedraft.engine.checkpoints.quantization import open_for_gpu
 from truedraft.engine.cuda.quantised import BlockLinears
 from truedraft.engine.cuda.scaled import DTYPE, ScaledLinear, is_right
 from truedraft.engine.errors import ModelLoadError
@@ -21,14 +24,11 @@ from truedraft.engine.layers.linear import TorchLinear
 from truedraft.engine.layers.weight import ScaledRows, Weight
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import fused, loader
-from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.identity import weight_types
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.quantise import ROUTERS, ScaledCheckpoint
-from truedraft.engine.models.quantization import open_for_gpu
 
 CPU = torch.device("cpu")
 SERVED = ("fp8, a scale of the tensor", "fbgemm", "compressed-tensors, rows", "compressed-tensors, tensor")

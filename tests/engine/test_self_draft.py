@@ -11,18 +11,18 @@ from transformers import LlamaConfig
 from tests.engine.test_replay import traced
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_random_llama
+from truedraft.engine.checkpoints.quantise import LAYER_TYPES, QuantisedCheckpoint
 from truedraft.engine.commands import check, verify_trace
 from truedraft.engine.commands.check_exactness import check_law, expected_law
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.gguf.checkpoint import open_gguf
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.messages import SamplingParams, Verification
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.gguf import open_gguf
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from truedraft.engine.native.quantised import QuantisedLinear
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.server.cli.settings_sources import read_options

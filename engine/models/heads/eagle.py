@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.families.ends import make_rotary
+from truedraft.engine.families.fit import has_family
+from truedraft.engine.families.layer import decoder_layer
+from truedraft.engine.families.linear import Source, join
 from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, Joint
 from truedraft.engine.layers.linear import Embeddings, Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
@@ -20,15 +26,10 @@ from truedraft.engine.layers.weight import Weight
 from truedraft.engine.messages import EAGLE
 from truedraft.engine.models.agreement import with_cuda_kernels
 from truedraft.engine.models.architecture import plain_skeleton
-from truedraft.engine.models.base import Model, ModelFacts
-from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.families.ends import make_rotary
-from truedraft.engine.models.families.fit import has_family
-from truedraft.engine.models.families.layer import decoder_layer
 from truedraft.engine.models.heads.eagle_config import EagleConfig
 from truedraft.engine.models.heads.head import Head, check_target, linears_for
-from truedraft.engine.models.linear import Source, join
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from truedraft.engine.checkpoints.checkpoint import locate
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.models.checkpoint import locate
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.sizes import check_largest
 

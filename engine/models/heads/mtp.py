@@ -16,24 +16,24 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
+from truedraft.engine.checkpoints.account import check_shape, has_all
+from truedraft.engine.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoint, RenamedCheckpoint
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.families.fit import with_stacks
+from truedraft.engine.families.norms import norm_of
+from truedraft.engine.families.table import FAMILIES
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
+from truedraft.engine.gguf.checkpoint import holds_head_alone, open_gguf_head
 from truedraft.engine.layers.decoder import Joint, MakeOutput
 from truedraft.engine.layers.linear import Embeddings, Linear
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledBytes, ScaledRows, Weight
 from truedraft.engine.messages import MTP
-from truedraft.engine.models.account import check_shape, has_all
 from truedraft.engine.models.architecture import plain_skeleton
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint, RenamedCheckpoint
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.families.fit import with_stacks
-from truedraft.engine.models.families.norms import norm_of
-from truedraft.engine.models.families.table import FAMILIES
 from truedraft.engine.models.fused import load_fused
-from truedraft.engine.models.gguf import holds_head_alone, open_gguf_head
 from truedraft.engine.models.heads.head import Head, check_target, linears_for
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.loader import open_checkpoint, requantised

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.layers.attention import AttentionContext, PagedAttention
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import KVCache
-from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
+from truedraft.engine.models.base import ForwardOutput, Model
 from truedraft.engine.models.hf.layer_probe import LayerProbe, probe_layers
 from truedraft.engine.models.positions import refuse_places
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import ForwardBatch, Span, table_slots
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
-from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
+from truedraft.engine.models.base import ForwardOutput, Model
 from truedraft.engine.models.hf.cross_attention import (
     AttentionContext,
     CrossProbe,
