@@ -24,6 +24,7 @@ from tests.models import make_engine, run_engine
 from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.checkpoints.eight_bit import PRECISION, EightBitCheckpoint
 from truedraft.engine.checkpoints.quantization import DEQUANTISED, open_quantised
+from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.families.linear import MIN_NATIVE_WEIGHTS, LinearModule
 from truedraft.engine.layers.mlp import Experts
@@ -32,7 +33,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.loader import load_causal_model, load_model, load_options
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.linear import NativeLinear
@@ -238,6 +239,19 @@ def test_layers_keep_eight_bits_and_speculation_changes_no_token(name: str, tmp_
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
     plain = run_engine(make_engine(str(tmp_path), None, dtype="auto"), [IDS], params)
     assert run_engine(make_engine(str(tmp_path), "self:int4", dtype="auto"), [IDS], params) == plain
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", ["fp8, blocks", "compressed-tensors, rows"])
+def test_float32_by_name_is_float32_in_caches_too(name: str, tmp_path: Path) -> None:
+    """Weights in bytes are exact in any case, so that caches alone would round."""
+    module = make(tmp_path, FORMATS[name])
+    model = load_model(str(tmp_path), load_options(EngineConfig(target=str(tmp_path), dtype="float32")))
+    assert model.cache_dtype == torch.float32
+    exact = FreshModel(str(tmp_path), load_options(EngineConfig(target=str(tmp_path), dtype="float32")))
+    torch.testing.assert_close(exact.logits(IDS, VOCAB_SIZE), logits_of(module), rtol=0, atol=1e-4)
+    said = EngineConfig(target=str(tmp_path), dtype="float32", cache_dtype="float16")
+    assert load_model(str(tmp_path), load_options(said)).cache_dtype == torch.float16
 
 
 @pytest.mark.parametrize("name", ["fp8, blocks", "fp8, bfloat16 scales"])
