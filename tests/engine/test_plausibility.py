@@ -17,7 +17,6 @@ from tests.engine.test_packed_table import in_words
 from tests.families import FAMILIES, SHAPE
 from truedraft.engine.build import load_models
 from truedraft.engine.checkpoints import packed
-from truedraft.engine.checkpoints.packed import AWQ_ORDER
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.models import plausibility
 from truedraft.engine.models.loader import load_model
@@ -81,7 +80,9 @@ def test_a_reader_that_takes_codes_in_another_order_is_warned_of(
 ) -> None:
     path = quantised(tmp_path, {}, stored_less=1)
     unpacked = packed._unpacked
-    monkeypatch.setattr(packed, "_unpacked", lambda words, bits, order=None: unpacked(words, bits, AWQ_ORDER))
+    monkeypatch.setattr(
+        packed, "_unpacked", lambda words, bits, order=None: unpacked(words, bits, (1, 0, 3, 2, 5, 4, 7, 6))
+    )
     warn_if_misread(load_model(path, LoadOptions()), path)
     assert WORSE in caplog.text
 
