@@ -7,6 +7,7 @@ text of a language that it knows, and a model of other weights than it was train
 import logging
 import math
 from collections import Counter
+from pathlib import Path
 
 import gguf
 import torch
@@ -38,8 +39,9 @@ def warn_if_misread(model: Model, path: str) -> None:
     predicts a plain text worse than chance."""
     if model.has_encoder or model.vocab_size < SMALLEST_VOCABULARY or (name := quantised_by(path)) is None:
         return
+    longest = min(MAX_TOKENS, model.max_position or MAX_TOKENS)
     try:
-        ids = load_pretrained_tokenizer(path)(PLAIN_TEXT)["input_ids"][:MAX_TOKENS]
+        ids = load_pretrained_tokenizer(path)(PLAIN_TEXT)["input_ids"][:longest]
     except (OSError, ValueError):
         return  # a draft may have none
     if len(ids) < FEWEST_TOKENS or max(ids) >= model.vocab_size:
@@ -60,6 +62,7 @@ def warn_if_misread(model: Model, path: str) -> None:
 def quantised_by(path: str) -> str | None:
     """Returns how the weights at ``path`` are quantised, in a word; None if they are not."""
     if not is_gguf(path):
+        path = str(Path(path).expanduser()) if path.startswith("~") else path
         found = PreTrainedConfig.get_config_dict(path)[0].get("quantization_config") or {}
         return str(found["quant_method"]) if found.get("quant_method") else None
     types = Counter(place.type for place in read_gguf(path).tensors.values())

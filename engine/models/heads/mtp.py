@@ -46,7 +46,7 @@ LAYER, NORM = "model.layers.0.", "model.norm.weight"
 PROBED_TOKENS = 256
 # These settings of a head's own config.json must be the target's.
 OF_LAYERS = (
-    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "vocab_size"),
     *("rope_parameters", "num_experts", "n_routed_experts", "num_experts_per_tok", "norm_topk_prob"),
     *("routed_scaling_factor", "n_group", "topk_group", "q_lora_rank", "kv_lora_rank"),
@@ -170,13 +170,13 @@ def _open(path: str, of_target: Any, config: Any, options: LoadOptions) -> tuple
     if found is None:
         raise ModelLoadError(f"{path} is quantised or laid out in a way in which no MTP head can be read")
     count, layer, parts = layout_of(of_target)
-    own = read_architecture(path, options).config.get_text_config(decoder=True)
-    for config in (of_target, own):
-        number = getattr(config, count, 1)
-        if number not in (0, 1, None):
+    is_alone = holds_mtp_alone(path)
+    own = read_architecture(path, options).config.get_text_config(decoder=True) if is_alone else of_target
+    for each in (of_target, own):
+        if (number := getattr(each, count, 1)) not in (0, 1, None):
             raise ModelLoadError(f"{path} has {number} MTP heads ({count}); 1 is served")
     for name in OF_LAYERS:
-        said, needed = (getattr(config, name, None) for config in (own, of_target))
+        said, needed = (getattr(each, name, None) for each in (own, of_target))
         if said is not None and said != needed:
             raise ModelLoadError(
                 f"{path} has {name} = {shown(said)} in its config.json; the target, whose layers an MTP head "
