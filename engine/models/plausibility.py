@@ -68,7 +68,7 @@ def quantised_by(path: str) -> str | None:
     types = Counter(place.type for place in read_gguf(path).tensors.values())
     for kind, _ in types.most_common():
         if gguf.GGML_QUANT_SIZES[GGMLQuantizationType(kind)][0] > 1:
-            return GGMLQuantizationType(kind).name
+            return str(GGMLQuantizationType(kind).name)
     return None
 
 
