@@ -29,6 +29,7 @@ from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
+from truedraft.engine.models.plausibility import warn_if_misread
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.decoder import NativeDecoder
@@ -142,6 +143,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
     assert config.target is not None  # filled in by EngineConfig
     begin("the target model")
     target = load_model(config.target, options)
+    warn_if_misread(target, config.target)
     num_threads = config.num_threads or _num_threads(target)
     if config.native_kernels and device.type == "cpu":
         set_num_threads(num_threads)
@@ -159,6 +161,8 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
                     "them out"
                 )
             draft = load_model(source, draft_options)
+            if config.draft not in SELF_DRAFTS:
+                warn_if_misread(draft, source)
             _check_kinds(target, draft)
             pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
     if not isinstance(target, EncoderDecoderModel):

@@ -212,8 +212,9 @@ class BatchingSettings(BaseModel):
     )
     cache_dtype: Literal["auto", "float32", "float16"] = Field(
         "auto",
-        description="What keys and values are kept in on a CPU. auto: float16 where all linear layers of a "
-        "fused model have weights of 16 bits or fewer, else the model's own type, as on a GPU.",
+        description="What keys and values are kept in on a CPU. auto: float32 with dtype float32; else "
+        "float16 where all linear layers of a fused model have weights of 16 bits or fewer, and the model's "
+        "own type otherwise, as on a GPU.",
     )
     cache_memory: ByteSize | None = Field(
         None, description="Memory for both KV caches together, such as '2GiB'. Default: cache_memory_share."

@@ -148,11 +148,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token under the target's raw logits, and the most likely (id, logprob) there."""
+    """Log-probability of one token under the target's raw logits, and the most likely (id, logprob) there.
+    ``rank`` is one more than the number of tokens that are more likely."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 1
 
 
 class PredictionUse(msgspec.Struct, frozen=True, array_like=True):

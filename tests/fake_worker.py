@@ -90,7 +90,7 @@ def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
     chosen = logprob_at(position)
     others = [((token_id + offset) % VOCAB_SIZE, chosen - offset) for offset in range(1, VOCAB_SIZE)]
     most_likely = ((token_id + VOCAB_SIZE - 1) % VOCAB_SIZE, -0.0625)
-    return TokenLogprob(token_id, chosen, [most_likely, (token_id, chosen), *others][:num_top])
+    return TokenLogprob(token_id, chosen, [most_likely, (token_id, chosen), *others][:num_top], 2)
 
 
 @dataclass

@@ -8,7 +8,7 @@ of layers are not rounded, whatever the config says of them.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,9 +21,19 @@ from truedraft.engine.layers.weight import FP8, ScaledBytes, ScaledRows
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # Scales of a ``weight`` have one of these names; DeepSeek V4 has the last one.
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
+ZERO_POINT = "weight_zero_point"
 # These belong to inputs, which are not rounded here.
 SCALES_OF_INPUTS = ("input_scale", "activation_scale", "input_scale_ub")
 DEFAULT_BLOCK = (128, 128)
+# Types of weights by what a config calls them.
+NAMED = {
+    "e4m3": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "float8_e5m2": torch.float8_e5m2,
+}
+OF_KIND = {"int": (torch.int8,), "float": (torch.float8_e4m3fn, torch.float8_e5m2)}
+POWERS_OF_TWO = "ue8m0"
 # Scales in uint8 are exponents of two, plus this.
 EXPONENT_BIAS = 127
 # Numbers of ten significant bits are float16 numbers times a power of two (``half_scale``), unless they are
@@ -36,10 +46,20 @@ logger = logging.getLogger(__name__)
 class EightBitCheckpoint(Checkpoint):
     """Gives the weights that ``source`` stores as 8 bits and scales. ``block`` names the rows and inputs that
     share a scale where there is a table of them. ``compact`` rounds weights that no backend takes in bytes:
-    16 bits hold them then."""
+    16 bits hold them then. ``types`` are those that the config says of weights; empty if it says none.
+    ``has_powers``: it says that scales are powers of two."""
 
-    def __init__(self, source: Checkpoint, block: tuple[int, int] | None, compact: bool) -> None:
+    def __init__(
+        self,
+        source: Checkpoint,
+        block: tuple[int, int] | None,
+        compact: bool,
+        types: Collection[torch.dtype] = (),
+        has_powers: bool = False,
+    ) -> None:
         super().__init__(source.files)
+        self.types = types
+        self.has_powers = has_powers
         self.source = source
         self.block = block
         self.compact = compact
@@ -47,8 +67,13 @@ class EightBitCheckpoint(Checkpoint):
             f"{base}.{last}"
             for name in self.files
             if (base := name.removesuffix(".weight")) != name and self._is_scaled(name)
-            for last in (*SCALES, *SCALES_OF_INPUTS)
+            for last in (*SCALES, *SCALES_OF_INPUTS, *self._zeros_of(base))
         )
+
+    def _zeros_of(self, base: str) -> list[str]:
+        """Returns what zero points are called if there are some, and all are zero: nothing is taken off."""
+        name = f"{base}.{ZERO_POINT}"
+        return [] if name not in self.files or self.source.read([name])[name].any() else [ZERO_POINT]
 
     def _is_scaled(self, name: str) -> bool:
         return self.source.read([name])[name].dtype in TYPES
@@ -84,7 +109,8 @@ class EightBitCheckpoint(Checkpoint):
         """Returns the name of the tensor that scales an 8-bit weight."""
         base, _, last = name.rpartition(".")
         found = [scale for each in SCALES if (scale := f"{base}.{each}") in self.files]
-        if last != "weight" or len(found) != 1 or f"{base}.weight_zero_point" in self.files:
+        has_zeros = f"{base}.{ZERO_POINT}" in self.files and not self._zeros_of(base)
+        if last != "weight" or len(found) != 1 or has_zeros:
             raise QuantizationError(f"{name} has 8 bits, but not one tensor of scales with it and no other")
         return found[0]
 
@@ -92,11 +118,16 @@ class EightBitCheckpoint(Checkpoint):
         if stored.dim() != 2:
             return stored.float() * self._one_scale(name, stored)
         weights = self._scaled(name, stored).dense()
-        return _rounded(weights) if self.compact and self.scaled_bytes(name) is None else weights
+        return rounded(weights) if self.compact and self.scaled_bytes(name) is None else weights
 
     def _scales(self, name: str) -> torch.Tensor:
         scale_name = self.scale_of(name)
         scales = self.source.read([scale_name])[scale_name]
+        if self.has_powers and scales.is_floating_point() and (torch.frexp(scales.float())[0] != 0.5).any():
+            raise QuantizationError(
+                f"{scale_name} has other scales than powers of two, which scale_fmt {POWERS_OF_TWO} in its "
+                "quantization_config says: one of the two is wrong"
+            )
         return torch.exp2(scales.float() - EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
 
     def _one_scale(self, name: str, stored: torch.Tensor) -> torch.Tensor:
@@ -107,6 +138,12 @@ class EightBitCheckpoint(Checkpoint):
     def _scaled(self, name: str, stored: torch.Tensor) -> ScaledBytes:
         """Returns a matrix in 8 bits of any kind with its scales."""
         rows, inputs = stored.shape
+        if self.types and stored.dtype not in self.types:
+            said = " or ".join(str(each).removeprefix("torch.") for each in self.types)
+            raise QuantizationError(
+                f"{name} is stored in {str(stored.dtype).removeprefix('torch.')}, but the "
+                f"quantization_config says {said}: one of the two is wrong"
+            )
         scales, group = self._scales(name), inputs
         if scales.numel() == 1:
             scales = scales.reshape(1, 1).repeat(rows, 1)
@@ -138,22 +175,30 @@ def open_eight_bit(
     if method in ("fp8", "mxfp8"):
         has_blocks = any(name.endswith((".weight_scale_inv", ".scale")) for name in source.files)
         block = quantization.get("weight_block_size") or (DEFAULT_BLOCK if has_blocks else None)
-        return EightBitCheckpoint(source, _block(block), compact)
+        form = str(quantization.get("fmt") or "").lower().removeprefix("torch.")
+        if form and form not in NAMED:
+            known = ", ".join(NAMED)
+            raise QuantizationError(f"its quantization_config has the fmt {form}; {known} are known")
+        has_powers = str(quantization.get("scale_fmt") or "").lower() == POWERS_OF_TWO
+        types = [NAMED[form]] if form else []
+        return EightBitCheckpoint(source, _block(block), compact, types, has_powers)
     if method != "compressed-tensors" or quantization.get("format") == "pack-quantized":
         return None
-    return _open_groups(source, quantization.get("config_groups") or {}, compact)
+    return open_groups(source, [*(quantization.get("config_groups") or {}).values()], compact)
 
 
-def _open_groups(source: Checkpoint, groups: dict[str, Any], compact: bool) -> EightBitCheckpoint | None:
+def open_groups(source: Checkpoint, groups: list[dict[str, Any]], compact: bool) -> EightBitCheckpoint | None:
     """Opens a checkpoint of compressed-tensors."""
-    weights = [group.get("weights") or {} for group in groups.values()]
+    weights = [group.get("weights") or {} for group in groups]
     blocks = {
         _block(group.get("block_structure")) if group.get("strategy") == "block" else None
         for group in weights
     }
     if len(blocks) != 1 or not all(_is_supported(group) for group in weights):
         return None
-    return EightBitCheckpoint(source, blocks.pop(), compact)
+    kinds = {str(group.get("type", "")) for group in weights}
+    types = [each for kind in sorted(kinds) for each in OF_KIND.get(kind, TYPES)]
+    return EightBitCheckpoint(source, blocks.pop(), compact, types)
 
 
 def _is_supported(weights: dict[str, Any]) -> bool:
@@ -185,7 +230,7 @@ def compact_linears(module: nn.Module, source: Checkpoint | None) -> None:
         if source is None or type(child) is not nn.Linear or weight not in source.files:
             continue
         if source.read([weight])[weight].dtype in TYPES:
-            child.weight.data = _rounded(child.weight.data)
+            child.weight.data = rounded(child.weight.data)
     if any(".experts." in name and parameter.dim() > 2 for name, parameter in module.named_parameters()):
         logger.warning("The quantised experts of this model are kept in float32, in four bytes a weight")
 
@@ -200,7 +245,7 @@ def _block(sizes: Any) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _rounded(weights: torch.Tensor) -> torch.Tensor:
+def rounded(weights: torch.Tensor) -> torch.Tensor:
     """Returns float32 ``weights`` rounded to ``PRECISION`` bits, ties away from zero."""
     dropped = FLOAT_PRECISION - PRECISION
     bits = weights.contiguous().view(torch.int32)

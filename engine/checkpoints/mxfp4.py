@@ -9,11 +9,14 @@ from collections.abc import Iterable
 import torch
 
 from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.errors import QuantizationError
 
 BLOCKS, SCALES = "_blocks", "_scales"
 # The numbers by their codes; a scale is two to the power of its code less EXPONENT.
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT, BITS = 127, 4
+# A scale is of so many bytes.
+GROUP_BYTES = 16
 
 
 class Mxfp4Checkpoint(Checkpoint):
@@ -36,6 +39,12 @@ class Mxfp4Checkpoint(Checkpoint):
         """Returns bfloat16 [experts, in features, out features]."""
         stored = self.source.read([f"{name}{BLOCKS}", f"{name}{SCALES}"])
         blocks, scales = stored[f"{name}{BLOCKS}"], stored[f"{name}{SCALES}"]
+        is_whole = blocks.shape == (*scales.shape, GROUP_BYTES)
+        if not is_whole or not blocks.dtype == scales.dtype == torch.uint8:
+            raise QuantizationError(
+                f"it is damaged: {name} has blocks {list(blocks.shape)} of {blocks.dtype} and scales "
+                f"{list(scales.shape)} of {scales.dtype}, where MXFP4 has bytes, {GROUP_BYTES} to a scale"
+            )
         numbers = torch.tensor(NUMBERS, dtype=torch.bfloat16)
         parts = []
         for codes, exponents in zip(blocks, scales, strict=True):

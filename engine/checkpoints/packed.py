@@ -1,13 +1,18 @@
-"""AWQ, GPTQ and compressed-tensors checkpoints of 4-bit weights, as blocks that our kernels multiply.
+"""AWQ, GPTQ and compressed-tensors checkpoints of packed codes, as weights that our kernels multiply.
 
 A weight is scale * (code - zero point), with one scale and one zero point for a group of inputs. Where all
 zero points of a layer are 8 that is Q4_0; else five bits hold every difference, which is Q5_0. Scales are
-repeated for the blocks of a group, so weights are the checkpoint's exactly. Formats: AutoGPTQ and AutoAWQ
-(``gemm``), whose words of eight codes run along inputs and along outputs, and compressed-tensors'
-``pack-quantized``.
+repeated for the blocks of a group, so weights are the checkpoint's exactly. What these blocks do not hold,
+such as eight bits, groups of 16 or scales that are no float16 numbers, is kept in bytes with scales, and
+inputs in another order in 16 bits. Formats: AutoGPTQ and AutoAWQ (``gemm``), whose words run along inputs and
+along outputs, and compressed-tensors' ``pack-quantized``.
+
+What the config says of the codes is compared with the tensors: where they do not agree, the tensors are
+believed if they can be read in one way only, and refused otherwise.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,66 +20,115 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from truedraft.engine.checkpoints.checkpoint import Checkpoint
+from truedraft.engine.checkpoints.checkpoint import Checkpoint, DerivedCheckpoint
+from truedraft.engine.checkpoints.eight_bit import open_groups, rounded
+from truedraft.engine.checkpoints.packed_config import (
+    AWQ,
+    COMPRESSED,
+    FIRST_FORMAT,
+    GPTQ,
+    SECOND_FORMAT,
+    WHOLE_ROW,
+    WIDTHS,
+    Said,
+    other_groups,
+    read_said,
+)
 from truedraft.engine.errors import QuantizationError
 from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
+from truedraft.engine.layers.weight import ScaledBytes, ScaledRows
 
-GROUP = 32
-CODES, BITS = 8, 4  # in a word of 32 bits
+GROUP, WORD = 32, 32
+# Differences of codes that Q4_0 and Q5_0 hold.
 SYMMETRIC_ZERO = 8
 # Where in a word AWQ has the codes of eight outputs.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # What a layer's words are called, by format.
-WORDS = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
+WORDS = {GPTQ: "qweight", AWQ: "qweight", COMPRESSED: "weight_packed"}
 # All that a layer's weights are put together from.
 PARTS = {
-    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
-    "awq": ("qweight", "qzeros", "scales"),
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+    GPTQ: ("qweight", "qzeros", "scales", "g_idx"),
+    AWQ: ("qweight", "qzeros", "scales"),
+    COMPRESSED: ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
 }
+# Which of these have zero points, and the group of each input.
+ZEROS = {GPTQ: "qzeros", AWQ: "qzeros", COMPRESSED: "weight_zero_point"}
+ORDERS = {GPTQ: "g_idx", COMPRESSED: "weight_g_idx"}
+# What says that zero points are all in the middle.
+SAYS_SYMMETRIC = {GPTQ: "sym true", AWQ: "zero_point false", COMPRESSED: "symmetric true"}
 # Tensors of one layer, which are asked for twice.
 KEPT = 8
 
+logger = logging.getLogger(__name__)
+
 
 class _Codes(NamedTuple):
-    """``differences`` int8 [out features, in features]: codes less zero points; ``scales`` float32 [out
-    features, groups]."""
+    """``differences`` int8 or int16 [out features, in features]: codes less zero points; ``scales`` float32
+    [out features, groups]; ``groups`` has the group of each input, and ``size`` says how many neighbours are
+    one, or is None where they are not neighbours."""
 
-    differences: npt.NDArray[np.int8]
+    differences: npt.NDArray[np.int16] | npt.NDArray[np.int8]
     scales: npt.NDArray[np.float32]
+    groups: npt.NDArray[np.int64]
+    size: int | None
 
 
-class PackedCheckpoint(Checkpoint):
-    """``source`` with its packed layers under the names of their weights."""
+class PackedCheckpoint(DerivedCheckpoint):
+    """``source`` with its packed layers under the names of their weights. ``others`` reads what is not
+    packed. ``compact`` rounds what neither blocks nor bytes hold, so that 16 bits do."""
 
-    def __init__(self, source: Checkpoint, method: str, adds_one: bool) -> None:
-        suffix = f".{WORDS[method]}"
+    def __init__(self, source: Checkpoint, said: Said, others: Checkpoint, compact: bool) -> None:
+        suffix = f".{WORDS[said.method]}"
         self.packed = {
             f"{name.removesuffix(suffix)}.weight": name.removesuffix(suffix)
             for name in source.files
             if name.endswith(suffix)
         }
         if not self.packed:
-            raise QuantizationError(f"it is said to be quantised by {method}, but has no {suffix} tensors")
+            raise QuantizationError(
+                f"it is said to be quantised by {said.method}, but has no {suffix} tensors"
+            )
         super().__init__(
-            source.files | {name: source.files[f"{base}{suffix}"] for name, base in self.packed.items()}
+            others,
+            source.files | {name: source.files[f"{base}{suffix}"] for name, base in self.packed.items()},
         )
-        self.source = source
-        self.parts = frozenset(f"{base}.{part}" for base in self.packed.values() for part in PARTS[method])
-        self.method = method
-        self.adds_one = adds_one
+        self.stored = source
+        own = {f"{base}.{part}" for base in self.packed.values() for part in PARTS[said.method]}
+        self.parts = others.parts | own
+        self.said = said
+        self.compact = compact
+        self.has_warned = False
         self.codes = lru_cache(KEPT)(self._codes)
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Tells whether blocks may hold all that is quantised, as far as the config tells."""
+        bits = self.said.bits or {max(WIDTHS)}
+        return max(bits) < max(WIDTHS) and self.said.is_ordered and self.source is self.stored
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
         return _blocks(self.codes(name)) if name in self.packed else None
+
+    def scaled_rows(self, name: str) -> ScaledRows | None:
+        return None if name in self.packed else self.source.scaled_rows(name)
+
+    def scaled_bytes(self, name: str) -> ScaledBytes | None:
+        if name not in self.packed:
+            return self.source.scaled_bytes(name)
+        codes = self.codes(name)
+        if codes.size is None or codes.differences.dtype != np.int8:
+            return None
+        found = ScaledBytes(torch.from_numpy(codes.differences), torch.from_numpy(codes.scales), codes.size)
+        return found if found.is_finite else None
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = {}
         for name in names:
             if name in self.packed:
-                differences, scales = self.codes(name)
-                weights = differences.reshape(*scales.shape, -1) * scales[:, :, None]
-                tensors[name] = torch.from_numpy(weights.reshape(differences.shape))
+                codes = self.codes(name)
+                weights = torch.from_numpy(codes.differences * codes.scales[:, codes.groups])
+                is_kept = not self.compact or self.scaled_bytes(name) is not None
+                tensors[name] = weights if is_kept else rounded(weights)
             else:
                 tensors |= self.source.read([name])
         return tensors
@@ -85,120 +139,216 @@ class PackedCheckpoint(Checkpoint):
             for name in names
         }
 
-    def _shape(self, base: str) -> tuple[int, ...]:
-        if self.method == "compressed-tensors":
+    def _shape(self, base: str) -> tuple[int, int]:
+        if self.said.method == COMPRESSED:
             (shape,) = self._parts(base, "weight_shape")
-            return tuple(int(size) for size in shape)
-        words = f"{base}.qweight"
-        rows, columns = self.source.shapes([words])[words]
-        return (columns, rows * CODES) if self.method == "gptq" else (columns * CODES, rows)
+            if shape.numel() != 2:
+                raise QuantizationError(
+                    f"it is damaged: {base} has a weight_shape of {shape.numel()} numbers"
+                )
+            return int(shape[0]), int(shape[1])
+        rows, columns = self._shape_of(base, "qweight")
+        codes = WORD // self._bits(base)
+        return (columns, rows * codes) if self.said.method == GPTQ else (columns * codes, rows)
+
+    def _bits(self, base: str) -> int:
+        """Returns how many bits the words of a layer have for each code, which the shapes of its tensors
+        tell. ``QuantizationError`` if the config says otherwise."""
+        words = self._shape_of(base, WORDS[self.said.method])
+        if self.said.method == COMPRESSED:
+            rows, inputs = self._shape(base)
+            found = [bits for bits in WIDTHS if words == (rows, -(-inputs * bits // WORD))]
+        else:
+            _, outputs = self._shape_of(base, "scales")
+            of_outputs = self._shape_of(base, "qzeros")[1] if self.said.method == GPTQ else words[1]
+            found = [bits for bits in WIDTHS if of_outputs * WORD == outputs * bits]
+        if not found:
+            raise QuantizationError(
+                f"it is damaged: {base} has words of the shape {words}, which fit no scales"
+            )
+        if self.said.bits and found[0] not in self.said.bits:
+            said = " or ".join(map(str, sorted(self.said.bits)))
+            raise QuantizationError(
+                f"{base} has {found[0]} bits by its shapes, but its quantization_config says {said}"
+            )
+        return found[0]
 
     def _codes(self, name: str) -> _Codes:
         base = self.packed[name]
-        zeros: npt.NDArray[np.uint8]
-        if self.method == "compressed-tensors":
-            words, scales, shape = self._parts(base, "weight_packed", "weight_scale", "weight_shape")
-            codes = _unpacked(words.numpy())[:, : int(shape[1])]
-            zeros = np.full((1, 1), SYMMETRIC_ZERO, dtype=np.uint8)
-            if f"{base}.weight_zero_point" in self.source.files:
-                (packed,) = self._parts(base, "weight_zero_point")
-                zeros = _unpacked(packed.numpy().T)[:, : len(codes)].T
+        bits, (rows, inputs) = self._bits(base), self._shape(base)
+        scales = self._scales(base, rows)
+        size = self._group_size(base, inputs, scales.shape[1])
+        zeros = self._zeros(base, bits, scales.shape)
+        words = self._parts(base, WORDS[self.said.method])[0].numpy()
+        if self.said.method == GPTQ:
+            codes = _unpacked(words.T, bits)
+        elif self.said.method == AWQ:
+            codes = _unpacked(words, bits, AWQ_ORDER).T
         else:
-            words, packed, scales = self._parts(base, "qweight", "qzeros", "scales")
-            scales = scales.t()
-            if self.method == "gptq":
-                codes = _unpacked(words.numpy().T)
-                # AutoGPTQ's first format stores zero points less one.
-                zeros = (_unpacked(packed.numpy()).T + self.adds_one) % (1 << BITS)
-            else:
-                codes, zeros = (_unpacked(each.numpy(), AWQ_ORDER).T for each in (words, packed))
-        factors = scales.float().numpy()
-        if factors.ndim != 2 or len(factors) != len(codes) or not factors.size:
-            raise QuantizationError(f"it is damaged: {base} has scales of the shape {factors.shape}")
-        group = codes.shape[1] // factors.shape[1]
-        if group % GROUP or codes.shape[1] % factors.shape[1]:
-            raise QuantizationError(f"{base} has groups of {group} inputs, which is no multiple of {GROUP}")
-        if self.method == "gptq" and f"{base}.g_idx" in self.source.files:
-            (groups,) = self._parts(base, "g_idx")
-            if groups.tolist() != [place // group for place in range(codes.shape[1])]:
+            codes = _unpacked(words, bits)[:, :inputs]
+        groups = np.arange(inputs) // size
+        order = self._order(base, inputs, scales.shape[1])
+        is_ordered = order is None or np.array_equal(order, groups)
+        if order is not None and not is_ordered:
+            if self.said.is_ordered:
                 raise QuantizationError(
-                    f"{base} has its inputs in another order (g_idx), which is not supported"
+                    f"{base} has its inputs in another order ({ORDERS[self.said.method]}), but its "
+                    "quantization_config does not say so (desc_act, actorder): one of the two is wrong"
                 )
-        if not np.array_equal(factors.astype(np.float16), factors):
-            raise QuantizationError(f"the scales of {base} are no float16 numbers")
-        grouped = codes.reshape(*factors.shape, group).astype(np.int8)
-        differences = grouped - np.broadcast_to(zeros, factors.shape).astype(np.int8)[:, :, None]
-        return _Codes(differences.reshape(codes.shape), factors)
+            groups = order
+        differences = codes.astype(np.int16) - zeros.astype(np.int16)[:, groups]
+        limits = np.iinfo(np.int8)
+        if limits.min <= differences.min() and differences.max() <= limits.max:
+            differences = differences.astype(np.int8)
+        return _Codes(differences, scales, groups, size if is_ordered else None)
+
+    def _scales(self, base: str, rows: int) -> npt.NDArray[np.float32]:
+        (scales,) = self._parts(base, "weight_scale" if self.said.method == COMPRESSED else "scales")
+        found = (scales if self.said.method == COMPRESSED else scales.t()).float().contiguous().numpy()
+        if found.ndim != 2 or len(found) != rows or not found.size or not np.isfinite(found).all():
+            raise QuantizationError(
+                f"it is damaged: {base} has scales of the shape {found.shape}, or some that are no numbers"
+            )
+        return found
+
+    def _group_size(self, base: str, inputs: int, count: int) -> int:
+        """Returns how many inputs have one scale, which is to be what the config says."""
+        said = {inputs if size == WHOLE_ROW else size for size in self.said.group_sizes if size}
+        for size in sorted(said) or [-(-inputs // count)]:
+            if size > 0 and -(-inputs // size) == count:
+                return size
+        sizes = " or ".join(map(str, sorted(said))) or "equal"
+        raise QuantizationError(f"{base} has {count} groups for {inputs} inputs, but {sizes} inputs are one")
+
+    def _zeros(self, base: str, bits: int, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
+        """Returns the zero points [out features, groups]."""
+        method, symmetric, middle = self.said.method, self.said.is_symmetric, 1 << bits - 1
+        name = ZEROS[method]
+        may_lack = symmetric or (symmetric is None and method == COMPRESSED)
+        if may_lack and f"{base}.{name}" not in self.stored.files:
+            return np.full(shape, middle, dtype=np.uint8)
+        stored = self._parts(base, name)[0].numpy()
+        if method == GPTQ:
+            zeros = self._added(base, _unpacked(stored, bits).T, bits)
+        elif method == AWQ:
+            zeros = _unpacked(stored, bits, AWQ_ORDER).T
+        elif stored.dtype == np.int8 and stored.shape == shape:
+            zeros = (stored.astype(np.int16) + middle).astype(np.uint8)  # they are not packed
+        else:
+            zeros = _unpacked(stored.T, bits)[:, : shape[0]].T
+        if zeros.shape != shape:
+            raise QuantizationError(
+                f"it is damaged: {base} has zero points of the shape {zeros.shape}, and scales of {shape}"
+            )
+        if symmetric and (zeros != middle).any():
+            raise QuantizationError(
+                f"by {SAYS_SYMMETRIC[method]} in its quantization_config all zero points are {middle}, "
+                f"but {base} has some from {zeros.min()} to {zeros.max()}: one of the two is wrong"
+            )
+        return zeros
+
+    def _added(self, base: str, stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+        """Returns GPTQ's zero points: its first format stores them less one. Files that say the other format
+        than they have are known by zero points that are all in the middle by the other one."""
+        middle, said = 1 << bits - 1, self.said.checkpoint_format
+        first = (stored + np.uint8(1)) & np.uint8(2 * middle - 1)
+        by_format = {FIRST_FORMAT: first, SECOND_FORMAT: stored}
+        other = FIRST_FORMAT if said == SECOND_FORMAT else SECOND_FORMAT
+        if (by_format[said] == middle).all() or (by_format[other] != middle).any():
+            return by_format[said]
+        if self.said.is_symmetric is False:
+            raise QuantizationError(
+                f"{base} has zero points that are all {by_format[said].flat[0]} by its checkpoint_format, "
+                f"{said}, but all {middle} by {other}, and sym is false: write the right format, or sym as "
+                "true, into its quantization_config"
+            )
+        if not self.has_warned:
+            logger.warning(
+                "Its zero points are all %d by the checkpoint format %s, which its quantization_config does "
+                "not say: they are read so",
+                middle,
+                other,
+            )
+        self.has_warned = True
+        return by_format[other]
+
+    def _order(self, base: str, inputs: int, count: int) -> npt.NDArray[np.int64] | None:
+        """Returns the group of each input; None if a group's inputs are neighbours."""
+        name = ORDERS.get(self.said.method)
+        if name is None or (count == 1 and f"{base}.{name}" not in self.stored.files):
+            return None
+        if f"{base}.{name}" not in self.stored.files and self.said.is_ordered:
+            return None
+        found = self._parts(base, name)[0].long().numpy()
+        if found.shape != (inputs,) or found.min() < 0 or found.max() >= count:
+            raise QuantizationError(f"it is damaged: {base}.{name} names groups that there are not")
+        return found
+
+    def _shape_of(self, base: str, part: str) -> tuple[int, ...]:
+        name = f"{base}.{part}"
+        if name not in self.stored.files:
+            raise QuantizationError(f"it lacks {name}")
+        shape = self.stored.shapes([name])[name]
+        if len(shape) != 2:
+            raise QuantizationError(f"it is damaged: {name} has the shape {shape}")
+        return shape
 
     def _parts(self, base: str, *names: str) -> list[torch.Tensor]:
         wanted = [f"{base}.{name}" for name in names]
-        if missing := [name for name in wanted if name not in self.source.files]:
+        if missing := [name for name in wanted if name not in self.stored.files]:
             raise QuantizationError(f"it lacks {missing[0]}")
-        read = self.source.read(wanted)
+        read = self.stored.read(wanted)
         return [read[name] for name in wanted]
 
 
-def open_packed(source: Checkpoint, quantization: dict[str, Any]) -> PackedCheckpoint | None:
+def open_packed(source: Checkpoint, quantization: dict[str, Any], compact: bool) -> PackedCheckpoint | None:
     """Opens it by ``quantization_config``. None for methods that are transformers' business;
     ``QuantizationError`` for variants of these that are not supported."""
-    method = str(quantization.get("quant_method", "")).lower()
-    if method not in WORDS:
+    said = read_said(quantization)
+    if said is None:
         return None
-    if method == "compressed-tensors":
-        if quantization.get("format") != "pack-quantized":
-            return None
-        for group in quantization.get("config_groups", {}).values():
-            weights = group.get("weights") or {}
-            _refuse(
-                method,
-                {
-                    f"{weights.get('num_bits')} bits": weights.get("num_bits") != BITS,
-                    f"the strategy {weights.get('strategy')}": weights.get("strategy")
-                    not in ("group", "channel"),
-                    "act-order (actorder)": weights.get("actorder") not in (None, False, "static", "weight"),
-                    "quantised activations": group.get("input_activations") is not None,
-                },
-            )
-        return PackedCheckpoint(source, method, adds_one=False)
-    layout = str(quantization.get("version") or quantization.get("format") or "gemm").lower()
-    stored = str(quantization.get("checkpoint_format") or "gptq").lower()
-    _refuse(
-        method,
-        {
-            f"{quantization.get('bits')} bits": quantization.get("bits") != BITS,
-            "act-order (desc_act)": bool(quantization.get("desc_act")),
-            f"the layout {layout}": method == "awq" and layout != "gemm",
-            f"the checkpoint format {stored}": method == "gptq" and stored not in ("gptq", "gptq_v2"),
-        },
-    )
-    return PackedCheckpoint(source, method, adds_one=stored == "gptq")
+    others: Checkpoint | None = source
+    if said.method == COMPRESSED and (rest := other_groups(quantization)):
+        others = open_groups(source, rest, compact)
+    return None if others is None else PackedCheckpoint(source, said, others, compact)
 
 
-def _refuse(method: str, unsupported: dict[str, bool]) -> None:
-    if found := [words for words, is_so in unsupported.items() if is_so]:
-        raise QuantizationError(
-            f"it is quantised by {method} with {' and '.join(found)}, which is not supported"
-        )
-
-
-def _unpacked(words: npt.NDArray[np.int32], order: Iterable[int] = range(CODES)) -> npt.NDArray[np.uint8]:
-    """Codes [rows, 8 * columns] of ``words`` [rows, columns]; ``order``: the place of each in its word."""
-    shifts = BITS * np.array(list(order), dtype=np.uint32)
-    codes = np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts & 0xF
+def _unpacked(
+    words: npt.NDArray[np.int32], bits: int, order: Sequence[int] | None = None
+) -> npt.NDArray[np.uint8]:
+    """Codes of ``bits`` [rows, 32 / bits * columns] of ``words`` [rows, columns]; ``order``: the place of
+    each in its word."""
+    if words.ndim != 2 or words.dtype != np.int32:
+        raise QuantizationError(f"it is damaged: it has words of {words.dtype} and the shape {words.shape}")
+    shifts = bits * np.array(order or range(WORD // bits), dtype=np.uint32)
+    codes = np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
     return codes.astype(np.uint8).reshape(len(words), -1)
 
 
-def _blocks(codes: _Codes) -> QuantisedBlocks:
-    differences, scales = codes
+def _blocks(codes: _Codes) -> QuantisedBlocks | None:
+    """Returns blocks of 32 inputs and a float16 scale each; None where they do not hold the weights."""
+    differences = codes.differences
     rows, inputs = differences.shape
-    is_symmetric = differences.min() >= -SYMMETRIC_ZERO and differences.max() < SYMMETRIC_ZERO
+    lowest, highest = differences.min(), differences.max()
+    is_in_groups = codes.size is not None and not inputs % GROUP and not codes.size % GROUP
+    if not is_in_groups or lowest < -2 * SYMMETRIC_ZERO or highest >= 2 * SYMMETRIC_ZERO:
+        return None
+    is_symmetric = lowest >= -SYMMETRIC_ZERO and highest < SYMMETRIC_ZERO
+    grouped = differences.reshape(rows, -1, GROUP)
+    per_block = codes.scales[:, codes.groups[::GROUP]]
+    with np.errstate(over="ignore"):
+        halves = per_block.astype("<f2")
+    lost = halves != per_block
+    if lost.any():
+        if grouped[lost].any():
+            return None
+        halves[lost] = 0  # all weights of such a block are zero
     offset = SYMMETRIC_ZERO if is_symmetric else 2 * SYMMETRIC_ZERO
-    values = (differences.reshape(rows, -1, GROUP) + offset).astype(np.uint8)
-    per_block = np.repeat(scales, values.shape[1] // scales.shape[1], axis=1).astype("<f2")
-    parts = [np.ascontiguousarray(per_block)[:, :, None].view(np.uint8)]
+    values = (grouped + offset).astype(np.uint8)
+    parts = [np.ascontiguousarray(halves)[:, :, None].view(np.uint8)]
     if not is_symmetric:
-        parts.append(np.packbits(values >> BITS, axis=-1, bitorder="little"))
+        parts.append(np.packbits(values >> 4, axis=-1, bitorder="little"))
     low, half = values & 0xF, GROUP // 2
-    parts.append((low[:, :, :half] | low[:, :, half:] << BITS).astype(np.uint8))
+    parts.append((low[:, :, :half] | low[:, :, half:] << 4).astype(np.uint8))
     data = np.ascontiguousarray(np.concatenate(parts, axis=-1).reshape(rows, -1))
     return QuantisedBlocks(TYPES["Q4_0" if is_symmetric else "Q5_0"], data, inputs)

@@ -34,7 +34,9 @@ def open_quantised(source: Checkpoint, quantization: Any, compact_weights: bool)
         _refuse_more_than_weights(quantization)
         if quantization.get("quant_method") == "mxfp4":
             return Mxfp4Checkpoint(source)
-        return open_packed(source, quantization) or open_eight_bit(source, quantization, compact_weights)
+        return open_packed(source, quantization, compact_weights) or open_eight_bit(
+            source, quantization, compact_weights
+        )
     except (AttributeError, KeyError, TypeError) as error:
         raise QuantizationError("its quantization_config has another form than any that is known") from error
 
@@ -45,7 +47,10 @@ def open_for_gpu(source: Checkpoint, quantization: Any, has_fp8: bool) -> Checkp
     readers refuse, too."""
     try:
         _refuse_more_than_weights(quantization)
-        if (packed := open_packed(source, quantization)) is not None or not has_fp8:
+        packed = open_packed(source, quantization, compact=False)
+        if packed is not None and not packed.is_in_blocks:
+            raise QuantizationError("its weights have 8 bits, or their inputs another order")
+        if packed is not None or not has_fp8:
             return packed
         eight_bit = open_eight_bit(source, quantization, compact=False)
         return eight_bit if eight_bit is not None and eight_bit.is_scaled_by_rows else None

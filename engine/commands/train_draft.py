@@ -7,6 +7,7 @@ head of the target's checkpoint, trained further. ``--draft FOLDER`` serves it. 
 was. ``truedraft check`` says what the head gains.
 """
 
+import math
 import sys
 import time
 from collections import Counter
@@ -41,8 +42,10 @@ COUNTED_SHARE = 0.05
 # One prompt in ten is kept for validation, up to a largest number.
 VALIDATION_STEP, MAX_VALIDATION = 10, 32
 SAVE_SECONDS = 120.0
-# Lines of progress.
-SHOWN = 20
+# Texts that are held back have random numbers that no text to learn from has.
+HELD_BACK = 1 << 40
+# Measurements on the way, and seconds between lines of progress.
+SHOWN, SHOW_SECONDS = 20, 30.0
 # A stopped run goes on with the same of these settings.
 OF_A_RUN = (
     *("target", "head", "tokens", "text_tokens", "temperature", "draft_vocab_size", "steps"),
@@ -111,8 +114,11 @@ def train(settings: TrainSettings) -> Measured:
     assert settings.prompts is not None
     prompts = read_prompts(settings.prompts)
     kept = prompts[::VALIDATION_STEP][:MAX_VALIDATION]
-    learned = [prompt for number, prompt in enumerate(prompts) if number % VALIDATION_STEP] or kept
+    # What is said twice is not held back.
+    learned = [prompt for prompt in prompts if prompt not in kept]
     _check_paths(settings)
+    if not learned:
+        _say(f"{settings.prompts} has no prompt to hold back: other texts with its prompts are measured")
     assert settings.out is not None
     chosen = {name: getattr(settings, name) for name in OF_A_RUN}
     progress = Progress(settings.out / "training.pt", chosen)
@@ -121,9 +127,11 @@ def train(settings: TrainSettings) -> Measured:
     target = llm.core.target.model
     assert isinstance(target, FusedDecoder)  # others have no states to listen to
     held = Writer(llm, listener, kept, settings.text_tokens, settings.temperature)
-    writer = Writer(llm, listener, learned, settings.text_tokens, settings.temperature)
+    writer = Writer(llm, listener, learned or kept, settings.text_tokens, settings.temperature)
     head = _head(settings, target)
-    return _Run(settings, target, head, writer, held.write(0, len(kept)), progress).run()
+    _say(f"the target writes {len(kept)} texts that are held back")
+    texts = held.write(HELD_BACK * len(kept), len(kept))
+    return _Run(settings, target, head, writer, texts, progress).run()
 
 
 def _check_paths(settings: TrainSettings) -> None:
@@ -180,12 +188,15 @@ class _Run:
     def run(self) -> Measured:
         trainer, num_texts = self._begin()
         budget, saved, shown = self.settings.tokens, time.perf_counter(), 0
+        pace = _Pace(trainer.num_tokens, budget)
         while trainer.num_tokens < budget:
+            pace.tell(trainer.num_tokens)
             measured = trainer.learn(self.writer.write(num_texts, self.texts_per_batch))
             num_texts += self.texts_per_batch
             if trainer.num_tokens >= budget or trainer.num_tokens - shown >= budget / SHOWN:
                 shown = trainer.num_tokens
                 _show(shown, measured, trainer.measure(self.validation))
+                pace.tell(shown, is_due=True)
             if time.perf_counter() - saved > SAVE_SECONDS:
                 self.head.save(self.out, trainer.module, trainer.token_ids)
                 self.progress.save(trainer, num_texts)
@@ -229,12 +240,44 @@ class _Run:
             return None, 0
         counts: Counter[int] = Counter()
         num_texts = 0
-        while counts.total() < COUNTED_SHARE * self.settings.tokens:
+        budget = math.ceil(COUNTED_SHARE * self.settings.tokens)
+        _say(f"the target writes texts of {budget:,} tokens, to count which it uses")
+        pace = _Pace(0, budget)
+        while counts.total() < budget:
+            pace.tell(counts.total())
             for text in self.writer.write(num_texts, self.texts_per_batch):
                 counts.update(text.token_ids)
             num_texts += self.texts_per_batch
         counts.update(token for prompt in self.writer.prompts for token in prompt)
         return most_frequent(counts, size, vocab_size, self.target.eos_token_ids), num_texts
+
+
+class _Pace:
+    """Says how much of ``budget`` tokens is done, and about how long the rest takes."""
+
+    def __init__(self, done: int, budget: int) -> None:
+        self.first, self.budget = done, budget
+        self.started = self.said = time.perf_counter()
+
+    def tell(self, done: int, *, is_due: bool = False) -> None:
+        """Says it every now and then, or now if it ``is_due``."""
+        now = time.perf_counter()
+        if self.first < done < self.budget and (is_due or now - self.said > SHOW_SECONDS):
+            self.said = now
+            left = (now - self.started) * (self.budget - done) / (done - self.first)
+            _say(f"{done:,} of {self.budget:,} tokens, about {in_words(left)} to go")
+
+
+def in_words(seconds: float) -> str:
+    """Returns a length of time in its largest unit."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _say(words: str) -> None:
+    print(words, flush=True)
 
 
 def _show(num_tokens: int, learned: Measured, held: Measured) -> None:

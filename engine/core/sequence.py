@@ -65,6 +65,8 @@ class Sequence:
         method = self.draft_sample_method
         self.drafts_greedily = self.greedy if method is None else method == "greedy"
         self.needs = self._needs()
+        if self.params.prompt_logprobs is not None and self.prompt_logprobs is None:
+            self.prompt_logprobs = [None]
 
     def _needs(self) -> Needs:
         params = self.params
@@ -117,13 +119,13 @@ class Sequence:
         """Tells whether some of the prompt's log-probabilities are asked for and not yet known."""
         if self.params.prompt_logprobs is None:
             return False
-        return len(self.prompt_logprobs or [None]) < self.num_prompt_tokens
+        assert self.prompt_logprobs is not None
+        return len(self.prompt_logprobs) < self.num_prompt_tokens
 
     def add_prompt_logprobs(self, first: int, logprobs: list[TokenLogprob]) -> None:
         """Adds those of prompt tokens ``first``, ``first`` + 1, ...; ones known already (before a preemption)
         are not taken twice. The first prompt token has none."""
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = [None]
+        assert self.prompt_logprobs is not None
         self.prompt_logprobs += logprobs[max(0, len(self.prompt_logprobs) - first) :]
 
     def append(self, token_ids: list[int]) -> list[int]:

@@ -74,9 +74,15 @@ def load_options(config: EngineConfig) -> LoadOptions:
         compact_weights=config.dtype == "auto" or (device.type == "cuda" and config.dtype != "float32"),
         self_check=config.self_check,
         quantize=config.quantize,
-        cache_dtype=config.cache_dtype,
+        cache_dtype=_cache_dtype(config, device),
         max_model_len=config.max_model_len,
     )
+
+
+def _cache_dtype(config: EngineConfig, device: torch.device) -> str:
+    """Returns the setting, which is float32 by itself where that is asked for by name."""
+    is_exact = config.dtype == "float32" and device.type == "cpu"
+    return "float32" if is_exact and config.cache_dtype == "auto" else config.cache_dtype
 
 
 def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:

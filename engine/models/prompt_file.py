@@ -14,14 +14,20 @@ Prompt = str | Sequence[Mapping[str, Any]]
 def read_prompts(path: Path) -> list[Prompt]:
     """Returns the prompts of a file: texts, one a line, or objects in JSON, one a line, with ``messages`` or
     ``prompt``."""
-    prompts = list(_prompts(path))
+    try:
+        prompts = list(_prompts(path))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ModelLoadError(f"the file of prompts {path} cannot be read: {reason}") from error
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"the file of prompts {path} is no text in UTF-8") from error
     if not prompts:
         raise ModelLoadError(f"{path} has no prompts: it must have one a line")
     return prompts
 
 
 def _prompts(path: Path) -> Iterator[Prompt]:
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         if path.suffix != ".jsonl":

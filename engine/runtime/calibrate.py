@@ -35,6 +35,9 @@ NUM_STORED, MOST_ROWS, FEWER_ROWS = 256, 4, (1, 2)
 WARM_SECONDS, RUNS = 0.006, 12
 # Tokens of a scratch row's prompt, where an encoder reads prompts.
 ENCODER_TOKENS = 16
+# Seconds of a pass over one token where the caches are too small for any to be measured: drafts, whose tokens
+# seem to take as long as passes of their own, never pay then.
+UNMEASURED = 1e-3
 # Tokens before those of a scratch row where there are states: one is folded, and has records after it.
 STATE_TOKENS = CHUNK + 4
 
@@ -110,9 +113,10 @@ def _measure(model: ModelRunner, pool: BlockPool, rows: Rows, max_tokens: int, s
     room -= 0 if pool.states is None else STATE_TOKENS
     by_stored: dict[int, float] = {}
     share = 0.0
-    if not model.model.has_encoder and room >= NUM_STORED + SCORED.tokens and max_tokens >= MOST_ROWS:
+    has_room = room >= NUM_STORED + SCORED.tokens and pool.has_slots(MOST_ROWS)
+    if not model.model.has_encoder and has_room and max_tokens >= MOST_ROWS:
         by_stored, share = _measure_stored(model, pool, seconds)
-    return PassCosts(by_tokens, by_stored, share, row_seconds, rows_of)
+    return PassCosts(by_tokens or {1: UNMEASURED}, by_stored, share, row_seconds, rows_of)
 
 
 def _measure_rows(model: ModelRunner, pool: BlockPool, seconds: float) -> float:

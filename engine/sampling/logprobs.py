@@ -9,11 +9,17 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> 
     """Returns one entry per token: ``logits`` [tokens, V] are the rows that predicted ``token_ids``."""
     logprobs = logits.float().log_softmax(-1)
     ids = torch.tensor(token_ids, device=logits.device)
-    chosen = logprobs.gather(-1, ids[:, None]).squeeze(-1).tolist()
+    chosen = logprobs.gather(-1, ids[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
     top = logprobs.topk(min(num_top, logits.shape[-1]))
     return [
-        TokenLogprob(token_id, logprob, list(zip(ids, values, strict=True)))
-        for token_id, logprob, ids, values in zip(
-            token_ids, chosen, top.indices.tolist(), top.values.tolist(), strict=True
+        TokenLogprob(token_id, logprob, list(zip(ids, values, strict=True)), rank)
+        for token_id, logprob, ids, values, rank in zip(
+            token_ids,
+            chosen.squeeze(-1).tolist(),
+            top.indices.tolist(),
+            top.values.tolist(),
+            ranks.tolist(),
+            strict=True,
         )
     ]

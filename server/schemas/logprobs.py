@@ -36,10 +36,10 @@ class ChatLogprobs(BaseModel):
 
 # There may be a million of these: as plain dictionaries they cost garbage collections nothing.
 class PromptLogprob(TypedDict):
-    """``rank`` 1 is the most likely token; null for a prompt token that is not among those asked for."""
+    """``rank`` 1 is the most likely token; one that is not among those asked for has its rank, too."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 

@@ -113,7 +113,9 @@ def _prompt_entry(token: TokenLogprob, num_top: int, vocabulary: Vocabulary) -> 
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)}
     return {
         token_id: PromptLogprob(
-            logprob=_finite(logprob), rank=ranks.get(token_id), decoded_token=vocabulary.text_of(token_id)
+            logprob=_finite(logprob),
+            rank=ranks.get(token_id, token.rank),
+            decoded_token=vocabulary.text_of(token_id),
         )
         for token_id, logprob in _with_chosen(token.token_id, token.logprob, token.top[:num_top])
     }

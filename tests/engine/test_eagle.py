@@ -256,6 +256,10 @@ def changed(
     return str(to)
 
 
+def said(name: str, value: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]:
+    return lambda tensors, config: config.setdefault("eagle_config", {}).update({name: value})
+
+
 ABSOLUTE = torch.tensor([0, 2, 3])
 REFUSED: dict[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]] = {
     "does not use, such as 'more'": lambda tensors, config: tensors.update(more=torch.ones(1)),
@@ -279,9 +283,39 @@ REFUSED: dict[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]] = {
     ),
     "config.json.*literal": lambda tensors, config: config.update(draft_vocab_size="many"),
     "hidden_act 'gelu' are not known": lambda tensors, config: config.update(hidden_act="gelu"),
+    "has use_last_layernorm = False; only True is served": said("use_last_layernorm", False),
+    "has next_layer_regular = False; only True is served": said("next_layer_regular", False),
+    "has parallel_drafting = True; only False is served": said("parallel_drafting", True),
+    "has parallel_draft_step = 4; only 0 or 1 is served": said("parallel_draft_step", 4),
+    "has use_mtp_layernorm = True; only False": said("use_mtp_layernorm", True),
+    "has use_aux_hidden_state = False; only True": said("use_aux_hidden_state", False),
+    "has embedding_scale = 2, which is not known of a head": said("embedding_scale", 2),
+    "has quantization_config = .*, which is not known": said("quantization_config", {"quant_method": "fp8"}),
+    "for a target with target_hidden_size 32": said("target_hidden_size", 32),
     "EAGLE's first versions": lambda tensors, config: config.update(architectures=["EagleLlamaForCausalLM"]),
     "'eagle3' are served": lambda tensors, config: config.update(speculators_model_type="dflash"),
 }
+
+
+def test_settings_that_say_what_is_done_anyway_change_nothing(trained: Trained, tmp_path: Path) -> None:
+    """Model Optimizer writes these into its heads' files, and transformers the others."""
+    of_a_head = {
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": 1,
+    }
+    of_transformers = {"transformers_version": "4.51.0", "torch_dtype": "bfloat16", "use_cache": True}
+    of_transformers |= {"diversity_penalty": 0.0, "num_beams": 1, "rope_scaling": None, "head_dim": None}
+
+    def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        config |= {name: config.get(name) or value for name, value in of_transformers.items()}
+        config.setdefault("eagle_config", {}).update(of_a_head)
+
+    engine(trained, changed(trained, tmp_path / "head", change))
 
 
 @pytest.mark.parametrize("words", REFUSED)

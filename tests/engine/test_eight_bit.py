@@ -20,11 +20,14 @@ from transformers import (
 )
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from tests.engine.test_packed_table import InMemory
 from tests.models import make_engine, run_engine
 from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.checkpoints.eight_bit import PRECISION, EightBitCheckpoint
+from truedraft.engine.checkpoints.mxfp4 import Mxfp4Checkpoint
 from truedraft.engine.checkpoints.quantization import DEQUANTISED, open_quantised
-from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.errors import ModelLoadError, QuantizationError
 from truedraft.engine.families.linear import MIN_NATIVE_WEIGHTS, LinearModule
 from truedraft.engine.layers.mlp import Experts
 from truedraft.engine.memory.batch import Span
@@ -35,7 +38,7 @@ from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.hf.module import load_causal_model
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.options import LoadOptions, load_options
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.scaled_bytes import BytesLinear
 
@@ -241,6 +244,19 @@ def test_layers_keep_eight_bits_and_speculation_changes_no_token(name: str, tmp_
     assert run_engine(make_engine(str(tmp_path), "self:int4", dtype="auto"), [IDS], params) == plain
 
 
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", ["fp8, blocks", "compressed-tensors, rows"])
+def test_float32_by_name_is_float32_in_caches_too(name: str, tmp_path: Path) -> None:
+    """Weights in bytes are exact in any case, so that caches alone would round."""
+    module = make(tmp_path, FORMATS[name])
+    model = load_model(str(tmp_path), load_options(EngineConfig(target=str(tmp_path), dtype="float32")))
+    assert model.cache_dtype == torch.float32
+    exact = FreshModel(str(tmp_path), load_options(EngineConfig(target=str(tmp_path), dtype="float32")))
+    torch.testing.assert_close(exact.logits(IDS, VOCAB_SIZE), logits_of(module), rtol=0, atol=1e-4)
+    said = EngineConfig(target=str(tmp_path), dtype="float32", cache_dtype="float16")
+    assert load_model(str(tmp_path), load_options(said)).cache_dtype == torch.float16
+
+
 @pytest.mark.parametrize("name", ["fp8, blocks", "fp8, bfloat16 scales"])
 def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
     make(tmp_path, FORMATS[name])
@@ -383,6 +399,50 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
             load_model(str(tmp_path), LoadOptions())
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "words"),
+    [
+        ("fp8, blocks", fp8(16, 16) | {"fmt": "e5m2"}, "is stored in float8_e4m3fn, but .* says float8_e5m2"),
+        ("fp8, blocks", fp8(16, 16) | {"fmt": "e3m4"}, "has the fmt e3m4"),
+        ("fp8, blocks", fp8(16, 16) | {"scale_fmt": "ue8m0"}, "has other scales than powers of two"),
+        ("compressed-tensors, rows", compressed("channel", "int"), "but .* says int8: one of the two is"),
+    ],
+)
+def test_types_must_be_what_the_config_says(
+    name: str, said: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    make(tmp_path, FORMATS[name])
+    edit(tmp_path, said)
+    with pytest.raises(ModelLoadError, match=words):
+        load_model(str(tmp_path), LoadOptions())
+
+
+def test_what_is_said_rightly_changes_nothing(tmp_path: Path) -> None:
+    """Zero points of zeros take nothing off."""
+    module = make(tmp_path, FORMATS["compressed-tensors, rows"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale")}
+    zeros = {name.replace("_scale", "_zero_point"): torch.zeros_like(scale) for name, scale in scales.items()}
+    save_file(tensors | zeros, file, metadata={"format": "pt"})
+    logits = FreshModel(str(tmp_path), LoadOptions(cache_dtype="float32")).logits(IDS, VOCAB_SIZE)
+    torch.testing.assert_close(logits, logits_of(module), rtol=0, atol=1e-4)
+    make(tmp_path, FORMATS["fp8, blocks"])
+    expected = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
+    edit(tmp_path, fp8(16, 16) | {"fmt": "e4m3"})
+    assert torch.equal(FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE), expected)
+
+
+@pytest.mark.parametrize("damage", ["scales of another shape", "scales of another type"])
+def test_blocks_and_scales_of_mxfp4_must_fit(damage: str) -> None:
+    shapes = {"blocks": (2, 4, 3, 16), "scales": (2, 4, 2) if "shape" in damage else (2, 4, 3)}
+    tensors = {f"w_{name}": torch.zeros(shape, dtype=torch.uint8) for name, shape in shapes.items()}
+    if "type" in damage:
+        tensors["w_scales"] = tensors["w_scales"].float()
+    with pytest.raises(QuantizationError, match=r"w has blocks \[2, 4, 3, 16\] of torch.uint8 and scales"):
+        Mxfp4Checkpoint(InMemory(tensors)).read(["w"])
 
 
 # transformers loads these on a CPU without a package, or they concern no folders.

@@ -40,6 +40,7 @@ def check(entries: list[TokenLogprob], rows: torch.Tensor, num_top: int) -> None
         want = row.topk(num_top)
         assert [value for _, value in entry.top] == pytest.approx(want.values.tolist(), abs=1e-4)
         assert [token_id for token_id, _ in entry.top] == want.indices.tolist()
+        assert entry.rank == 1 + int((row > row[entry.token_id]).sum())
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
@@ -84,6 +85,21 @@ def test_prompt_logprobs_in_chunks(models: Models, chunk: int) -> None:
     check(known, fresh_logprobs(models, PROMPT), 2)
     assert all(output.prompt_logprobs is None for output in outputs[1:])
     assert all(output.logprobs is None for output in outputs)
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_shortest_prompts_have_log_probabilities_too(models: Models, length: int, num_top: int) -> None:
+    """The first token has none, which is said of a prompt of one token, too."""
+    prompt = PROMPT[:length]
+    core = make_engine(models.target, None, num_speculative_tokens=0)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=num_top)
+    first, *entries = run(core, prompt, params)[0].prompt_logprobs or []
+    assert first is None
+    known = [entry for entry in entries if entry is not None]
+    assert [entry.token_id for entry in known] == prompt[1:]
+    if known:
+        check(known, fresh_logprobs(models, prompt), num_top)
 
 
 @pytest.mark.parametrize(

@@ -341,3 +341,17 @@ def test_what_is_no_head_for_the_target_is_refused(tmp_path: Path) -> None:
         make_engine(TRAINED, None, method="mtp")
     with pytest.raises(ModelLoadError, match="a gpt_neox model that is not served by fused layers"):
         mtp_engine(save_random(tmp_path / "neox", "gpt_neox", SHAPE))
+
+
+def test_a_head_whose_config_is_not_the_targets_is_refused(tmp_path: Path) -> None:
+    """The layer is computed by the target's config: another one is named, and is not left unread."""
+    stored = load_file(Path(TRAINED, "model.safetensors"))
+    head = {name: tensor for name, tensor in stored.items() if name.startswith("mtp.")}
+    save_file(head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads(Path(TRAINED, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mtp_engine(TRAINED, str(tmp_path))
+    for name, value in (("rms_norm_eps", 0.5), ("head_dim", 8), ("mtp_num_hidden_layers", 2)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+        with pytest.raises(ModelLoadError, match=name):
+            mtp_engine(TRAINED, str(tmp_path))

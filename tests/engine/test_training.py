@@ -1,6 +1,7 @@
 """Heads are trained for what they do at inference, and a stopped run goes on as if it had not been."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from truedraft.engine.models.prompt_file import read_prompts
 from truedraft.engine.training import eagle_module
 from truedraft.engine.training.eagle_head import save_head
 from truedraft.engine.training.eagle_module import EagleModule, HeadShape
-from truedraft.engine.training.texts import Text
+from truedraft.engine.training.texts import Text, Writer
 from truedraft.engine.training.trainer import Measured, Schedule, Trainer
 
 SHAPE = HeadShape(
@@ -217,3 +218,60 @@ def test_prompts_that_cannot_be_read_are_refused(tmp_path: Path, text: str, word
     path.write_text(text)
     with pytest.raises(ModelLoadError, match=words):
         read_prompts(path)
+
+
+def test_progress_is_said_from_the_start_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_draft, "SHOW_SECONDS", 0.0)
+    train_draft.train(settings_for(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert "texts that are held back" in lines[0]
+    assert "to count which it uses" in lines[1]
+    assert any(re.fullmatch(r"[\d,]+ of [\d,]+ tokens, about [\d.]+ (s|min|h) to go", line) for line in lines)
+
+
+def test_texts_to_learn_from_are_not_those_that_are_held_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one prompt its texts are others, and so they are said to be; of a prompt that comes twice neither
+    is learned from where one is held back."""
+    written: list[tuple[list[list[int]], list[list[int]]]] = []
+
+    def write(self: Writer, first: int, count: int) -> list[Text]:
+        texts = original(self, first, count)
+        written.append((self.prompts, [text.token_ids for text in texts]))
+        return texts
+
+    original = Writer.write
+    monkeypatch.setattr(Writer, "write", write)
+    for prompts, is_said in (("One day\n", True), ("One day\nA fox\nOne day\n", False)):
+        written.clear()
+        folder = tmp_path / str(is_said)
+        folder.mkdir()
+        (folder / "prompts.txt").write_text(prompts)
+        settings = settings_for(folder, prompts=folder / "prompts.txt")
+        train_draft.train(settings)
+        (held, texts), *learned = written
+        assert (held[0] in learned[0][0]) == is_said
+        assert all(text not in more for _, more in learned for text in texts)
+        assert ("has no prompt to hold back" in capsys.readouterr().out) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("nothing.txt", None, "nothing.txt cannot be read: no such file or directory"),
+        (".", None, "cannot be read: is a directory"),
+        ("bytes.txt", b"\xff\xfe\x00", "bytes.txt is no text in UTF-8"),
+        ("empty.txt", b"\n", "has no prompts"),
+    ],
+)
+def test_a_file_that_has_no_prompts_is_named(
+    name: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    settings = settings_for(tmp_path, prompts=tmp_path / name)
+    assert train_draft.main(settings) == train_draft.FAILED
+    assert words in capsys.readouterr().err

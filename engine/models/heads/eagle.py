@@ -88,6 +88,11 @@ class _Reader:
     def head(self) -> Head:
         config, size = self.config, self.layer_config.hidden_size
         taps = config.taps(self.target.num_layers)
+        if config.target_hidden_size not in (None, of_target := self.target.config.hidden_size):
+            raise ModelLoadError(
+                f"{config.path} is for a target with target_hidden_size {config.target_hidden_size}, by its "
+                f"config.json; this one's states have {of_target} numbers"
+            )
         features = len(taps) * self.target.config.hidden_size
         combine = self._linear("fc.weight", (size, features), self._optional("fc.bias", (size,)))
         one, count = (self.target.config.hidden_size,), len(taps) if config.fc_norm else 0

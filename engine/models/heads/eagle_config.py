@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
+from truedraft.engine.checkpoints.account import Account
 from truedraft.engine.checkpoints.checkpoint import locate
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.load_errors import stage
@@ -16,6 +17,26 @@ from truedraft.engine.models.sizes import check_largest
 LAYER_TYPES = ("llama", "qwen3")
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# These settings change a head. Each is served with the values here, which say what is done anyway.
+SERVED: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_drafting": (False,),
+    "parallel_draft_step": (0, 1),
+    "parallel_draft_heads_num_layers": (0, 1),
+}
+# These settings are read here, or tell of the file and of how a head was trained.
+READ = (*OPTIONS, LAYER_IDS, "aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size")
+OF_THE_FILE = (
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "speculators_version"),
+    *("speculators_model_type", "speculators_config", "transformer_layer_config", "eagle_config"),
+    *("target_model_type", "_name_or_path", "embed_requires_grad", "has_no_defaults_at_init", "has_lm_head"),
+)
+# What transformers calls settings of angles in one version or the other.
+ANGLES = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True)
@@ -31,6 +52,7 @@ class EagleConfig:
     path: str
     layer: Any
     draft_vocab_size: int
+    target_hidden_size: int | None
     layer_inputs: tuple[int, ...] | None
     norm_before_residual: bool
     norm_before_fc: bool
@@ -82,8 +104,6 @@ def _read(path: str, config: dict[str, Any]) -> EagleConfig | None:
         )
     # Options may stand in a part of their own.
     merged = config | (config.get("eagle_config") or {})
-    if merged.get("use_aux_hidden_state") is False:
-        raise ModelLoadError(f"{path} cannot be served: its config.json has use_aux_hidden_state false")
     return _config(path, merged, config, norm_before_residual=False)
 
 
@@ -113,15 +133,30 @@ def _config(
         "pad_token_id": None,
     }  # they are the target's business
     made = AutoConfig.for_model(kind, **settings | ends, num_hidden_layers=1)
+    _check_all(path, options | layer, made)
     flags = {name: bool(options.get(name, False)) for name in OPTIONS}
     flags["norm_before_residual"] = bool(options.get("norm_before_residual", norm_before_residual))
     return EagleConfig(
         path=path,
         layer=made,
         draft_vocab_size=int(options.get("draft_vocab_size") or made.vocab_size),
+        target_hidden_size=options.get("target_hidden_size"),
         layer_inputs=_layer_inputs(path, options),
         **flags,
     )
+
+
+def _check_all(path: str, settings: dict[str, Any], layer: Any) -> None:
+    """Raises ``ModelLoadError`` for a setting that is neither served nor known to change nothing."""
+    source = f"{path} (config.json)"
+    account = Account(source, {name: value for name, value in settings.items() if value is not None})
+    for name, values in SERVED.items():
+        account.expect(name, *values)
+    for name in (*READ, *OF_THE_FILE, *ANGLES, *layer.to_diff_dict(), *GenerationConfig().to_dict()):
+        account.take(name)
+    for name in type(layer)().to_dict():
+        account.take(name)
+    account.close("has {name} = {value}, which is not known of a head: take it out if it changes nothing")
 
 
 def _layer_inputs(path: str, options: dict[str, Any]) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from truedraft.engine.checkpoints.account import check_shape, has_all
+from truedraft.engine.checkpoints.account import check_shape, has_all, shown
 from truedraft.engine.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoint, RenamedCheckpoint
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.families.fit import with_stacks
@@ -30,7 +30,7 @@ from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledBytes, ScaledRows, Weight
 from truedraft.engine.messages import MTP
-from truedraft.engine.models.architecture import plain_skeleton
+from truedraft.engine.models.architecture import plain_skeleton, read_architecture
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.fused import load_fused
@@ -44,6 +44,13 @@ from truedraft.engine.models.sources import open_checkpoint, requantised
 LAYER, NORM = "model.layers.0.", "model.norm.weight"
 # So many tokens of the vocabulary are enough to compare layers.
 PROBED_TOKENS = 256
+# These settings of a head's own config.json must be the target's.
+OF_LAYERS = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "vocab_size"),
+    *("rope_parameters", "num_experts", "n_routed_experts", "num_experts_per_tok", "norm_topk_prob"),
+    *("routed_scaling_factor", "n_group", "topk_group", "q_lora_rank", "kv_lora_rank"),
+)
 # A model of the head's layer alone has these settings, where its config has such.
 ONE_LAYER: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -163,9 +170,18 @@ def _open(path: str, of_target: Any, config: Any, options: LoadOptions) -> tuple
     if found is None:
         raise ModelLoadError(f"{path} is quantised or laid out in a way in which no MTP head can be read")
     count, layer, parts = layout_of(of_target)
-    number = getattr(of_target, count, 1)
-    if number not in (0, 1, None):
-        raise ModelLoadError(f"{path} has {number} MTP heads ({count}); 1 is served")
+    is_alone = holds_mtp_alone(path)
+    own = read_architecture(path, options).config.get_text_config(decoder=True) if is_alone else of_target
+    for each in (of_target, own):
+        if (number := getattr(each, count, 1)) not in (0, 1, None):
+            raise ModelLoadError(f"{path} has {number} MTP heads ({count}); 1 is served")
+    for name in OF_LAYERS:
+        said, needed = (getattr(each, name, None) for each in (own, of_target))
+        if said is not None and said != needed:
+            raise ModelLoadError(
+                f"{path} has {name} = {shown(said)} in its config.json; the target, whose layers an MTP head "
+                f"is like, has {shown(needed)}"
+            )
     return found, layer, parts
 
 
