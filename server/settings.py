@@ -170,6 +170,11 @@ class RequestSettings(BaseModel):
     max_stop_strings: int = Field(
         64, ge=4, description="Largest number of strings in 'stop'; a request with more gets 400."
     )
+    max_stop_characters: int = Field(
+        16384,
+        ge=256,
+        description="Largest number of characters of all strings in 'stop' together; more get 400.",
+    )
     max_logprobs: int = Field(
         5,
         ge=5,

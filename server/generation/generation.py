@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from truedraft.engine.messages import FinishReason, TokenOutput
 from truedraft.engine.text.detokenizer import Detokenizer
+from truedraft.engine.text.stop_strings import StopStrings
+from truedraft.engine.text.text_stream import continued
 from truedraft.server.errors import (
     RequestTimeoutError,
     code_of,
@@ -35,7 +37,7 @@ class Generation:
         self._engine = engine
         self._timer = RequestTimer(metrics.requests, self._num_prompt_tokens())
         self._stream: EngineStream | None = None
-        self.choices = [_reader(prepared, index, tokenizer) for index in range(prepared.num_choices)]
+        self.choices = list(_readers(prepared, tokenizer))
         self._num_tokens = 0
         self._num_cached_tokens = [0] * len(prepared.prompts)
         self._deadline: asyncio.TimerHandle | None = None
@@ -157,23 +159,27 @@ class Generation:
             yield delta
 
 
-def _reader(prepared: PreparedRequest, index: int, tokenizer: Tokenizer) -> ChoiceReader:
-    detokenizer = Detokenizer(
-        tokenizer.stream(
-            skip_special_tokens=prepared.skip_special_tokens,
-            marks=prepared.message.literals if prepared.message is not None else (),
-            after=prepared.prompt_of(index).token_ids if prepared.continues_prompt else (),
-        ),
-        prepared.stop_strings,
-        include_stop_string=prepared.include_stop_string,
-        min_tokens=prepared.params.min_tokens,
+def _readers(prepared: PreparedRequest, tokenizer: Tokenizer) -> Iterator[ChoiceReader]:
+    """Yields the readers of all choices, which share what the request and their prompt have in common."""
+    new = tokenizer.stream(
+        skip_special_tokens=prepared.skip_special_tokens,
+        marks=prepared.message.literals if prepared.message is not None else (),
     )
-    return ChoiceReader(
-        index,
-        detokenizer,
-        include_stop_string=prepared.include_stop_string,
-        text_start=len(prepared.prompt_of(index).text) if prepared.echo else 0,
-        stop_token_ids=prepared.params.stop_token_ids,
-        prediction_length=len(prepared.prediction_token_ids or ()),
-        message=None if prepared.message is None else MessageParser(prepared.message),
-    )
+    stops = StopStrings(prepared.stop_strings)
+    for number, prompt in enumerate(prepared.prompts):
+        stream = continued(new.copy(), prompt.ending) if prepared.continues_prompt else new
+        for index in range(number * prepared.n, (number + 1) * prepared.n):
+            yield ChoiceReader(
+                index,
+                Detokenizer(
+                    stream.copy(),
+                    stops,
+                    include_stop_string=prepared.include_stop_string,
+                    min_tokens=prepared.params.min_tokens,
+                ),
+                include_stop_string=prepared.include_stop_string,
+                text_start=len(prompt.text) if prepared.echo else 0,
+                stop_token_ids=prepared.params.stop_token_ids,
+                prediction_length=len(prepared.prediction_token_ids or ()),
+                message=None if prepared.message is None else MessageParser(prepared.message),
+            )
