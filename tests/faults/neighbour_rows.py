@@ -35,7 +35,7 @@ WORD_ID = 1360
 
 
 def stop_strings(words: int, count: int = 64) -> list[str]:
-    """Returns strings of which only the last is written: it holds the text, where the others are looked for."""
+    """Returns strings of which only the last is written: it holds the text in which all are looked for."""
     return [*(f"x{number:02}" + WORD * words for number in range(count - 1)), WORD * words]
 
 
