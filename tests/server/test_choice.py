@@ -87,7 +87,11 @@ def joined(deltas: Sequence[ChoiceDelta]) -> FinishedChoice:
     choice = FinishedChoice(0)
     for delta in deltas:
         choice.add(delta)
-    return choice
+    return in_one_piece(choice)
+
+
+def in_one_piece(choice: FinishedChoice) -> FinishedChoice:
+    return replace(choice, _texts=[choice.text], _parts=choice.parts)
 
 
 tokens = st.lists(

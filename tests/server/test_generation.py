@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.server.test_choice import in_one_piece
 from tests.server.test_text_stream import TOKENIZERS
 from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 from truedraft.server.errors import EngineError
@@ -126,7 +127,7 @@ async def answer(
     generation.close()
     assert sorted(engine.aborted + ended) == sequences  # none is aborted after its end
     return Answer(
-        choices,
+        [in_one_piece(choice) for choice in choices],
         generation.usage(),
         generation.speculation,
         [choice.trace for choice in generation.choices],
