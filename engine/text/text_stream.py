@@ -6,6 +6,7 @@ The text is decoded from a window over the last tokens, so that a token costs th
 import codecs
 from collections.abc import Mapping, Sequence
 from copy import copy
+from typing import Self
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -46,7 +47,7 @@ class TokenTextStream:
     def flush(self, *, is_cut: bool = False) -> str:
         return self._take(self._decoded(), is_cut=is_cut)
 
-    def copy(self) -> TextStream:
+    def copy(self) -> Self:
         other = copy(self)
         other._window = self._window.copy()
         return other
@@ -108,7 +109,7 @@ class ByteFallbackTextStream:
             self._utf8.reset()
         return text + self._leave_bytes()
 
-    def copy(self) -> TextStream:
+    def copy(self) -> Self:
         other = copy(self)
         other._text = self._text.copy()
         other._utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
@@ -120,6 +121,7 @@ class ByteFallbackTextStream:
         if self._is_inside_bytes:
             return ""
         self._is_inside_bytes = True
+        assert self._stand_in is not None  # it is a token like those of all bytes
         return self._text.step(self._stand_in).removesuffix("A")
 
     def _leave_bytes(self) -> str:
@@ -147,7 +149,7 @@ class MarkedTextStream:
     def flush(self, *, is_cut: bool = False) -> str:
         return self._stream.flush(is_cut=is_cut)
 
-    def copy(self) -> TextStream:
+    def copy(self) -> Self:
         other = copy(self)
         other._stream = self._stream.copy()
         return other

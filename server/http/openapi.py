@@ -99,7 +99,7 @@ def install_openapi(app: FastAPI, settings: Settings) -> None:
 
     async def answer(request: Request) -> Response:
         root_path = request.scope.get("root_path", "").rstrip("/")
-        document = app.openapi_schema or await asyncio.to_thread(openapi)
+        document: dict[str, Any] = app.openapi_schema or await asyncio.to_thread(openapi)
         return JSONResponse(document | {"servers": [{"url": root_path}]} if root_path else document)
 
     app.openapi = openapi  # type: ignore[method-assign]

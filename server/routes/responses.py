@@ -44,6 +44,9 @@ EVENT_STREAM = (
     "`response.incomplete` or `response.failed`. There is no `[DONE]`."
 )
 
+# Values of an answer up to which its last events are written at once; each value is in four of them.
+FEW_VALUES = SMALL_ANSWER // 10
+
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 
@@ -116,7 +119,7 @@ class ResponsesWriter:
     async def _written(self, write: Callable[[], bytes], num_values: int) -> bytes:
         """Writes what repeats the request or all that was said, in a thread if that may take long."""
         context = self._context
-        if self._body_size <= SHORT_BODY and num_values <= SMALL_ANSWER:
+        if self._body_size <= SHORT_BODY and num_values <= FEW_VALUES:
             return write()
         weight = self._body_size + MEMORY_PER_VALUE * num_values
         key = context.generation.prepared.key

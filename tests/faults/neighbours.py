@@ -135,7 +135,10 @@ def rows_named(parts: Sequence[str]) -> list[Row]:
 
 
 def results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    for settings, group in groupby(sorted(rows, key=lambda row: row.settings), lambda row: row.settings):
+    def settings_of(row: Row) -> tuple[str, ...]:
+        return tuple(row.settings)
+
+    for settings, group in groupby(sorted(rows, key=settings_of), settings_of):
         given = [str(ROOT / each) if each.startswith("configs/") else each for each in settings]
         keys = ("--api-keys", f"{HOSTILE},{NEIGHBOUR}", "--host", "127.0.0.1", "--num-threads", "1")
         with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *given, *keys) as server:

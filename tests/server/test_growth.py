@@ -29,7 +29,11 @@ LITTLE_WORK = 0.004
 LONGEST = 0.05
 ATTEMPTS = 4
 
-SETTINGS = {"max_queued_sequences": 100_000, "max_stop_strings": 100_000, "max_stop_characters": 1 << 23}
+SETTINGS: dict[str, Any] = {
+    "max_queued_sequences": 100_000,
+    "max_stop_strings": 100_000,
+    "max_stop_characters": 1 << 23,
+}
 
 
 class Watched:
@@ -141,7 +145,7 @@ def test_planted_bugs_are_caught(
         if "thread" in name:
             quadratic(str(body.user))
         else:
-            for _ in range(200 * len(str(body.user))):
+            for _ in range(60 * len(str(body.user))):
                 pass
         return honest(*arguments, **options)
 
@@ -151,5 +155,5 @@ def test_planted_bugs_are_caught(
         for case in all_cases(watched.server)
         if (case.path, case.field, case.shape) == ("/v1/completions", field, "one letter")
     ]
-    (fault,) = faults(watched, tried, small=8 * SMALL).values()
-    assert ("times the work" if "thread" in name else "start_generation") in fault
+    (fault,) = faults(watched, tried, small=2 * SMALL).values()
+    assert ("times the work" if "thread" in name else "planted") in fault
