@@ -84,22 +84,23 @@ def answer_or_stream(answer: type[BaseModel], stream: str, error: type[BaseModel
 def install_openapi(app: FastAPI, settings: Settings) -> None:
     """Finishes the document when it is first asked for, in a thread, as that takes a second."""
     original, lock = app.openapi, threading.Lock()
+    finished: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
         with lock:
-            if app.openapi_schema is None:
+            if not finished:
                 document = _with_model(original(), settings.model_name)
                 if settings.api_keys:
                     schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
                     schemes["key"] = {"type": "http", "scheme": "bearer"}
                     schemes["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
                     document["security"] = [{"key": []}, {"x-api-key": []}]
-                app.openapi_schema = document
-            return app.openapi_schema
+                finished.update(document)
+            return finished
 
     async def answer(request: Request) -> Response:
         root_path = request.scope.get("root_path", "").rstrip("/")
-        document: dict[str, Any] = app.openapi_schema or await asyncio.to_thread(openapi)
+        document = finished or await asyncio.to_thread(openapi)
         return JSONResponse(document | {"servers": [{"url": root_path}]} if root_path else document)
 
     app.openapi = openapi  # type: ignore[method-assign]
