@@ -37,7 +37,8 @@ from truedraft.engine.messages import Generate
 from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.terminal import prompt_bar
 from truedraft.engine.text.detokenizer import Detokenizer, TextStream
-from truedraft.engine.text.text_stream import continued, text_stream
+from truedraft.engine.text.stop_strings import StopStrings
+from truedraft.engine.text.text_stream import continued, ending, text_stream
 from truedraft.engine.text.vocabulary import Vocabulary
 
 __all__ = ["LLM", "Completion", "Delta", "SamplingParams"]
@@ -208,7 +209,7 @@ class LLM:
         stream = text_stream(self._fast, self._vocabulary, skip_special_tokens=True)
         if self.core.admission.encoder_decoder is not None:
             return stream
-        return continued(stream, self._fast, before)
+        return continued(stream, ending(self._vocabulary, before))
 
     def _complete(
         self,
@@ -245,8 +246,9 @@ class LLM:
                     request = self._request(token_ids, params)
                 places[request.request_id] = place
                 self._engine.submit(request, answers)
+                stream, stops = self.text_stream(before), StopStrings(params.stop_strings)
                 for number in range(params.n):
-                    readers[request.request_id, number] = self._reader(params, before)
+                    readers[request.request_id, number] = _reader(params, stream.copy(), stops)
             for output in self._engine.results(answers) if readers else ():
                 reader = readers.get(output.sequence)
                 if reader is None:
@@ -297,14 +299,15 @@ class LLM:
             prediction_token_ids=predicted,
         )
 
-    def _reader(self, params: SamplingParams, before: list[int]) -> DeltaReader:
-        detokenizer = Detokenizer(
-            self.text_stream(before),
-            params.stop_strings,
-            include_stop_string=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
-        return DeltaReader(detokenizer, params.stop_token_ids, include_stop=params.include_stop_str_in_output)
+
+def _reader(params: SamplingParams, stream: TextStream, stops: StopStrings) -> DeltaReader:
+    detokenizer = Detokenizer(
+        stream,
+        stops,
+        include_stop_string=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+    )
+    return DeltaReader(detokenizer, params.stop_token_ids, include_stop=params.include_stop_str_in_output)
 
 
 def _config(**settings: Any) -> EngineConfig:

@@ -60,6 +60,7 @@ def create_app(
         openapi_tags=TAGS,
         version=package_version(),
         lifespan=lifespan,
+        openapi_url=None,  # see install_openapi
         # FastAPI's own pages load their scripts from elsewhere; routes/page.py has one that does not.
         docs_url=None,
         redoc_url=None,

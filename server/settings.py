@@ -117,6 +117,13 @@ class ServerSettings(BaseModel):
     log_format: Literal["text", "json"] = Field(
         "text", description="json: every line of the log is an object, with a request's figures as numbers."
     )
+    loop_lag_warning: float = Field(
+        1.0,
+        ge=0.05,
+        le=3600,
+        description="Seconds that the event loop may be held up before a warning names the function that"
+        " holds it. Another follows whenever that time has doubled.",
+    )
     otel: bool = Field(
         False,
         description="Export traces of requests, and metrics, by OpenTelemetry to "
@@ -162,6 +169,11 @@ class RequestSettings(BaseModel):
     )
     max_stop_strings: int = Field(
         64, ge=4, description="Largest number of strings in 'stop'; a request with more gets 400."
+    )
+    max_stop_characters: int = Field(
+        16384,
+        ge=256,
+        description="Largest number of characters of all strings in 'stop' together; more get 400.",
     )
     max_logprobs: int = Field(
         5,

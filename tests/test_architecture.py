@@ -47,6 +47,7 @@ BORDER = (
     "engine.text.schema.formats",
     "engine.text.schema.one_of",
     "engine.text.schema.pattern",
+    "engine.text.stop_strings",
     "engine.text.text_stream",
     "engine.text.vocabulary",
     "engine.formats.gguf_file",

@@ -2,12 +2,15 @@
 
 Never splits a UTF-8 character over two pieces, never lets a stop string out (unless asked to), and holds
 text back while it could still become one. Records where each token stands in the text, and which
-tokens have all of their text out. One ``Detokenizer`` reads one sequence.
+tokens have all of their text out. One ``Detokenizer`` reads one sequence; a token costs the same however much
+is held.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
+
+from truedraft.engine.text.stop_strings import StopStrings
 
 
 class TextStream(Protocol):
@@ -24,10 +27,9 @@ class TextStream(Protocol):
         """
         ...
 
-
-class StopMatch(NamedTuple):
-    start: int
-    end: int
+    def copy(self) -> Self:
+        """Returns the same text so far, which goes on in its own way."""
+        ...
 
 
 class Piece(NamedTuple):
@@ -53,18 +55,20 @@ class Detokenizer:
     def __init__(
         self,
         stream: TextStream,
-        stop_strings: Sequence[str] = (),
+        stop_strings: StopStrings | None = None,
         *,
         include_stop_string: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._stream = stream
-        self._stop_strings = stop_strings
+        self._stop_strings = stop_strings or StopStrings()
         self._include_stop_string = include_stop_string
         self._num_unsearched_tokens = min_tokens
         self._num_characters = 0
-        self._free = ""  # to be released whatever comes
-        self._held = ""  # could still hold or become a stop string
+        self._pieces: deque[str] = deque()  # what is not out
+        self._num_out = 0
+        # Its ``depth`` is the length of the text's end that could become a stop string.
+        self._state = self._stop_strings.start
         self._ends: deque[int] = deque()  # a token is shown once that many characters are out
 
     @property
@@ -77,10 +81,14 @@ class Detokenizer:
         offsets = []
         for token_id in token_ids:
             offsets.append(self._num_characters)
-            match = self._take(token_id)
-            if match is not None:
-                return self._end(match, offsets)
-        text = self._release()
+            text = self._stream.step(token_id)
+            # A token without text belongs to the next character: it is a part of it, or a special token.
+            self._ends.append(self._num_characters + max(1, len(text)))
+            is_searched = self._num_unsearched_tokens == 0
+            self._num_unsearched_tokens -= not is_searched
+            if self._add(text, is_searched=is_searched):
+                return self._end(offsets)
+        text = self._release(self._num_characters - self._state.depth)
         return Piece(text, offsets, self._count_shown())
 
     def finish(self, *, is_cut: bool = False) -> Piece:
@@ -88,57 +96,58 @@ class Detokenizer:
 
         ``is_cut``: the model would have gone on, so what it wrote of a last character is left out.
         """
-        rest = self._stream.flush(is_cut=is_cut)
-        self._num_characters += len(rest)
-        self._held += rest
-        return self._end(find_stop(self._held, self._stop_strings), [])
+        self._add(self._stream.flush(is_cut=is_cut), is_searched=True)
+        return self._end([])
 
-    def _take(self, token_id: int) -> StopMatch | None:
-        text = self._stream.step(token_id)
-        # A token without text belongs to the next character: it is a part of it, or a special token.
-        self._ends.append(self._num_characters + max(1, len(text)))
+    def _add(self, text: str, *, is_searched: bool) -> bool:
+        """Adds to the text, up to the end of the stop string that is complete first. Tells whether one is.
+
+        Counting from the first end, and not from the first beginning, makes it independent of how the text
+        was cut into tokens; of those with the same end the longest wins.
+        """
+        stops, state = self._stop_strings, self._state
+        num_read = len(text)
+        if is_searched and not (state is stops.start and stops.are_far_from(text)):
+            for place, character in enumerate(text, start=1):
+                state = stops.step(state, character)
+                if state.stop_length:
+                    num_read = place
+                    break
+            self._state = state
+        if num_read:
+            self._pieces.append(text[:num_read])
         self._num_characters += len(text)
-        if self._num_unsearched_tokens > 0:
-            self._num_unsearched_tokens -= 1
-            self._free += text
-            return None
-        self._held += text
-        return find_stop(self._held, self._stop_strings)
+        return state.stop_length > 0
 
-    def _end(self, match: StopMatch | None, offsets: list[int]) -> Piece:
-        """Returns the last piece: the text up to the match, or all of it."""
-        found = None if match is None else self._held[match.start : match.end]
-        end = None if match is None else match.end if self._include_stop_string else match.start
-        text, num_shown = self._free + self._held[:end], len(self._ends)
-        self._free = self._held = ""
+    def _end(self, offsets: list[int]) -> Piece:
+        """Returns the last piece: the text up to the stop string, or all of it."""
+        num_shown, length = len(self._ends), self._state.stop_length
         self._ends.clear()
-        return Piece(text, offsets, num_shown, found)
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        if not length:
+            return Piece(text, offsets, num_shown)
+        found = text[-length:]
+        return Piece(text if self._include_stop_string else text[:-length], offsets, num_shown, found)
 
-    def _release(self) -> str:
-        split = len(self._held) - longest_stop_prefix(self._held, self._stop_strings)
-        text = self._free + self._held[:split]
-        self._free, self._held = "", self._held[split:]
-        return text
+    def _release(self, end: int) -> str:
+        """Returns what is not out of the text's first ``end`` characters."""
+        released = []
+        while self._num_out < end:
+            piece = self._pieces.popleft()
+            if len(piece) > end - self._num_out:
+                self._pieces.appendleft(piece[end - self._num_out :])
+                piece = piece[: end - self._num_out]
+            released.append(piece)
+            self._num_out += len(piece)
+        return "".join(released)
 
     def _count_shown(self) -> int:
-        num_released = self._num_characters - len(self._held)
         num_shown = 0
-        while self._ends and self._ends[0] <= num_released:
+        while self._ends and self._ends[0] <= self._num_out:
             self._ends.popleft()
             num_shown += 1
         return num_shown
-
-
-def find_stop(text: str, stop_strings: Sequence[str]) -> StopMatch | None:
-    """The stop string that is complete first when ``text`` is read character by character.
-
-    Choosing the earliest end makes the result independent of how the text was cut into tokens; of those
-    with the same end the longest wins.
-    """
-    matches = [
-        StopMatch(text.find(stop), text.find(stop) + len(stop)) for stop in stop_strings if stop in text
-    ]
-    return min(matches, key=lambda match: (match.end, match.start), default=None)
 
 
 def longest_stop_prefix(text: str, stop_strings: Sequence[str]) -> int:

@@ -1,14 +1,14 @@
 """Token ids of one sequence to text as they come, whole characters at a time.
 
-tokenizers' ``DecodeStream`` raises where a later token changes text that it has returned. One byte of invalid
-UTF-8 does that to the whole run of ``<0x0A>`` tokens around it, so bytes above ASCII never reach it here.
+The text is decoded from a window over the last tokens, so that a token costs the same wherever it stands.
 """
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Self
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
 
 from truedraft.engine.text.detokenizer import TextStream
 from truedraft.engine.text.vocabulary import Vocabulary
@@ -16,42 +16,61 @@ from truedraft.engine.text.vocabulary import Vocabulary
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Takes the place of bytes above ASCII in the decoder.
 STAND_IN = "<0x41>"
+# Tokens that decide how the next ones are decoded: more than a character has bytes, and more than the spaces
+# that a decoder drops at the beginning of a text.
+CONTEXT = 8
 
 
 class TokenTextStream:
     """``step`` returns the text that a token completes; ``flush`` what is left at the end.
 
     Together they make up the text of decoding all ids at once, whose decoder may be of any kind but for byte
-    fallback.
+    fallback. Text that a decoder would change because of a later token stays as it is.
     """
 
     def __init__(self, fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
         self._fast = fast
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
-        self._decode_stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._token_ids: list[int] = []
+        self._window: list[int] = []  # the last tokens
+        # So many characters of the window's text are out.
         self._num_characters = 0
 
     def step(self, token_id: int) -> str:
-        self._token_ids.append(token_id)
-        try:
-            text = self._decode_stream.step(self._fast, token_id) or ""
-        except Exception:  # it has no type of its own: the decoder changed text that is out
-            self._decode_stream = DecodeStream(self._token_ids, skip_special_tokens=self._skip_special_tokens)
-            text = self.flush()
-        self._num_characters += len(text)
-        return text
+        if self._vocabulary.is_without_text(token_id, skip_special_tokens=self._skip_special_tokens):
+            return ""
+        if len(self._window) >= 2 * CONTEXT:
+            self._shorten()
+        self._window.append(token_id)
+        return self._take(self._decoded(), is_cut=True)
 
     def flush(self, *, is_cut: bool = False) -> str:
-        full = str(self._fast.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens))
-        text = full[self._num_characters :]
-        return text.removesuffix(REPLACEMENT) if is_cut and self._ends_inside_character() else text
+        return self._take(self._decoded(), is_cut=is_cut)
+
+    def copy(self) -> Self:
+        other = copy(self)
+        other._window = self._window.copy()
+        return other
+
+    def _take(self, text: str, *, is_cut: bool) -> str:
+        """Returns what is not out yet, without the beginning of a character if ``is_cut``."""
+        is_held = is_cut and text.endswith(REPLACEMENT) and self._ends_inside_character()
+        new = text[self._num_characters : len(text) - is_held]
+        self._num_characters += len(new)
+        return new
+
+    def _shorten(self) -> None:
+        num_left = len(self._decoded()) - self._num_characters
+        del self._window[:-CONTEXT]
+        self._num_characters = len(self._decoded()) - num_left
+
+    def _decoded(self) -> str:
+        return str(self._fast.decode(self._window, skip_special_tokens=self._skip_special_tokens))
 
     def _ends_inside_character(self) -> bool:
         """Tells whether the last bytes are the beginning of a character, which has four at most."""
         tail = b""
-        for token_id in reversed(self._token_ids):
+        for token_id in reversed(self._window):
             tail = (self._vocabulary.bytes_of(token_id) or b"") + tail
             if len(tail) >= 4:
                 break
@@ -69,10 +88,9 @@ class ByteFallbackTextStream:
     """
 
     def __init__(self, fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
-        self._fast = fast
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
-        self._decode_stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._text = TokenTextStream(fast, vocabulary, skip_special_tokens=skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
         self._stand_in = fast.token_to_id(STAND_IN)
         self._is_inside_bytes = False
@@ -83,7 +101,7 @@ class ByteFallbackTextStream:
             return self._enter_bytes() + self._utf8.decode(byte)
         if self._vocabulary.is_without_text(token_id, skip_special_tokens=self._skip_special_tokens):
             return ""
-        return self._leave_bytes() + (self._decode_stream.step(self._fast, token_id) or "")
+        return self._leave_bytes() + self._text.step(token_id)
 
     def flush(self, *, is_cut: bool = False) -> str:
         text = self._enter_bytes()
@@ -91,13 +109,20 @@ class ByteFallbackTextStream:
             self._utf8.reset()
         return text + self._leave_bytes()
 
+    def copy(self) -> Self:
+        other = copy(self)
+        other._text = self._text.copy()
+        other._utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
+        other._utf8.setstate(self._utf8.getstate())
+        return other
+
     def _enter_bytes(self) -> str:
         """The text that the decoder holds. A stand-in for the bytes keeps a space after them."""
         if self._is_inside_bytes:
             return ""
         self._is_inside_bytes = True
-        text = self._decode_stream.step(self._fast, self._stand_in) or ""
-        return text.removesuffix("A")
+        assert self._stand_in is not None  # it is a token like those of all bytes
+        return self._text.step(self._stand_in).removesuffix("A")
 
     def _leave_bytes(self) -> str:
         self._is_inside_bytes = False
@@ -108,9 +133,9 @@ class MarkedTextStream:
     """Another stream, with the text of some special tokens that it leaves out. A character that is not
     complete before one of them never will be, and a new stream starts after it."""
 
-    def __init__(self, make: Callable[[], TextStream], marks: Mapping[int, str]) -> None:
-        self._make = make
-        self._stream = make()
+    def __init__(self, stream: TextStream, marks: Mapping[int, str]) -> None:
+        self._stream = stream
+        self._new = stream.copy()
         self._marks = marks
 
     def step(self, token_id: int) -> str:
@@ -118,11 +143,16 @@ class MarkedTextStream:
         if (mark := self._marks.get(token_id)) is None:
             return text
         if cut := self._stream.flush():
-            self._stream = self._make()
+            self._stream = self._new.copy()
         return text + cut + mark
 
     def flush(self, *, is_cut: bool = False) -> str:
         return self._stream.flush(is_cut=is_cut)
+
+    def copy(self) -> Self:
+        other = copy(self)
+        other._stream = self._stream.copy()
+        return other
 
 
 def text_stream(fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> TextStream:
@@ -131,22 +161,28 @@ def text_stream(fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tok
     return kind(fast, vocabulary, skip_special_tokens=skip_special_tokens)
 
 
-def continued(stream: TextStream, fast: FastTokenizer, after: Sequence[int]) -> TextStream:
-    """Lets a stream continue the tokens ``after``: a decoder may drop a space before its first one."""
-    for token_id in _end_of(fast, after):
+def ending(vocabulary: Vocabulary, token_ids: Sequence[int]) -> list[int]:
+    """Returns the last tokens, as far as they decide how a text goes on after them, however many there are.
+
+    Those with text do; of the others, which may be shown, only the very last.
+    """
+    found: list[int] = []
+    num_with_text = 0
+    for place, token_id in enumerate(reversed(token_ids)):
+        has_text = not vocabulary.is_without_text(token_id, skip_special_tokens=True)
+        if has_text or place < CONTEXT:
+            found.append(token_id)
+        num_with_text += has_text
+        if num_with_text == CONTEXT:
+            break
+    return found[::-1]
+
+
+def continued(stream: TextStream, before: Sequence[int]) -> TextStream:
+    """Lets a stream continue the tokens ``before``: a decoder may drop a space before its first one."""
+    for token_id in before:
         stream.step(token_id)
     return stream
-
-
-def _end_of(fast: FastTokenizer, token_ids: Sequence[int]) -> Sequence[int]:
-    """Returns the last tokens, as many as have some text that no decoder drops; all if none has."""
-    length = 8
-    while length < len(token_ids):
-        (text,) = fast.decode_batch([list(token_ids[-length:])], skip_special_tokens=True)
-        if text.strip().strip(REPLACEMENT):
-            break
-        length *= 2
-    return token_ids[-length:]
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:

@@ -10,15 +10,24 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from truedraft.engine.messages import FinishReason, TokenOutput
 from truedraft.engine.text.detokenizer import Detokenizer
+from truedraft.engine.text.stop_strings import StopStrings
+from truedraft.engine.text.text_stream import continued
 from truedraft.server.errors import (
     RequestTimeoutError,
     code_of,
 )
+from truedraft.server.generation.pauses import Pauses
 from truedraft.server.generation.prepared_request import PreparedRequest
 from truedraft.server.observability.metrics import Metrics, RequestTimer
 from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
-from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
+from truedraft.server.text.choice import (
+    AnswerDetails,
+    ChoiceDelta,
+    ChoiceReader,
+    FinishedChoice,
+    SpeculationCounts,
+)
 from truedraft.server.text.message_parser import MessageParser
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.workers.engine_stream import EngineStream
@@ -33,11 +42,16 @@ class Generation:
     ) -> None:
         self.prepared = prepared
         self._engine = engine
-        self._timer = RequestTimer(metrics.requests, self._num_prompt_tokens())
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
+        self._timer = RequestTimer(metrics.requests, self._num_prompt_tokens)
         self._stream: EngineStream | None = None
-        self.choices = [_reader(prepared, index, tokenizer) for index in range(prepared.num_choices)]
+        self.choices = list(_readers(prepared, tokenizer))
+        self._num_unfinished = len(self.choices)
         self._num_tokens = 0
-        self._num_cached_tokens = [0] * len(prepared.prompts)
+        self._cached_tokens = [0] * len(prepared.prompts)
+        # Sums over the choices, which a stream may want with each of its events.
+        self._num_cached_tokens = 0
+        self._details = AnswerDetails()
         self._deadline: asyncio.TimerHandle | None = None
         self._is_over = False
         self._error: str | None = None
@@ -49,7 +63,7 @@ class Generation:
     @property
     def is_complete(self) -> bool:
         """Is true once every choice has ended."""
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return self._num_unfinished == 0
 
     def start(self, seconds_left: float | None = None, timeout: float | None = None) -> None:
         """Submit to the engine; raises ``NotReadyError`` or ``QueueFullError``.
@@ -66,14 +80,19 @@ class Generation:
         self._timer.submitted()
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
+        pauses = Pauses()
         if self._stream is None:
             for choice in self.choices:
+                self._num_unfinished -= 1
                 yield choice.end_without_tokens()
+                await pauses.due()
         else:
             try:
                 async for outputs in self._stream:
+                    pauses.restart()
                     for delta in self._take(outputs):
                         yield delta
+                        await pauses.due()
             except Exception as error:
                 self._is_over = True  # failed, which is not the same as abandoned
                 self._error = code_of(error)
@@ -103,16 +122,16 @@ class Generation:
             self._timer.aborted("disconnect")
 
     def usage(self) -> Usage:
-        prompt = self._num_prompt_tokens()
+        prompt, details = self._num_prompt_tokens, self._details
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self._num_tokens,
             total_tokens=prompt + self._num_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens)),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
-                reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
-                accepted_prediction_tokens=sum(choice.predicted.num_accepted for choice in self.choices),
-                rejected_prediction_tokens=sum(choice.predicted.num_rejected for choice in self.choices),
+                reasoning_tokens=details.num_reasoning,
+                accepted_prediction_tokens=details.num_accepted,
+                rejected_prediction_tokens=details.num_rejected,
             ),
         )
 
@@ -130,9 +149,6 @@ class Generation:
             error=self._error,
         )
 
-    def _num_prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prepared.prompts)
-
     def _take(self, outputs: Sequence[TokenOutput]) -> Iterator[ChoiceDelta]:
         """Turn what has come for each choice into one delta, and end its sequence at a stop string."""
         by_sequence: dict[tuple[str, int], list[TokenOutput]] = {}
@@ -144,12 +160,17 @@ class Generation:
             if choice.finish_reason is not None:
                 continue  # was on its way when the stop string was found
             if index == 0:
-                self._num_cached_tokens[prompt] = rounds[0].num_cached_tokens
+                self._num_cached_tokens += rounds[0].num_cached_tokens - self._cached_tokens[prompt]
+                self._cached_tokens[prompt] = rounds[0].num_cached_tokens
             if not self.prepared.wants_tokens:
+                self._num_unfinished -= 1
                 yield choice.read_prompt(rounds[0])
                 continue
+            before = choice.details
             delta = choice.read(rounds)
+            self._details = self._details.with_change(before, choice.details)
             if delta.finish_reason is not None:
+                self._num_unfinished -= 1
                 assert self._stream is not None
                 self._stream.stop(request_id, index)
             self._num_tokens += len(delta.token_ids)
@@ -157,23 +178,27 @@ class Generation:
             yield delta
 
 
-def _reader(prepared: PreparedRequest, index: int, tokenizer: Tokenizer) -> ChoiceReader:
-    detokenizer = Detokenizer(
-        tokenizer.stream(
-            skip_special_tokens=prepared.skip_special_tokens,
-            marks=prepared.message.literals if prepared.message is not None else (),
-            after=prepared.prompt_of(index).token_ids if prepared.continues_prompt else (),
-        ),
-        prepared.stop_strings,
-        include_stop_string=prepared.include_stop_string,
-        min_tokens=prepared.params.min_tokens,
+def _readers(prepared: PreparedRequest, tokenizer: Tokenizer) -> Iterator[ChoiceReader]:
+    """Yields the readers of all choices, which share what the request and their prompt have in common."""
+    new = tokenizer.stream(
+        skip_special_tokens=prepared.skip_special_tokens,
+        marks=prepared.message.literals if prepared.message is not None else (),
     )
-    return ChoiceReader(
-        index,
-        detokenizer,
-        include_stop_string=prepared.include_stop_string,
-        text_start=len(prepared.prompt_of(index).text) if prepared.echo else 0,
-        stop_token_ids=prepared.params.stop_token_ids,
-        prediction_length=len(prepared.prediction_token_ids or ()),
-        message=None if prepared.message is None else MessageParser(prepared.message),
-    )
+    stops = StopStrings(prepared.stop_strings)
+    for number, prompt in enumerate(prepared.prompts):
+        stream = continued(new.copy(), prompt.ending) if prepared.continues_prompt else new
+        for index in range(number * prepared.n, (number + 1) * prepared.n):
+            yield ChoiceReader(
+                index,
+                Detokenizer(
+                    stream.copy(),
+                    stops,
+                    include_stop_string=prepared.include_stop_string,
+                    min_tokens=prepared.params.min_tokens,
+                ),
+                include_stop_string=prepared.include_stop_string,
+                text_start=len(prompt.text) if prepared.echo else 0,
+                stop_token_ids=prepared.params.stop_token_ids,
+                prediction_length=len(prepared.prediction_token_ids or ()),
+                message=None if prepared.message is None else MessageParser(prepared.message),
+            )

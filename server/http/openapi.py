@@ -3,10 +3,14 @@
 Examples name the model that is served here, so that they work when pasted. Installed by ``server.app``.
 """
 
+import asyncio
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.requests import Request
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from truedraft.server.errors import ErrorAnswer
@@ -78,21 +82,29 @@ def answer_or_stream(answer: type[BaseModel], stream: str, error: type[BaseModel
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
-    """Finish the document once, when it is first asked for."""
-    original = app.openapi
+    """Finishes the document when it is first asked for, in a thread, as that takes a second."""
+    original, lock = app.openapi, threading.Lock()
+    finished: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = _with_model(original(), settings.model_name)
-            if settings.api_keys:
-                schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
-                schemes["key"] = {"type": "http", "scheme": "bearer"}
-                schemes["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
-                document["security"] = [{"key": []}, {"x-api-key": []}]
-            app.openapi_schema = document
-        return app.openapi_schema
+        with lock:
+            if not finished:
+                document = _with_model(original(), settings.model_name)
+                if settings.api_keys:
+                    schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+                    schemes["key"] = {"type": "http", "scheme": "bearer"}
+                    schemes["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+                    document["security"] = [{"key": []}, {"x-api-key": []}]
+                finished.update(document)
+            return finished
+
+    async def answer(request: Request) -> Response:
+        root_path = request.scope.get("root_path", "").rstrip("/")
+        document = finished or await asyncio.to_thread(openapi)
+        return JSONResponse(document | {"servers": [{"url": root_path}]} if root_path else document)
 
     app.openapi = openapi  # type: ignore[method-assign]
+    app.add_route("/openapi.json", answer, include_in_schema=False)
 
 
 def _with_model(node: Any, name: str) -> Any:

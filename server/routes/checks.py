@@ -10,6 +10,7 @@ from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
 from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services
+from truedraft.server.settings import Settings
 from truedraft.server.text.prompt import PromptLimits
 
 # See ``max_prompt_characters``.
@@ -26,15 +27,26 @@ def check_request(body: SamplingRequest, services: Services) -> Leniency:
             param="priority",
         )
     settings = services.settings
-    num_stops, most = len(body.stop or []), settings.max_stop_strings
-    if num_stops > most:
-        raise InvalidRequestError(
-            f"There are {num_stops} stop strings, but at most {most} are allowed (max_stop_strings).",
-            param="stop",
-        )
+    check_stop_strings(body.stop or [], settings)
     leniency = Leniency(strict=settings.strict_fields)
     check_parameters(body, leniency)
     return leniency
+
+
+def check_stop_strings(strings: list[str], settings: Settings) -> None:
+    if len(strings) > settings.max_stop_strings:
+        raise InvalidRequestError(
+            f"There are {len(strings)} stop strings, but at most {settings.max_stop_strings} are allowed "
+            "(max_stop_strings).",
+            param="stop",
+        )
+    length = sum(map(len, strings))
+    if length > settings.max_stop_characters:
+        raise InvalidRequestError(
+            f"The stop strings have {length} characters together, but at most {settings.max_stop_characters} "
+            "are allowed (max_stop_characters).",
+            param="stop",
+        )
 
 
 def check_model(name: str, services: Services) -> None:

@@ -21,41 +21,43 @@ class MessageBlocks:
     def __init__(self, *, shows_thoughts: bool) -> None:
         self.blocks: list[AnswerBlock] = []
         self._shows_thoughts = shows_thoughts
-        self._arguments = ""  # the last call's
+        self._texts: list[str] = []  # pieces of the last block's text, thought or arguments
 
     def add(self, part: Part) -> Iterator[Event]:
         match part:
             case TextPart(kind="content"):
                 if not isinstance(self._last, Text):
                     yield from self._open(Text(text=""))
-                assert isinstance(self._last, Text)
-                self._last.text += part.text
+                self._texts.append(part.text)
                 yield self._delta("text_delta", text=part.text)
             case TextPart():
                 if not isinstance(self._last, Thought):
                     yield from self._open(Thought(thinking="", signature=""))
-                assert isinstance(self._last, Thought)
                 if self._shows_thoughts:
-                    self._last.thinking += part.text
+                    self._texts.append(part.text)
                     yield self._delta("thinking_delta", thinking=part.text)
             case CallStart():
                 yield from self._open(ToolUse(id=part.id, name=part.name, input={}))
-                self._arguments = ""
             case Arguments():
-                self._arguments += part.text
+                self._texts.append(part.text)
                 yield self._delta("input_json_delta", partial_json=part.text)
 
     def close(self) -> Iterator[Event]:
         """Ends the last block, if there is one."""
+        text = "".join(self._texts)
+        self._texts.clear()
         match self._last:
             case None:
                 return
+            case Text() as written:
+                written.text = text
             case Thought() as thought:
+                thought.thinking = text
                 thought.signature = SIGNATURE
                 yield self._delta("signature_delta", signature=SIGNATURE)
             case ToolUse() as call:
                 # A call that is cut has what its arguments begin with.
-                call.input = from_json(self._arguments or "{}", allow_partial="trailing-strings")
+                call.input = from_json(text or "{}", allow_partial="trailing-strings")
         yield "content_block_stop", {"index": len(self.blocks) - 1}
 
     @property

@@ -122,6 +122,10 @@ class MessagesWriter:
         is_hidden = body.thinking is not None and body.thinking.display == "omitted"
         self._blocks = MessageBlocks(shows_thoughts=not is_hidden)
 
+    @property
+    def may_be_large(self) -> bool:
+        return self._context.generation.prepared.may_be_large
+
     def whole(self, choices: list[FinishedChoice]) -> MessagesAnswer:
         (choice,) = choices
         for part in choice.parts:

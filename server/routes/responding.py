@@ -41,6 +41,11 @@ class AnswerWriter(Protocol):
         """Returns what keeps a silent stream open."""
         ...
 
+    @property
+    def may_be_large(self) -> bool:
+        """Is true where writing the whole answer may take long enough for other requests to notice."""
+        ...
+
     def whole(self, choices: list[FinishedChoice]) -> BaseModel: ...
 
     def events(self) -> AsyncIterator[bytes]:
@@ -59,7 +64,7 @@ async def respond_whole(
         choices = await while_connected(request, generation.collect())
     finally:
         generation.close()
-    if generation.prepared.may_be_large:
+    if writer.may_be_large:
         work, prepared = get_services(request).work, generation.prepared
         writing = work.run(
             prepared.answer_weight, prepared.key, lambda: write_json(writer.whole(choices)), may_refuse=False

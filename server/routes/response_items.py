@@ -26,6 +26,7 @@ class OutputItems:
 
     def __init__(self) -> None:
         self.items: list[OutputItem] = []
+        self._texts: list[str] = []  # pieces of the last item's text or arguments
 
     @property
     def is_in_message(self) -> bool:
@@ -42,7 +43,7 @@ class OutputItems:
             case TextPart(kind="content"):
                 if not self.is_in_message:
                     yield from self._open(_new_message())
-                _text_of(self._last).text += part.text
+                self._texts.append(part.text)
                 fields = _more(logprobs or [], origins)
                 yield "response.output_text.delta", {**self._place(), "delta": part.text, **fields}
             case TextPart():
@@ -51,7 +52,7 @@ class OutputItems:
                     yield from self._open(
                         OutputReasoning(id=_new_id("rs"), status="in_progress", content=reasoning)
                     )
-                _text_of(self._last).text += part.text
+                self._texts.append(part.text)
                 yield "response.reasoning_text.delta", {**self._place(), "delta": part.text}
             case CallStart():
                 yield from self._open(
@@ -60,9 +61,7 @@ class OutputItems:
                     )
                 )
             case Arguments():
-                call = self._last
-                assert isinstance(call, OutputCall)
-                call.arguments += part.text
+                self._texts.append(part.text)
                 yield "response.function_call_arguments.delta", {**self._item_place(), "delta": part.text}
 
     def close(
@@ -94,14 +93,17 @@ class OutputItems:
             yield "response.content_part.added", {**self._place(), "part": _as_json(_text_of(item))}
 
     def _close(self, status: ItemStatus) -> Iterator[Event]:
-        item = self._last
+        item, text = self._last, "".join(self._texts)
+        self._texts.clear()
         item.status = status
         match item:
             case OutputCall():
+                item.arguments = text
                 done = {"name": item.name, "arguments": item.arguments}
                 yield "response.function_call_arguments.done", {**self._item_place(), **done}
             case _:
                 part = _text_of(item)
+                part.text = text
                 fields = _more(part.logprobs, part.origins) if isinstance(part, OutputText) else {}
                 yield f"response.{part.type}.done", {**self._place(), "text": part.text, **fields}
                 yield "response.content_part.done", {**self._place(), "part": _as_json(part)}

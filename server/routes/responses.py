@@ -1,17 +1,19 @@
 """``POST /v1/responses``: OpenAI's newer endpoint, as far as it is text in and text out, nothing stored."""
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from truedraft.server.errors import ApiError
+from truedraft.server.generation.prepared_request import MEMORY_PER_VALUE, SMALL_ANSWER
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
 from truedraft.server.http.sse import PING, typed_event
-from truedraft.server.http.work import in_thread_if_long
+from truedraft.server.http.work import SHORT_BODY, in_thread_if_long
 from truedraft.server.routes.checks import check_request
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.response_items import Event, OutputItems
@@ -42,6 +44,9 @@ EVENT_STREAM = (
     "`response.incomplete` or `response.failed`. There is no `[DONE]`."
 )
 
+# Values of an answer up to which its last events are written at once; each value is in four of them.
+FEW_VALUES = SMALL_ANSWER // 10
+
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 
@@ -60,17 +65,23 @@ async def create_response(
     conversation, and `previous_response_id`, `conversation` and `background` are refused."""
     leniency = await in_thread_if_long(request, check_request, body, services)
     context = await start_chat("responses", body, request, services, leniency)
-    return await respond(request, context, ResponsesWriter(context, body))
+    writer = ResponsesWriter(context, body, len(await request.body()))
+    return await respond(request, context, writer)
 
 
 class ResponsesWriter:
     end = b""
     ping = PING
 
-    def __init__(self, context: GenerationContext, body: ResponsesRequest) -> None:
+    def __init__(self, context: GenerationContext, body: ResponsesRequest, body_size: int) -> None:
         self._context = context
         self._body = body
+        self._body_size = body_size  # in bytes: the answer repeats parts of it
         self._num_events = 0
+
+    @property
+    def may_be_large(self) -> bool:
+        return self._context.generation.prepared.may_be_large or self._body_size > SHORT_BODY
 
     def whole(self, choices: list[FinishedChoice]) -> ResponsesAnswer:
         (choice,) = choices
@@ -86,9 +97,7 @@ class ResponsesWriter:
         origins: list[TokenOrigin] = []
         async for delta in self._context.generation.deltas():
             if self._num_events == 0:
-                started = self._answer("in_progress").model_dump(mode="json")
-                yield self._event("response.created", response=started)
-                yield self._event("response.in_progress", response=started)
+                yield await self._written(self._started, 0)
             choice.add(delta)
             scored += delta.scored
             origins += delta.origins
@@ -103,10 +112,30 @@ class ResponsesWriter:
                 if isinstance(part, TextPart) and part.kind == "content":
                     scored.clear()
                     origins.clear()
-        for kind, fields in self._close(items, choice):
-            yield self._event(kind, **fields)
+        num_values = len(choice.token_ids) + len(choice.origins)
+        num_values += len(choice.scored) * ((self._body.top_logprobs or 0) + 1)
+        yield await self._written(partial(self._ended, choice, items), num_values)
+
+    async def _written(self, write: Callable[[], bytes], num_values: int) -> bytes:
+        """Writes what repeats the request or all that was said, in a thread if that may take long."""
+        context = self._context
+        if self._body_size <= SHORT_BODY and num_values <= FEW_VALUES:
+            return write()
+        weight = self._body_size + MEMORY_PER_VALUE * num_values
+        key = context.generation.prepared.key
+        return await context.services.work.run(weight, key, write, may_refuse=False)
+
+    def _started(self) -> bytes:
+        started = self._answer("in_progress").model_dump(mode="json")
+        return b"".join(
+            self._event(kind, response=started) for kind in ("response.created", "response.in_progress")
+        )
+
+    def _ended(self, choice: FinishedChoice, items: OutputItems) -> bytes:
+        events = [self._event(kind, **fields) for kind, fields in self._close(items, choice)]
         answer = self._finished(choice, items)
-        yield self._event(f"response.{answer.status}", response=answer.model_dump(mode="json"))
+        ended = self._event(f"response.{answer.status}", response=answer.model_dump(mode="json"))
+        return b"".join([*events, ended])
 
     def failure(self, error: ApiError) -> bytes:
         failed = self._answer("failed", error=FailureDetails(message=error.message))

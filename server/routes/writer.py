@@ -25,6 +25,10 @@ class ChunkWriter(ABC):
     def __init__(self, context: GenerationContext) -> None:
         self._context = context
 
+    @property
+    def may_be_large(self) -> bool:
+        return self._context.generation.prepared.may_be_large
+
     @abstractmethod
     def chunks(self) -> AsyncIterator[Answer]: ...
 

@@ -37,7 +37,7 @@ class DeltaWriter:
     def deltas(self, parts: Sequence[Part]) -> list[Delta]:
         """Returns what the parts add. A delta adds to one thing only: some clients look at one field."""
         deltas: list[Delta] = []
-        for part in joined([], list(parts)):
+        for part in joined(parts):
             match part:
                 case TextPart(kind="content"):
                     deltas.append(Delta(content=part.text))

@@ -4,8 +4,9 @@ Decides where the choice ends (by a stop string, before the engine knows) and gi
 log-probability out together with its text. ``server.generation`` has one ``ChoiceReader`` per choice.
 """
 
+from collections import deque
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from truedraft.engine.messages import PredictionUse, RoundTrace, TokenLogprob, TokenOutput
@@ -36,42 +37,66 @@ class ChoiceDelta:
     stop_reason: str | int | None = None
     parts: list[Part] = field(default_factory=list)
 
-    def __add__(self, later: Self) -> "ChoiceDelta":
-        return ChoiceDelta(
-            index=self.index,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            finish_reason=later.finish_reason,
-            scored=self.scored + later.scored,
-            origins=self.origins + later.origins,
-            prompt_scored=self.prompt_scored,
-            num_rounds=self.num_rounds + later.num_rounds,
-            stop_reason=later.stop_reason,
-            parts=joined(self.parts, later.parts),
-        )
+
+def one_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    """Returns several deltas of a choice in a row as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        scored=[scored for delta in deltas for scored in delta.scored],
+        origins=[origin for delta in deltas for origin in delta.origins],
+        prompt_scored=deltas[0].prompt_scored,
+        num_rounds=sum(delta.num_rounds for delta in deltas),
+        parts=joined([part for delta in deltas for part in delta.parts]),
+    )
 
 
 @dataclass(slots=True)
 class FinishedChoice:
+    """Collects the deltas of a choice; each costs the same, whatever came before."""
+
     index: int
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     scored: list[ScoredToken] = field(default_factory=list)
     origins: list[TokenOrigin] = field(default_factory=list)
     prompt_scored: list[TokenLogprob | None] | None = None
     stop_reason: str | int | None = None
-    parts: list[Part] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+    _parts: list[Part] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def parts(self) -> list[Part]:
+        return joined(self._parts)
 
     def add(self, delta: ChoiceDelta) -> None:
-        self.text += delta.text
+        self._texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.scored += delta.scored
         self.origins += delta.origins
-        self.parts = joined(self.parts, delta.parts)
+        self._parts += delta.parts
         self.prompt_scored = self.prompt_scored or delta.prompt_scored
+
+
+class AnswerDetails(NamedTuple):
+    """Counts tokens of the reasoning, and those of a prediction that appeared and that did not."""
+
+    num_reasoning: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
+
+    def with_change(self, before: Self, after: Self) -> "AnswerDetails":
+        return AnswerDetails(*(mine + new - old for mine, old, new in zip(self, before, after, strict=True)))
 
 
 class SpeculationCounts(NamedTuple):
@@ -152,7 +177,7 @@ class ChoiceReader:
         self._include_stop_string = include_stop_string
         self._text_start = text_start
         self.num_rounds = 0
-        self._unshown: list[ScoredToken] = []
+        self._unshown: deque[ScoredToken] = deque()
         self._origins = OriginReader()
         self._message = message
         self._reasoning = None if message is None else ReasoningCount(message)
@@ -162,12 +187,12 @@ class ChoiceReader:
 
         What follows a stop string was on its way when the string was found; it is not looked at.
         """
-        delta = self._read(outputs[0])
-        for output in outputs[1:]:
+        deltas = []
+        for output in outputs:
+            deltas.append(self._read(output))
             if self.finish_reason is not None:
                 break
-            delta += self._read(output)
-        return delta
+        return one_delta(deltas)
 
     def _read(self, output: TokenOutput) -> ChoiceDelta:
         # A stop token ends the text without being part of it.
@@ -203,8 +228,9 @@ class ChoiceReader:
         )
 
     @property
-    def num_reasoning_tokens(self) -> int:
-        return 0 if self._reasoning is None else self._reasoning.num_tokens
+    def details(self) -> AnswerDetails:
+        num_reasoning = 0 if self._reasoning is None else self._reasoning.num_tokens
+        return AnswerDetails(num_reasoning, self.predicted.num_accepted, self.predicted.num_rejected)
 
     def read_prompt(self, output: TokenOutput) -> ChoiceDelta:
         """The output of a request for no tokens: only what it says about the prompt counts."""
@@ -223,7 +249,7 @@ class ChoiceReader:
         ends = [*offsets[1:], self._detokenizer.num_characters]
         marks = self._message.mark_ids
         mark_ends = [end for token_id, end in zip(token_ids, ends, strict=False) if token_id in marks]
-        parts = joined([], self._message.push(text, mark_ends))
+        parts = joined(self._message.push(text, mark_ends))
         if self.finish_reason is not None:
             parts = joined(parts, self._message.finish())
         self._reasoning.add(offsets)
@@ -249,5 +275,4 @@ class ChoiceReader:
             ScoredToken.of(scored, self._text_start + offset)
             for scored, offset in zip(output.logprobs or [], offsets, strict=False)
         ]
-        shown, self._unshown = self._unshown[:num_shown], self._unshown[num_shown:]
-        return shown
+        return [self._unshown.popleft() for _ in range(min(num_shown, len(self._unshown)))]

@@ -5,7 +5,7 @@ Knows nothing of tokens. However the text is cut, the pieces of a part add up to
 
 import re
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from truedraft.engine.text.detokenizer import longest_stop_prefix
@@ -39,18 +39,27 @@ RECIPIENT = re.compile(r"to=functions\.([\w-]+)")
 Steps = Generator[Part | None, None, None]
 
 
-def joined(parts: list[Part], later: list[Part]) -> list[Part]:
+def joined(parts: Iterable[Part], later: Iterable[Part] = ()) -> list[Part]:
     """One after the other, without a cut through a text."""
-    result = list(parts)
-    for part in later:
-        last = result[-1] if result else None
-        if isinstance(part, TextPart) and isinstance(last, TextPart) and part.kind == last.kind:
-            result[-1] = TextPart(part.kind, last.text + part.text)
-        elif isinstance(part, Arguments) and isinstance(last, Arguments):
-            result[-1] = Arguments(last.text + part.text)
+    runs: list[list[Part]] = []
+    for part in (*parts, *later):
+        if runs and _is_same_text(runs[-1][0], part):
+            runs[-1].append(part)
         else:
-            result.append(part)
-    return result
+            runs.append([part])
+    return [_as_one(run) for run in runs]
+
+
+def _is_same_text(first: Part, part: Part) -> bool:
+    if isinstance(first, TextPart):
+        return isinstance(part, TextPart) and part.kind == first.kind
+    return isinstance(first, Arguments) and isinstance(part, Arguments)
+
+
+def _as_one(run: list[Part]) -> Part:
+    if len(run) == 1 or isinstance(run[0], CallStart):
+        return run[0]
+    return replace(run[0], text="".join(part.text for part in run if not isinstance(part, CallStart)))
 
 
 @dataclass(frozen=True, slots=True)

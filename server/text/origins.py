@@ -24,16 +24,17 @@ class OriginReader:
     ) -> list[TokenOrigin]:
         """``offsets``: of the tokens that counted; ``num_shown`` tokens, of this output or earlier ones, have
         all of their text out now."""
-        self._text += text
+        text, place, taken = self._text + text, 0, []
         self._waiting += zip(_origins(output), offsets, strict=False)
-        return [self._take() for _ in range(min(num_shown, len(self._waiting)))]
-
-    def _take(self) -> TokenOrigin:
-        token, _ = self._waiting.popleft()
-        end = self._waiting[0][1] - self._start if self._waiting else len(self._text)
-        token.text, self._text = self._text[:end], self._text[end:]
-        self._start += len(token.text)
-        return token
+        for _ in range(min(num_shown, len(self._waiting))):
+            token, _ = self._waiting.popleft()
+            end = self._waiting[0][1] - self._start if self._waiting else len(text)
+            token.text = text[place:end]
+            place += len(token.text)
+            taken.append(token)
+        self._text = text[place:]
+        self._start += place
+        return taken
 
 
 def _origins(output: TokenOutput) -> Iterator[TokenOrigin]:

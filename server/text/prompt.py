@@ -41,10 +41,12 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 class TokenPrompt(NamedTuple):
-    """``text`` is what ``echo`` repeats; of given token ids it is there only then."""
+    """``text`` is what ``echo`` repeats; of given token ids it is there only then. ``ending`` are the last
+    tokens, as far as they decide how the text goes on."""
 
     token_ids: list[int]
     text: str
+    ending: Sequence[int] = ()
 
 
 class PromptLimits(NamedTuple):
@@ -92,7 +94,8 @@ def chat_prompt(
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         raise InvalidRequestError("The chat template made an empty prompt.", param=name)
-    return TokenPrompt(token_ids[-(request.truncate_prompt_tokens or len(token_ids)) :], text)
+    token_ids = token_ids[-(request.truncate_prompt_tokens or len(token_ids)) :]
+    return TokenPrompt(token_ids, text, tokenizer.ending(token_ids))
 
 
 def check_characters(num_characters: int, limits: PromptLimits, param: str) -> None:
@@ -302,7 +305,7 @@ def _token_prompt(
         token_ids, text = token_ids[-limit:], None
     if text is None:
         text = tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else ""
-    return TokenPrompt(token_ids, text)
+    return TokenPrompt(token_ids, text, tokenizer.ending(token_ids))
 
 
 def _joined_system(messages: Sequence[Message]) -> list[Message]:

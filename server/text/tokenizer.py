@@ -7,7 +7,7 @@ templates, each in a process of its own; ``load_tokenizer`` waits for it and is 
 import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from truedraft.engine.text.detokenizer import TextStream
-from truedraft.engine.text.text_stream import MarkedTextStream, continued, text_stream
+from truedraft.engine.text.text_stream import MarkedTextStream, ending, text_stream
 from truedraft.engine.text.vocabulary import Vocabulary
 from truedraft.server.text.families import (
     GENERIC,
@@ -59,19 +59,16 @@ class Tokenizer:
         (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def stream(
-        self, *, skip_special_tokens: bool, marks: Sequence[str] = (), after: Sequence[int] = ()
-    ) -> TextStream:
-        """Starts a text that continues the tokens ``after``: a decoder may drop a space before its first one.
+    def stream(self, *, skip_special_tokens: bool, marks: Sequence[str] = ()) -> TextStream:
+        """Starts a text. Special tokens that are part of ``marks`` are text in any case."""
+        stream = text_stream(self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens and (shown := _part_of(marks, self.vocabulary.special)):
+            return MarkedTextStream(stream, {token_id: text for text, token_id in shown.items()})
+        return stream
 
-        Special tokens that are part of ``marks`` are text in any case.
-        """
-        shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
-        make = partial(text_stream, self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens)
-        stream = (
-            MarkedTextStream(make, {token_id: text for text, token_id in shown.items()}) if shown else make()
-        )
-        return continued(stream, self._fast, after)
+    def ending(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns the last tokens, as far as they decide how a text goes on after them."""
+        return ending(self.vocabulary, token_ids)
 
     def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Returns the ids of tokens that are part of ``texts`` and that llguidance takes for no text."""

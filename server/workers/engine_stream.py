@@ -6,16 +6,21 @@ it must work inside a cancelled task.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
 from truedraft.engine.messages import Generate, TokenOutput
 
+# Outputs that are read at once: about those of one step.
+MOST_AT_ONCE = 32
+
 AbortSequence = Callable[[str, int | None], None]
 
 
 class EngineStream:
-    """Async iterator of whatever has come since the last time, in order; a slow reader gets more at once.
+    """Async iterator of what has come since the last time, in order; a slow reader gets more at once, but no
+    more than can be read in a moment.
 
     Ends when every sequence has finished or was stopped.
     """
@@ -25,7 +30,7 @@ class EngineStream:
         self.has_output = False
         self.num_submissions = 1
         self._abort = abort
-        self._outputs: list[TokenOutput] = []
+        self._outputs: deque[TokenOutput] = deque()
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
         self._open = {request.request_id: set(range(request.n)) for request in requests}
@@ -82,12 +87,13 @@ class EngineStream:
         return self
 
     async def __anext__(self) -> list[TokenOutput]:
-        if self._open:
+        if self._outputs:
+            await asyncio.sleep(0)  # whoever is late lets others go first
+        elif self._open:
             await self._has_news.wait()
         self._has_news.clear()
         if self._outputs:
-            outputs, self._outputs = self._outputs, []
-            return outputs
+            return [self._outputs.popleft() for _ in range(min(MOST_AT_ONCE, len(self._outputs)))]
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration

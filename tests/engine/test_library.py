@@ -16,6 +16,7 @@ from truedraft.engine.library.completion import DeltaReader
 from truedraft.engine.library.params import checked_params
 from truedraft.engine.messages import TokenOutput
 from truedraft.engine.text.detokenizer import Detokenizer
+from truedraft.engine.text.stop_strings import StopStrings
 from truedraft.server.text.tokenizer import Tokenizer
 
 STORY = "Once upon a time"
@@ -272,7 +273,7 @@ def test_no_delta_ends_inside_a_character(
     first = 0 if tokenizer is BYTE_LEVEL else 6
     ids = [byte + first for byte in text.encode()]
     reader = DeltaReader(
-        Detokenizer(tokenizer.stream(skip_special_tokens=True), [stop] if stop else []),
+        Detokenizer(tokenizer.stream(skip_special_tokens=True), StopStrings([stop] if stop else [])),
         [],
         include_stop=False,
     )

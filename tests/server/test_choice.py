@@ -21,6 +21,7 @@ from truedraft.engine.messages import (
     TokenOutput,
 )
 from truedraft.engine.text.detokenizer import Detokenizer
+from truedraft.engine.text.stop_strings import StopStrings
 from truedraft.server.text.chat_parts import whole_message
 from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice
 from truedraft.server.text.families import CALL_FORMATS, REASONING_MARKS
@@ -54,7 +55,9 @@ def reader_of(
     tokenizer: Tokenizer, stops: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
 ) -> ChoiceReader:
     stream = tokenizer.stream(skip_special_tokens=True)
-    detokenizer = Detokenizer(stream, stops, include_stop_string=include_stop, min_tokens=min_tokens)
+    detokenizer = Detokenizer(
+        stream, StopStrings(stops), include_stop_string=include_stop, min_tokens=min_tokens
+    )
     return ChoiceReader(0, detokenizer, include_stop_string=include_stop, text_start=0)
 
 
@@ -84,7 +87,11 @@ def joined(deltas: Sequence[ChoiceDelta]) -> FinishedChoice:
     choice = FinishedChoice(0)
     for delta in deltas:
         choice.add(delta)
-    return choice
+    return in_one_piece(choice)
+
+
+def in_one_piece(choice: FinishedChoice) -> FinishedChoice:
+    return replace(choice, _texts=[choice.text], _parts=choice.parts)
 
 
 tokens = st.lists(

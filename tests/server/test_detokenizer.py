@@ -1,12 +1,14 @@
 """Properties of incremental detokenization: nothing lost, nothing split, no stop string let out."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truedraft.engine.text.detokenizer import Detokenizer, find_stop, longest_stop_prefix
+from truedraft.engine.text.detokenizer import Detokenizer, longest_stop_prefix
+from truedraft.engine.text.stop_strings import StopStrings
 from truedraft.server.text.tokenizer import Tokenizer
 
 
@@ -31,6 +33,17 @@ def cut(token_ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         steps.append(list(token_ids[position : position + size]))
         position, number = position + size, number + 1
     return steps
+
+
+class Match(NamedTuple):
+    start: int
+    end: int
+
+
+def find_stop(text: str, stops: Sequence[str]) -> Match | None:
+    """Returns the stop string that is complete first, by definition, and of two the longer one."""
+    matches = [Match(text.find(stop), text.find(stop) + len(stop)) for stop in stops if stop in text]
+    return min(matches, key=lambda match: (match.end, match.start), default=None)
 
 
 token_lists = st.lists(st.integers(0, 259), max_size=40)
@@ -65,7 +78,7 @@ def test_stop_strings_end_the_text_wherever_it_was_cut(
     tokenizer: Tokenizer, text: str, stops: list[str], sizes: list[int], include: bool
 ) -> None:
     stream = tokenizer.stream(skip_special_tokens=True)
-    detokenizer = Detokenizer(stream, stops, include_stop_string=include)
+    detokenizer = Detokenizer(stream, StopStrings(stops), include_stop_string=include)
     pieces, num_tokens, stopped = run(detokenizer, cut(list(text.encode()), sizes))
     match = find_stop(text, stops)
     assert stopped == (match is not None)
@@ -79,7 +92,7 @@ def test_stop_strings_end_the_text_wherever_it_was_cut(
 @given(text=small_texts, stops=small_stops)
 def test_released_text_never_has_to_be_taken_back(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
     """Whatever comes next, what was released stays outside of every stop string."""
-    detokenizer = Detokenizer(tokenizer.stream(skip_special_tokens=True), stops)
+    detokenizer = Detokenizer(tokenizer.stream(skip_special_tokens=True), StopStrings(stops))
     released = ""
     for position, token_id in enumerate(text.encode(), start=1):
         piece = detokenizer.push([token_id])
@@ -126,7 +139,9 @@ def test_stop_strings_count_after_the_minimum_only(
     tokenizer: Tokenizer, text: str, stops: list[str], sizes: list[int], minimum: int
 ) -> None:
     raw = text.encode()
-    detokenizer = Detokenizer(tokenizer.stream(skip_special_tokens=True), stops, min_tokens=minimum)
+    detokenizer = Detokenizer(
+        tokenizer.stream(skip_special_tokens=True), StopStrings(stops), min_tokens=minimum
+    )
     pieces, _, stopped = run(detokenizer, cut(list(raw), sizes))
     # A character that is complete only after the minimum is searched as a whole.
     unsearched = raw[:minimum].decode(errors="ignore")

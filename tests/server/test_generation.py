@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.server.test_choice import in_one_piece
 from tests.server.test_text_stream import TOKENIZERS
 from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 from truedraft.server.errors import EngineError
-from truedraft.server.generation.generation import Generation, _reader
+from truedraft.server.generation.generation import Generation, _readers
 from truedraft.server.generation.prepared_request import PreparedRequest
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
@@ -126,7 +127,7 @@ async def answer(
     generation.close()
     assert sorted(engine.aborted + ended) == sequences  # none is aborted after its end
     return Answer(
-        choices,
+        [in_one_piece(choice) for choice in choices],
         generation.usage(),
         generation.speculation,
         [choice.trace for choice in generation.choices],
@@ -222,8 +223,8 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
 @pytest.mark.parametrize(("continues_prompt", "text"), [(True, " the"), (False, "the")])
 def test_a_completion_goes_on_with_its_prompt_and_a_message_begins(continues_prompt: bool, text: str) -> None:
     """SentencePiece's decoder drops the space before the first word of a text."""
-    asked = replace(prepared(1, 1), prompts=[TokenPrompt([3], "a")], continues_prompt=continues_prompt)
-    reader = _reader(asked, 0, TOKENIZERS["bpe"])
+    asked = replace(prepared(1, 1), prompts=[TokenPrompt([3], "a", [3])], continues_prompt=continues_prompt)
+    (reader,) = _readers(asked, TOKENIZERS["bpe"])
     assert (
         reader.read(
             [TokenOutput("cmpl-x-0", 0, [2], "length", num_draft_tokens=0, num_accepted_tokens=0)]

@@ -407,6 +407,10 @@ def test_many_stop_strings(server: RunningServer, start_server: StartServer, pat
     with start_server(max_stop_strings=4) as few:
         assert few.post(path, ask | {"stop": stops[:4]}).status_code == 200
         assert "max_stop_strings" in refused(few, path, ask | {"stop": stops[:5]})["message"]
+    assert server.post(path, ask | {"stop": ["x" * 8192, "y" * 8192]}).status_code == 200
+    error = refused(server, path, ask | {"stop": ["x" * 8192, "y" * 8193]})
+    assert "16385 characters" in error["message"]
+    assert "max_stop_characters" in error["message"]
 
 
 def test_idle_connections_outlive_the_pools_of_clients(

@@ -435,6 +435,7 @@ def test_choices_become_grammars(speaking: RunningServer) -> None:
         ),
         ({"stop_sequences": [""]}, "stop_sequences.0", "invalid_value"),
         ({"stop_sequences": ["x"] * 1000}, "max_stop_strings", "invalid_value"),
+        ({"stop_sequences": ["x" * 20_000]}, "max_stop_characters", "invalid_value"),
         ({"stop": ["x"]}, "'stop'", "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "'response_format'", "unsupported_parameter"),
         ({"speculation": {"origins": True}}, "speculation.origins", "unsupported_parameter"),

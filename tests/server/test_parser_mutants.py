@@ -131,10 +131,18 @@ MUTANTS = {
         message_parser, "quoted_as_json", "json.dumps(piece, ensure_ascii=False)", "piece", quoted
     ),
     "joined content follows its reasoning as one": Mutant(
-        tests, "joined", "and part.kind == last.kind", "", tests.test_joined_parts_say_the_same
+        message_parser,
+        "_is_same_text",
+        "and part.kind == first.kind",
+        "",
+        tests.test_joined_parts_say_the_same,
     ),
     "joined arguments lose what came before": Mutant(
-        tests, "joined", "Arguments(last.text + part.text)", "part", tests.test_joined_parts_say_the_same
+        message_parser,
+        "_as_one",
+        "for part in run if",
+        "for part in run[1:] if",
+        tests.test_joined_parts_say_the_same,
     ),
     "arguments of all calls are the first one's": Mutant(
         tests, "whole_message", "calls[-1].function", "calls[0].function", calls

@@ -1,7 +1,11 @@
 """Properties of text streams on every kind of decoder: nothing raises, nothing is lost or taken back."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -9,8 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
+from tests.growth import num_lines
 from tests.server.tiny_tokenizer import byte_characters
+from truedraft.engine.text import text_stream as text_streams
 from truedraft.engine.text.detokenizer import Detokenizer
+from truedraft.engine.text.stop_strings import StopStrings
+from truedraft.engine.text.text_stream import CONTEXT, continued, ending, text_stream
 from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer
 
 WORDS = ["<unk>", "▁", "▁the", "a", "é", "▁▁"]
@@ -45,6 +53,7 @@ def byte_level() -> Tokenizer:
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     fast = FastTokenizer(models.BPE(vocabulary, []))
     fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken("<s>", special=True)])
     return Tokenizer(fast, ChatTemplates(None))
 
 
@@ -116,7 +125,7 @@ def test_a_character_is_out_with_its_last_byte(model: str) -> None:
     """A newline is one of those bytes, and a common stop string."""
     stream = TOKENIZERS[model].stream(skip_special_tokens=True)
     assert [stream.step(BYTE_IDS[byte]) for byte in "a\né".encode()] == ["a", "\n", "", "é"]
-    piece = Detokenizer(TOKENIZERS[model].stream(skip_special_tokens=True), ["\n"]).push(
+    piece = Detokenizer(TOKENIZERS[model].stream(skip_special_tokens=True), StopStrings(["\n"])).push(
         [3, BYTE_IDS[0x0A], BYTE_IDS[0xFF]]
     )
     assert (piece.text, len(piece.offsets), piece.stop_string) == ("a", 2, "\n")
@@ -138,7 +147,8 @@ def test_a_text_goes_on_with_what_was_before(
     model: str, before: list[int], token_ids: list[int], skip: bool
 ) -> None:
     """A decoder drops a space before the first token, and this is not the first one."""
-    stream = TOKENIZERS[model].stream(skip_special_tokens=skip, after=before)
+    tokenizer = TOKENIZERS[model]
+    stream = continued(tokenizer.stream(skip_special_tokens=skip), tokenizer.ending(before))
     text = "".join([*map(stream.step, token_ids), stream.flush()])
     whole = expected([*before, *token_ids], skip)
     first = streamed(TOKENIZERS[model], before, skip)
@@ -165,3 +175,168 @@ def test_bytes_that_begin_no_character_stay() -> None:
     for tokenizer, ids in ((TOKENIZERS["bpe"], [BYTE_IDS[0x41], BYTE_IDS[0xFF]]), (BYTE_LEVEL, [0x41, 0xFF])):
         stream = tokenizer.stream(skip_special_tokens=True)
         assert "".join(map(stream.step, ids)) + stream.flush(is_cut=True) == "A\ufffd"
+
+
+def plain(decoder: decoders.Decoder | None) -> Tokenizer:
+    """Makes a tokenizer whose decoder looks at neighbours, at the beginning or at nothing."""
+    words = ["[UNK]", "▁", "▁the", "a", "##a", ".", "'", "ab</w>", "é", "�"]
+    fast = FastTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    if decoder is not None:
+        fast.decoder = decoder
+    fast.add_special_tokens([AddedToken("<s>", special=True)])
+    return Tokenizer(fast, ChatTemplates(None))
+
+
+DECODERS = {
+    "none": None,
+    "metaspace": decoders.Metaspace(),
+    "word pieces": decoders.WordPiece("##", True),
+    "strip": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 3, 0)]),
+    "suffixes": decoders.BPEDecoder("</w>"),
+    "byte level and fuse": decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
+}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@given(token_ids=st.lists(st.integers(0, 11) | st.just(1), max_size=60), skip=st.booleans())
+@example(token_ids=[3, *[1] * 40, 2, 2], skip=True)
+def test_the_text_is_that_of_all_ids_for_every_decoder(kind: str, token_ids: list[int], skip: bool) -> None:
+    tokenizer = plain(DECODERS[kind])
+    assert streamed(tokenizer, token_ids, skip) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+@given(token_ids=st.lists(st.integers(0, 256), max_size=60) | st.lists(lone_bytes, max_size=60))
+@example(token_ids=[*"€".encode()] * 20)
+def test_bytes_are_replaced_as_the_decoder_does(token_ids: list[int]) -> None:
+    """However many come that are no character, and whatever stands between them."""
+    ids = [token_id % 256 for token_id in token_ids]
+    assert streamed(BYTE_LEVEL, ids, skip=True) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
+
+
+KINDS = {"byte level": BYTE_LEVEL, "metaspace": plain(DECODERS["metaspace"])} | TOKENIZERS
+ENDLESS = {
+    "special tokens": [SPECIAL, 10],
+    "ids without a token": [10_000],
+    "halves of characters": [BYTE_IDS[0xE2], 0xE2],
+    "bytes that are none": [BYTE_IDS[0xFF], 0xFF],
+    "replacement characters": [*(BYTE_IDS[byte] for byte in b"\xef\xbf\xbd"), *b"\xef\xbf\xbd", 9],
+    "spaces": [1, 0x20],
+}
+
+
+class Decodings:
+    """Counts the tokens that are decoded, for which Python's lines do not tell."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        self._fast = fast
+        self.num_tokens = 0
+
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        self.num_tokens += len(token_ids)
+        return str(self._fast.decode(token_ids, **options))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._fast, name)
+
+
+@pytest.mark.parametrize("tokens", ENDLESS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_costs_the_same_wherever_it_stands(kind: str, tokens: str) -> None:
+    """No text may ever come, and the prompt may have none either."""
+    tokenizer = KINDS[kind]
+
+    def work(size: int) -> int:
+        counted = Decodings(tokenizer._fast)
+        token_ids = ENDLESS[tokens] * size
+
+        def read() -> None:
+            stream = text_stream(counted, tokenizer.vocabulary, skip_special_tokens=True)  # type: ignore[arg-type]
+            continued(stream, ending(tokenizer.vocabulary, token_ids))
+            for token_id in token_ids:
+                stream.step(token_id)
+            stream.flush()
+
+        return num_lines(read) + counted.num_tokens
+
+    works = [work(size) for size in (100, 200, 400)]
+    assert all(later <= 2.2 * earlier for earlier, later in pairwise(works)), works
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(token_ids=st.lists(st.integers(0, 270), max_size=100))
+def test_a_prompts_ending_is_short(kind: str, token_ids: list[int]) -> None:
+    tokenizer = KINDS[kind]
+    found = tokenizer.ending(token_ids + [10_000] * 50)
+    assert len(found) <= 2 * CONTEXT
+    assert tokenizer.ending(found) == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(before=token_lists, first=token_lists, second=token_lists, skip=st.booleans())
+def test_copies_go_on_by_themselves(
+    kind: str, before: list[int], first: list[int], second: list[int], skip: bool
+) -> None:
+    stream = KINDS[kind].stream(skip_special_tokens=skip, marks=["<s>"])
+    start = "".join(map(stream.step, before))
+    copied = stream.copy()
+    texts = [
+        start + "".join([*map(each.step, rest), each.flush()])
+        for each, rest in ((stream, first), (copied, second))
+    ]
+    for text, rest in zip(texts, (first, second), strict=True):
+        alone = KINDS[kind].stream(skip_special_tokens=skip, marks=["<s>"])
+        assert text == "".join([*map(alone.step, [*before, *rest]), alone.flush()])
+
+
+@pytest.mark.parametrize("kind", ["byte level", "bpe"])
+def test_a_character_ends_before_a_mark(kind: str) -> None:
+    """It is not completed by bytes that come after the mark."""
+    tokenizer, (first, second) = KINDS[kind], ("é".encode())
+    special = tokenizer._fast.token_to_id("<s>")
+    stream = tokenizer.stream(skip_special_tokens=True, marks=["<s>"])
+    ids = [BYTE_IDS[first], special, BYTE_IDS[second]] if kind == "bpe" else [first, special, second]
+    assert "".join([*map(stream.step, ids), stream.flush()]) == "\ufffd<s>\ufffd"
+
+
+def every_kind(test: Callable[..., None], **arguments: str) -> None:
+    for kind in KINDS:
+        test(kind, **arguments)
+
+
+decoded = partial(test_the_text_is_that_of_all_ids_for_every_decoder, "strip")
+replaced = test_bytes_are_replaced_as_the_decoder_does
+copied = partial(every_kind, test_copies_go_on_by_themselves)
+cheap = partial(every_kind, test_a_token_costs_the_same_wherever_it_stands)
+short = partial(every_kind, test_a_prompts_ending_is_short)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "gate"),
+    [
+        ("if len(self._window) >= 2 * CONTEXT:", "if False:", partial(cheap, tokens="halves of characters")),
+        ("del self._window[:-CONTEXT]", "del self._window[:-1]", decoded),
+        ("- num_left", "", replaced),
+        ("and self._ends_inside_character()", "", test_bytes_that_begin_no_character_stay),
+        ("other._window = self._window.copy()", "pass", copied),
+        ("other._utf8.setstate(self._utf8.getstate())", "pass", copied),
+        ("or place < CONTEXT", "or True", short),
+        ("num_with_text += has_text", "pass", short),
+        (
+            "self._stream = self._new.copy()",
+            "pass",
+            partial(test_a_character_ends_before_a_mark, "byte level"),
+        ),
+    ],
+)
+def test_planted_bugs_are_caught(
+    monkeypatch: pytest.MonkeyPatch, right: str, wrong: str, gate: Callable[[], None]
+) -> None:
+    planted: dict[str, Any] = {}
+    source = Path(text_streams.__file__).read_text()
+    assert source.count(right) == 1
+    exec(compile(source.replace(right, wrong), "planted", "exec"), planted)
+    for name in ("text_stream", "ending", "MarkedTextStream"):
+        monkeypatch.setattr(f"truedraft.server.text.tokenizer.{name}", planted[name])
+        monkeypatch.setitem(globals(), name, planted[name])
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        gate()
