@@ -23,8 +23,8 @@ class ModelSettings(BaseModel):
 
     target: str | None = Field(
         None,
-        description="Target model: a folder, a GGUF file, or a name of the hub such as owner/repository:Q4_K_M. "
-        "Default: the bundled demo pair.",
+        description="Target model: a folder, a GGUF file, or a name of the hub such as "
+        "owner/repository:Q4_K_M. Default: the bundled demo pair.",
     )
     draft: str | None = Field(
         None,

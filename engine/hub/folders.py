@@ -28,6 +28,21 @@ def check_path(path: str, *, allow_pickle: bool = False) -> None:
     _check_files(path, place, allow_pickle)
 
 
+def context_of(path: str) -> int | None:
+    """Returns how many tokens a checkpoint's config.json allows; None where it is not said, or other settings
+    stretch it."""
+    try:
+        config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        is_plain = not config.get("is_encoder_decoder")
+        scaling = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
+    except (OSError, ValueError, AttributeError):
+        return None
+    is_stretched = any(each and each.get("rope_type", "default") != "default" for each in scaling)
+    context = config.get("max_position_embeddings")
+    return context if is_plain and not is_stretched and isinstance(context, int) else None
+
+
 def _check_files(path: str, folder: Path, allow_pickle: bool) -> None:
     weights = [name for pattern in WEIGHTS for name in folder.glob(pattern) if "adapter" not in name.name]
     ggufs = sorted(file.name for file in folder.iterdir() if is_gguf(file.name))

@@ -244,7 +244,6 @@ def main() -> int:
         core = build_engine(config, lambda stage: connection.send(Loading(stage)))
         ready = describe(core, config)
     except ModelLoadError as error:
-        print(f"truedraft worker: {error}", file=sys.stderr)
         connection.send(Failed(request_id="", code="model_load_failed", message=str(error)))
         return 2
     keep_loaded()

@@ -129,7 +129,8 @@ async def drain_on_signal(server: Server, services: Services) -> None:
     await server.reach(Phase.DRAINING)
     services.drain()
     timeout = services.settings.drain_timeout
-    logger.info("Shutting down: waiting up to %g s for %d requests.", timeout, server.num_running)
+    if server.num_running and server.phase == Phase.DRAINING:
+        logger.info("Shutting down: waiting up to %g s for %d requests.", timeout, server.num_running)
     try:
         async with asyncio.timeout(timeout):
             while server.num_running and server.phase == Phase.DRAINING:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from pydantic import ByteSize
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.fetch_bar import fetch_bar
-from truedraft.engine.hub.folders import check_path
+from truedraft.engine.hub.folders import check_path, context_of
 from truedraft.engine.hub.located import is_a_model, located
 from truedraft.engine.hub.names import hub_name
 from truedraft.engine.machine.heap import trim_heap
@@ -148,8 +149,31 @@ def check_models(settings: Settings) -> None:
         for model in (settings.target, draft if draft is not None and is_a_model(draft) else None):
             if model is not None and hub_name(model) is None:
                 check_path(model, allow_pickle=settings.allow_pickle)
+        check_device(settings.device)
+        check_length(settings)
     except ModelLoadError as error:
-        raise StartError(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
+        raise StartError(_sentence(str(error))) from error
+
+
+def _sentence(message: str) -> str:
+    """Begins with a capital letter, unless the first word is the name of a setting."""
+    is_setting = message.partition(" ")[0] in Settings.model_fields
+    return f"{message}." if is_setting else f"{message[0].upper()}{message[1:]}."
+
+
+def check_device(device: str) -> None:
+    """Refuses a GPU that the installed torch cannot use, without importing torch."""
+    installed = version("torch")
+    if device.startswith("cuda") and installed.endswith("+cpu"):
+        raise ModelLoadError(f"device is {device!r}, but the installed torch, {installed}, is for CPUs alone")
+
+
+def check_length(settings: Settings) -> None:
+    """Refuses texts that are longer than the context of a target on this machine."""
+    asked, target = settings.max_model_len, str(settings.target)
+    context = None if asked is None or hub_name(target) is not None else context_of(target)
+    if asked is not None and context is not None and asked > context:
+        raise ModelLoadError(f"max_model_len is {asked}, the target's context only {context}")
 
 
 def locate(settings: Settings) -> EngineConfig:
@@ -159,7 +183,7 @@ def locate(settings: Settings) -> EngineConfig:
         with fetch_bar(lines) as tell:
             return located(settings.engine_config(), tell, logger.info)
     except ModelLoadError as error:
-        raise StartError(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
+        raise StartError(_sentence(str(error))) from error
 
 
 def check_tls(settings: Settings) -> None:

@@ -229,7 +229,7 @@ class WorkerClient:
                 self._observer.stats(message.stats)
                 listener.outputs(message.outputs)
             case Failed(request_id=""):  # not one request: the worker itself cannot go on
-                self._load_error = f"The worker failed: {message.message}"
+                self._load_error = message.message
             case Failed():
                 listener.request_failed(message.request_id, _error_from(message))
             case Loading():

@@ -160,8 +160,7 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
         assert "there is no file or folder" in failed.message
         _, stderr = worker.process.communicate(timeout=TIMEOUT_SECONDS)
         assert worker.process.returncode == 2
-        assert stderr.strip().endswith(failed.message)
-        assert "Traceback" not in stderr
+        assert stderr.strip() == ""  # the front end says it
 
 
 def test_a_worker_without_its_front_end_leaves(models: Models) -> None:

@@ -9,6 +9,8 @@ import pytest
 from tools.write_configuration import library_settings
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ConfigError
+from truedraft.engine.hub.folders import context_of
+from truedraft.server.cli import launch
 from truedraft.server.cli.help import configuration_page, setting_groups
 from truedraft.server.cli.main import main
 from truedraft.server.cli.settings_sources import load_settings
@@ -202,3 +204,41 @@ def test_mistakes_on_the_command_line(
 ) -> None:
     assert main(arguments) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-model-len", "1000000"], "max_model_len is 1000000, the target's context only 1024."),
+        (["--draft", "nowhere.gguf"], "There is no file nowhere.gguf."),
+        (["nowhere/nor/here"], "There is no file or folder nowhere/nor/here."),
+        (["--device", "cuda"], "device is 'cuda', but the installed torch"),
+    ],
+)
+def test_cheap_mistakes_are_told_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(launch, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(launch, "make_app", None)  # nothing is begun
+    assert main(["serve", "--port", "0", *arguments]) == 1
+    output = capsys.readouterr()
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert message in output.err
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"text_config": {"max_position_embeddings": 2048}}, 2048),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn"}}, None),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default"}}, 4096),
+        ({"max_position_embeddings": 512, "is_encoder_decoder": True}, None),
+        ({"max_position_embeddings": "many"}, None),
+        ({}, None),
+        ([], None),
+    ],
+)
+def test_context_that_a_config_names(tmp_path: Path, config: object, context: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert context_of(str(tmp_path)) == context

@@ -47,7 +47,7 @@ def test_models_that_do_not_load_end_it(
     command = (*FAKE_WORKER, "--fail-at-start", "not enough memory")
     monkeypatch.setattr(launch, "WorkerClient", partial(WorkerClient, worker_command=command))
     assert cli.main(["serve", "--target", str(model_folder), "--port", "0"]) == 1
-    assert "error: The worker failed: not enough memory" in capsys.readouterr().err
+    assert "error: not enough memory" in capsys.readouterr().err
 
 
 def test_connections_do_not_wait_for_acknowledgements() -> None:

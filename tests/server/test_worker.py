@@ -208,7 +208,7 @@ async def test_a_tokenizer_that_loads_longer_than_the_worker(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--fail-at-start", "no such model"), "The worker failed: no such model"),
+        (("--fail-at-start", "no such model"), "no such model"),
         (("--no-such-option",), "The worker exited with code 2 while loading; its own messages are above."),
     ],
 )
