@@ -117,5 +117,4 @@ def test_no_random_model_of_the_zoo_is_taken_for_a_misread_one(
         surprises.append((mean_surprise(model, ids[:MAX_TOKENS]) - math.log(VOCAB_SIZE), name))
         warn_if_misread(model, str(folder))
     assert WORSE not in caplog.text
-    print(sorted(surprises)[-5:], len(surprises))
     assert max(surprises)[0] < 0.7 * MARGIN
