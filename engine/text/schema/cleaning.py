@@ -36,9 +36,9 @@ TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 class SchemaError(ValueError):
     """``place`` is the path of the keyword at fault."""
 
-    def __init__(self, message: str, place: str) -> None:
+    def __init__(self, message: str, place: object) -> None:
         super().__init__(message)
-        self.place = place
+        self.place = str(place)
 
 
 class Cleaner:

@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from llguidance import LLMatcher
 
-from truedraft.engine.text.schema.pattern import exact_regex, read_schema
+from truedraft.engine.text.schema.numbers import read_json
+from truedraft.engine.text.schema.pattern import exact_regex
+from truedraft.engine.text.schema.place import Place
+from truedraft.engine.text.schema.writer import Layout, Writer, layout_of
 
 Format = Literal["json", "regex", "choice", "grammar"]
-
-# Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
-# overrides it.
-JSON_OPTIONS = {"whitespace_flexible": False}
 
 
 def grammar_of(kind: Format, source: Any) -> str:
@@ -25,7 +24,7 @@ def grammar_of(kind: Format, source: Any) -> str:
     """
     match kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(read_schema(source), defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+            return schema_grammar(source, Place("schema"))
         case "regex":
             return LLMatcher.grammar_from_regex(exact_regex(source))
         case "choice":
@@ -33,3 +32,10 @@ def grammar_of(kind: Format, source: Any) -> str:
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case "grammar":
             return LLMatcher.grammar_from_lark(source)
+
+
+def schema_grammar(source: Any, place: Place) -> str:
+    """Without spaces and line ends between values all of a document's structure is certain."""
+    schema = read_json(source) if isinstance(source, str) else source
+    written = Writer(schema, place, layout_of(schema, Layout()), "j").write()
+    return "\n".join(["%llguidance {}", *written.lines, f"start: {written.start}"])

@@ -1,0 +1,599 @@
+"""A JSON schema becomes rules of a grammar in llguidance's Lark, so that every text that matches is valid.
+
+llguidance has a compiler of schemas of its own. It reads numbers as doubles, lets them have thousands of
+digits, and says of a schema that nothing satisfies only that the parser gave up. Here llguidance gets strings
+alone as schemas. What cannot be written is refused by its place in the schema.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from llguidance import LLMatcher, LLTokenizer
+
+from truedraft.engine.text.schema import rules, times
+from truedraft.engine.text.schema.cleaning import ENFORCED, ENFORCED_FORMATS, NOT_ENFORCED, SchemaError
+from truedraft.engine.text.schema.demands import (
+    ALL_TYPES,
+    Demands,
+    KeywordError,
+    Members,
+    Placed,
+    demands_of,
+    joined,
+    same_value,
+)
+from truedraft.engine.text.schema.numbers import is_number, text_of
+from truedraft.engine.text.schema.one_of import exclusive
+from truedraft.engine.text.schema.pattern import NAME_CHARACTER, UNWRITTEN, exact_name, exact_pattern
+from truedraft.engine.text.schema.place import Place
+from truedraft.engine.text.schema.rules import Repeat, Rule
+
+# Far more than the parser takes: it ends what would take minutes before that.
+MOST_RULES = 100_000
+MOST_JOINED = 20_000
+# Each pattern of names doubles the kinds of names.
+MOST_PATTERNS = 4
+STRING = {"x-guidance": {"whitespace_flexible": False}}
+COMBINING = {"$ref", "allOf", "anyOf", "oneOf"}
+SPEAKING = ENFORCED - {"$defs", "definitions"}
+SPACE = r"/[ \t\r\n]+/"
+KEY = f'/"{NAME_CHARACTER}*"/'
+MOST_COUNTED = 5000
+PLAIN_SEPARATOR = re.compile(r"[ \t\r\n,:]*")
+BACKSLASH = "\\"
+SLASH = re.compile(r"\\.|/", re.DOTALL)
+
+
+class Layout(NamedTuple):
+    """How JSON is laid out. ``space`` is an expression of what may stand between its parts."""
+
+    comma: str = ","
+    colon: str = ":"
+    space: str = ""
+
+
+def layout_of(schema: Any, default: Layout) -> Layout:
+    """Returns what the schema itself says of it, under the name that llguidance has for that."""
+    asked = schema.get("x-guidance") if isinstance(schema, dict) else None
+    if asked is None:
+        return default
+    place = Place("x-guidance")
+    known = ("item_separator", "key_separator", "whitespace_pattern")
+    if not isinstance(asked, dict):
+        raise SchemaError("it is not an object", place)
+    for name, value in asked.items():
+        kind = str if name in known else bool if name == "whitespace_flexible" else None
+        if kind is None:
+            raise SchemaError(f"it may have {', '.join(known)} and whitespace_flexible only", place.at(name))
+        if value is not None and not isinstance(value, kind):
+            raise SchemaError(f"it is not a {'text' if kind is str else 'boolean'}", place.at(name))
+    space = SPACE if asked.get("whitespace_flexible", bool(default.space)) else ""
+    if pattern := asked.get("whitespace_pattern"):
+        space = _expression(pattern)
+    return Layout(asked.get(known[0], default.comma), asked.get(known[1], default.colon), space)
+
+
+class Written(NamedTuple):
+    """``start`` is the rule of the whole. ``places`` says by its name what a rule is for."""
+
+    lines: list[str]
+    start: str
+    places: Mapping[str, Place]
+
+
+class Writer:
+    """It writes the rules of one schema, ``root``, which has the definitions. Names begin with ``prefix``.
+
+    ``go_on`` is called now and then, and may raise an exception to end what nobody waits for.
+    """
+
+    def __init__(
+        self, root: Any, place: Place, layout: Layout, prefix: str, go_on: Callable[[], None] = lambda: None
+    ) -> None:
+        self._root = root
+        self._place = place
+        self._layout = layout
+        self._prefix = prefix
+        self._go_on = go_on
+        self._rules: dict[tuple[object, ...], Rule] = {}
+        self._pending: list[tuple[Rule, tuple[Placed, ...]]] = []
+        self._terms: dict[str, str] = {}
+        self._kept: list[Any] = []  # schemas made here: their rules are found by ``id``
+        self._one_of: dict[int, list[Any]] = {}
+        self._names: dict[str, _Name] = {}
+        self._num_joined = 0
+
+    def write(self) -> Written:
+        start = self._rule((Placed(self._root, self._place),))
+        while self._pending:
+            self._go_on()
+            rule, placed = self._pending.pop()
+            rule.alternatives = self._alternatives(rule, placed)
+        rules.find_usable(self._rules.values())
+        if not start.is_usable:
+            cause = rules.cause_of(start)
+            why = "it needs itself without an end" if cause.alternatives else cause.why
+            raise SchemaError(f"nothing satisfies it{': ' if why else ''}{why}", cause.place)
+        used = [*rules.used_from(start)]
+        lines = [f"{name}: {term}" for term, name in self._terms.items()]
+        return Written([*map(rules.line_of, used), *lines], start.name, {each.name: each.place for each in used})
+
+    # Schemas
+
+    def _rule(self, placed: Iterable[Placed]) -> Rule:
+        """Returns the rule of a value that all of them allow; it is written later."""
+        found = [self._meant(each) for each in placed]
+        found = [each for each in found if each.schema is not True and each.schema != {}]
+        key = tuple(dict.fromkeys(id(each.schema) for each in found))
+        if key not in self._rules:
+            rule = self._new(key, found[0].place if found else self._place)
+            self._pending.append((rule, tuple(found)))
+        return self._rules[key]
+
+    def _new(self, key: tuple[object, ...], place: Place) -> Rule:
+        if len(self._rules) >= MOST_RULES:
+            raise SchemaError(f"it takes more than {MOST_RULES} rules", place)
+        rule = self._rules[key] = Rule(f"{self._prefix}{len(self._rules)}", place)
+        return rule
+
+    def _meant(self, placed: Placed) -> Placed:
+        """Follows a reference that nothing stands next to."""
+        seen: set[int] = set()
+        while isinstance(placed.schema, dict) and placed.schema.keys() & SPEAKING == {"$ref"}:
+            if id(placed.schema) in seen:
+                raise SchemaError("it refers to itself", placed.place.at("$ref"))
+            seen.add(id(placed.schema))
+            placed = self._target(placed)
+        return placed
+
+    def _target(self, placed: Placed) -> Placed:
+        reference, at = placed.schema["$ref"], placed.place.at("$ref")
+        if not isinstance(reference, str) or reference.partition("/")[0] not in ("#",):
+            raise SchemaError("a reference has to point into the schema itself, such as '#/$defs/name'", at)
+        found, place = self._root, self._place
+        for part in reference.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            elif isinstance(found, dict) and name in found:
+                found = found[name]
+            else:
+                raise SchemaError("what it refers to does not exist", at)
+            place = place.at(name)
+        return Placed(found, place)
+
+    def _branches(self, placed: Placed, seen: tuple[int, ...] = ()) -> list[Demands]:
+        """Returns what a schema demands, as alternatives."""
+        schema, place = placed
+        if schema is True:
+            return [Demands(place)]
+        if schema is False:
+            return []
+        if not isinstance(schema, dict):
+            raise SchemaError("it is neither an object nor a boolean", place)
+        if id(schema) in seen:
+            raise SchemaError("it refers to itself", place)
+        seen = (*seen, id(schema))
+        for keyword in schema.keys() & NOT_ENFORCED:
+            raise SchemaError(f"'{keyword}' is not supported", place.at(keyword))
+        try:
+            found = [demands_of(schema, place)]
+        except KeywordError as error:
+            raise SchemaError(str(error), place.at(error.keyword)) from None
+        if "$ref" in schema:
+            found = self._joined(found, self._branches(self._target(placed), seen), place)
+        for each in self._schemas(placed, "allOf") if "allOf" in schema else ():
+            found = self._joined(found, self._branches(each, seen), place)
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                options = [each for one in self._schemas(placed, keyword) for each in self._branches(one, seen)]
+                found = self._joined(found, options, place)
+        return found
+
+    def _joined(self, first: list[Demands], other: list[Demands], place: Place) -> list[Demands]:
+        self._num_joined += len(first) * len(other)
+        if self._num_joined > MOST_JOINED:
+            raise SchemaError("it combines too many alternatives", place)
+        return [joined(one, another) for one, another in product(first, other)]
+
+    def _schemas(self, placed: Placed, keyword: str) -> list[Placed]:
+        schemas, place = placed.schema[keyword], placed.place.at(keyword)
+        if not isinstance(schemas, list) or not schemas:
+            raise SchemaError("it is not a list of schemas", place)
+        if keyword == "oneOf":
+            schemas = self._exclusive(schemas, place)
+        return [Placed(schema, place.at(number)) for number, schema in enumerate(schemas)]
+
+    def _exclusive(self, schemas: list[Any], place: Place) -> list[Any]:
+        found = self._one_of.get(id(schemas))
+        if found is None:
+            found = exclusive(schemas, self._root)
+            if found is None:
+                raise SchemaError("its schemas do not exclude each other by a type or a value; use anyOf", place)
+            self._one_of[id(schemas)] = found
+            self._kept.append(schemas)
+        return found
+
+    # Values
+
+    def _alternatives(self, rule: Rule, placed: tuple[Placed, ...]) -> list[rules.Sequence]:
+        if len(placed) == 1 and isinstance(placed[0].schema, dict):
+            only = [*(placed[0].schema.keys() & SPEAKING)]
+            if only in (["anyOf"], ["oneOf"]):
+                return [[self._rule((each,))] for each in self._schemas(placed[0], only[0])]
+        found = [Demands(rule.place)]
+        for each in placed:
+            found = self._joined(found, self._branches(each), rule.place)
+        try:
+            written = [each for demands in found for each in self._values(rule, demands)]
+        except ValueError as error:
+            if isinstance(error, SchemaError):
+                raise
+            raise SchemaError(str(error), rule.place) from None
+        if any(each.schema is False for each in placed):
+            rule.why = "it is false"
+        return written
+
+    def _values(self, rule: Rule, demands: Demands) -> list[rules.Sequence]:
+        if demands.choices is not None:
+            return self._choices(rule, demands)
+        scalars, written = [], list[rules.Sequence]()
+        if "null" in demands.types:
+            scalars.append('"null"')
+        if "boolean" in demands.types:
+            scalars.append('"true" | "false"')
+        if demands.types & {"integer", "number"}:
+            term = demands.numbers().expression()
+            if term.startswith("%json"):
+                written.append([self._leaf(term, demands.place)])
+            elif term:
+                scalars.append(term)
+            else:
+                rule.why = "no number lies between its bounds"
+        if scalars:
+            written.append([self._term(" | ".join(scalars))])
+        if "string" in demands.types and (string := self._string(demands)):
+            written.append(string)
+        if "array" in demands.types:
+            written += self._array(demands)
+        if "object" in demands.types:
+            written += self._object(rule, demands)
+        return written
+
+    def _choices(self, rule: Rule, demands: Demands) -> list[rules.Sequence]:
+        assert demands.choices is not None
+        if not demands.choices:
+            rule.why = "it has no choices"
+        scalars, written = [], list[rules.Sequence]()
+        for value in demands.choices:
+            if not demands.allow(value) or not self._is_valid_inside(demands, value):
+                continue
+            if isinstance(value, str) and demands.texts:
+                limited = self._string(demands, value)
+                written += [limited] if limited else []
+            elif isinstance(value, list | dict):
+                written.append([quoted(self._text(value))])
+            else:
+                scalars.append(quoted(self._text(value)))
+        return [*written, [self._term(" | ".join(dict.fromkeys(scalars)))]] if scalars else written
+
+    def _is_valid_inside(self, demands: Demands, value: Any) -> bool:
+        """Tells whether the items or the properties of a choice are valid."""
+        if isinstance(value, list):
+            return all(
+                self._is_valid(placed, each)
+                for items in demands.items
+                for number, each in enumerate(value)
+                for placed in [items.first[number] if number < len(items.first) else items.rest]
+                if placed is not None
+            )
+        if isinstance(value, dict):
+            return all(
+                self._is_valid(placed, each)
+                for name, each in value.items()
+                for placed in self._about(demands.members, name)
+            )
+        return True
+
+    def _is_valid(self, placed: Placed, value: Any) -> bool:
+        for demands in self._branches(placed):
+            if demands.choices is not None:
+                wanted = same_value(value)
+                if all(same_value(each) != wanted for each in demands.choices):
+                    continue
+            if isinstance(value, str) and demands.texts:
+                raise SchemaError("patterns and formats are not supported in what a choice has to match", placed.place)
+            if demands.allow(value) and self._is_valid_inside(demands, value):
+                return True
+        return False
+
+    def _text(self, value: Any) -> str:
+        """Returns JSON, whose numbers are the texts that they came as."""
+        match value:
+            case list():
+                return f"[{self._layout.comma.join(map(self._text, value))}]"
+            case dict():
+                pairs = (f"{_json(name)}{self._layout.colon}{self._text(each)}" for name, each in value.items())
+                return f"{{{self._layout.comma.join(pairs)}}}"
+        return text_of(value) if is_number(value) else _json(value)
+
+    def _string(self, demands: Demands, only: str | None = None) -> rules.Sequence:
+        """Strings are left to llguidance."""
+        (least, most), written = demands.lengths, dict[str, Any]()
+        if most is not None and least > most:
+            return []
+        limits = [dict[str, Any](self._limit(each, demands.place)) for each in demands.texts]
+        if only is not None:
+            limits.append({"const": only})
+        if len(limits) == 1:
+            written = limits.pop()
+        elif limits:
+            written = {"allOf": limits}
+        if only is None:
+            written |= {"minLength": least} if least else {}
+            written |= {"maxLength": most} if most is not None else {}
+        return [self._leaf(f"%json {_json({'type': 'string'} | written | STRING)}", demands.place)]
+
+    def _limit(self, limit: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
+        ((keyword, value),) = limit.items()
+        if not isinstance(value, str):
+            raise SchemaError("it is not a text", place.at(keyword))
+        if keyword == "format":
+            if value not in ENFORCED_FORMATS:
+                raise SchemaError(f"the format {value[:50]!r} is not supported", place.at(keyword))
+            return {"pattern": times.PATTERNS[value]} if value in times.PATTERNS else limit
+        try:
+            return {"pattern": exact_pattern(value).text}
+        except ValueError as error:
+            raise SchemaError(str(error), place.at(keyword)) from None
+
+    # Arrays
+
+    def _array(self, demands: Demands) -> list[rules.Sequence]:
+        least, most = demands.counts
+        if most is not None and least > most:
+            return []
+        num_first = max((len(items.first) for items in demands.items), default=0)
+        rest = self._rule(each.rest for each in demands.items if each.rest is not None)
+        num_more = None if most is None else max(most - num_first, 0)
+        more = Repeat([*self._comma(), rest], max(least - num_first, 0), num_more)
+        if not num_first:
+            return self._items_of_one_kind(rest, least, most)
+        later: rules.Sequence = [more]
+        for number in reversed(range(num_first if most is None else min(num_first, most))):
+            item = self._rule(
+                placed
+                for items in demands.items
+                for placed in [items.first[number] if number < len(items.first) else items.rest]
+                if placed is not None
+            )
+            comma = self._comma() if number else []
+            if number >= least:
+                later = [self._extra([[*comma, item, *later], []], demands.place)]
+            else:
+                later = [*comma, item, *later]
+        return [[quoted("["), *self._space(), *later, *self._space(), quoted("]")]]
+
+    def _items_of_one_kind(self, item: Rule, least: int, most: int | None) -> list[rules.Sequence]:
+        more = Repeat([*self._comma(), item], max(least - 1, 0), None if most is None else max(most - 1, 0))
+        first, last = [quoted("["), *self._space()], [*self._space(), quoted("]")]
+        some = [] if most == 0 else [[*first, item, more, *last]]
+        return some if least else [[*first, *last[-1:]], *some]
+
+    # Objects
+
+    def _object(self, rule: Rule, demands: Demands) -> list[rules.Sequence]:
+        least, most = demands.names
+        names = dict.fromkeys(name for each in demands.members for name in each.properties)
+        names |= dict.fromkeys(demands.required)
+        members = []
+        for name in names:
+            about = self._about(demands.members, name)
+            value = self._rule(about)
+            is_required = name in demands.required
+            if is_required and any(each.schema is False for each in about):
+                rule.why = f"the property {name[:100]!r} is required, and is not allowed"
+                return []
+            members.append(([*self._name(name), value], is_required))
+        pairs = self._pairs(demands.members, [*names])
+        most = None if most is None or (not pairs and most >= len(members)) else most
+        if most is not None and least > most:
+            return []
+        first, last = [quoted("{"), *self._space()], [*self._space(), quoted("}")]
+        if least <= len(demands.required) and most is None:
+            body = self._any_number(members, pairs, rule.place)
+        else:
+            body = self._counted(members, pairs, (least, most), rule.place)
+        return [[*first, *body, *last]]
+
+    def _about(self, members: Iterable[Members], name: str) -> list[Placed]:
+        """Returns the schemas of a property."""
+        found = []
+        for each in members:
+            own = [each.properties[name]] if name in each.properties else []
+            own += [placed for pattern, placed in each.patterns.items() if self._pattern(pattern, placed).has(name)]
+            found += own or ([each.others] if each.others is not None else [])
+        return found
+
+    def _pattern(self, pattern: str, placed: Placed) -> "_Name":
+        if pattern not in self._names:
+            try:
+                self._names[pattern] = _Name(pattern)
+            except ValueError as error:
+                raise SchemaError(str(error), placed.place) from None
+        return self._names[pattern]
+
+    def _pairs(self, members: Sequence[Members], names: Sequence[str]) -> list[rules.Sequence]:
+        """Returns how a property may be written that has none of the ``names``."""
+        patterns = {name: placed for each in members for name, placed in each.patterns.items()}
+        if len(patterns) > MOST_PATTERNS:
+            at = [*patterns.values()][MOST_PATTERNS].place
+            raise SchemaError(f"more than {MOST_PATTERNS} patterns of names for one object are not supported", at)
+        taken = f" & ~({' | '.join(quoted(_json(name)) for name in names)})" if names else ""
+        pairs = []
+        for matched in product((True, False), repeat=len(patterns)):
+            chosen = dict(zip(patterns, matched, strict=True))
+            about = [placed for each in members for placed in self._about_matched(each, chosen)]
+            if any(placed.schema is False for placed in about):
+                continue
+            terms = [self._term(KEY)]
+            for pattern, is_matched in chosen.items():
+                term = self._term(self._pattern(pattern, patterns[pattern]).term)
+                terms.append(term if is_matched else f"~{term}")
+            key = self._term(" & ".join(terms) + taken)
+            pairs.append([key, *self._colon(), self._rule(about)])
+        return pairs
+
+    def _about_matched(self, members: Members, matched: Mapping[str, bool]) -> list[Placed]:
+        """A name may match a pattern in one dialect only: then what the pattern asks holds in any case."""
+        patterns = members.patterns.items()
+        found = [placed for pattern, placed in patterns if matched[pattern]]
+        if not found and members.others is not None:
+            found = [members.others]
+        return found + [
+            placed for pattern, placed in patterns if not matched[pattern] and self._names[pattern].is_narrowed
+        ]
+
+    def _any_number(
+        self, members: list[tuple[rules.Sequence, bool]], pairs: list[rules.Sequence], place: Place
+    ) -> rules.Sequence:
+        """Returns the properties in their order, each of which may be missing unless it is required."""
+        pair: rules.Sequence = [self._extra(pairs, place)] if pairs else []
+        first: rules.Sequence = [Repeat([*pair, Repeat([*self._comma(), *pair])], 0, 1)] if pair else []
+        later: rules.Sequence = [Repeat([*self._comma(), *pair])] if pair else []  # from its end on
+        for number in reversed(range(len(members))):
+            member, is_required = members[number]
+            begins_choice = number > 0 and not members[number - 1][1]
+            if not is_required or begins_choice:
+                later = [self._extra([later[::-1]], place)] if later else []
+            if not is_required:
+                first = [self._extra([[*member, *later], first], place)]
+                later.append(Repeat([*self._comma(), *member], 0, 1))
+                continue
+            if number == 0 or begins_choice:
+                first = [*member, *reversed(later)]
+            later += [*reversed(member), *reversed(self._comma())]
+        return first
+
+    def _counted(
+        self,
+        members: list[tuple[rules.Sequence, bool]],
+        pairs: list[rules.Sequence],
+        limits: tuple[int, int | None],
+        place: Place,
+    ) -> rules.Sequence:
+        """Returns the same where the number of properties has limits: a rule for each number so far."""
+        least, most = limits
+        pair: rules.Sequence = [self._extra(pairs, place)] if pairs else []
+        states: dict[tuple[int, int], Rule] = {}
+
+        def state(number: int, count: int) -> Rule:
+            if (number, count) not in states:
+                if len(states) >= MOST_COUNTED:
+                    raise SchemaError("it counts too many properties", place)
+                states[number, count] = self._extra([], place)
+                pending.append((number, count))
+            return states[number, count]
+
+        pending: list[tuple[int, int]] = []
+        start = state(0, 0)
+        while pending:
+            number, count = pending.pop()
+            comma = self._comma() if count else []
+            alternatives = states[number, count].alternatives
+            if number == len(members):
+                room = None if most is None else most - count
+                alternatives += self._more(pair, max(least - count, 0), room, is_first=not count)
+                continue
+            member, is_required = members[number]
+            if most is None or count < most:
+                following = count + 1 if most is not None or count < least else count
+                alternatives.append([*comma, *member, state(number + 1, max(following, 1))])
+            if not is_required:
+                alternatives.append([state(number + 1, count)])
+        return [start]
+
+    def _more(self, pair: rules.Sequence, least: int, most: int | None, *, is_first: bool) -> list[rules.Sequence]:
+        """Returns how further properties follow, or none."""
+        if not pair or most == 0:
+            return [] if least else [[]]
+        if not is_first:
+            return [[Repeat([*self._comma(), *pair], least, most)]]
+        rest = Repeat([*self._comma(), *pair], max(least - 1, 0), None if most is None else most - 1)
+        return [[*pair, rest]] + ([] if least else [[]])
+
+    # Terms
+
+    def _extra(self, alternatives: list[rules.Sequence], place: Place) -> Rule:
+        """Returns a rule of its own, for no schema."""
+        rule = self._new(("extra", len(self._rules)), place)
+        rule.alternatives = alternatives
+        return rule
+
+    def _leaf(self, term: str, place: Place) -> Rule:
+        key = ("leaf", term)
+        if key not in self._rules:
+            self._new(key, place).alternatives = [[term]]
+        return self._rules[key]
+
+    def _term(self, expression: str) -> str:
+        if expression not in self._terms:
+            self._terms[expression] = f"{self._prefix.upper()}T{len(self._terms)}"
+        return self._terms[expression]
+
+    def _name(self, name: str) -> rules.Sequence:
+        return [quoted(_json(name)), *self._colon()]
+
+    def _comma(self) -> rules.Sequence:
+        return self._separator(self._layout.comma)
+
+    def _colon(self) -> rules.Sequence:
+        return self._separator(self._layout.colon)
+
+    def _separator(self, text: str) -> rules.Sequence:
+        written = quoted(text) if PLAIN_SEPARATOR.fullmatch(text) else self._term(_expression(text))
+        return [*self._space(), written, *self._space()]
+
+    def _space(self) -> rules.Sequence:
+        return [Repeat([self._term(self._layout.space)], 0, 1)] if self._layout.space else []
+
+
+class _Name:
+    """A pattern of names."""
+
+    def __init__(self, pattern: str) -> None:
+        exact = exact_name(pattern)
+        self.term = _expression(exact.text)
+        self.is_narrowed = exact.is_narrowed
+        self._start: LLMatcher | None = None
+
+    def has(self, name: str) -> bool:
+        if self._start is None:
+            self._start = LLMatcher(_bytes(), f"start: {self.term}", log_level=0)
+            if self._start.is_error():
+                raise ValueError("the pattern of names cannot be read")
+        matcher, ids = self._start.deep_copy(), [*_json(name).encode()]
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def quoted(text: str) -> str:
+    """Returns a text as a term of Lark."""
+    return _json(text)
+
+
+def _expression(pattern: str) -> str:
+    return f"/{SLASH.sub(lambda found: found[0] if len(found[0]) > 1 else BACKSLASH + found[0], pattern)}/"
