@@ -266,7 +266,7 @@ def test_a_known_family_that_does_not_write_earlier_calls(tmp_path_factory: pyte
 @pytest.mark.parametrize(("name", "template"), KNOWN.items())
 def test_families_are_known_by_their_templates(name: str, template: str) -> None:
     request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()]})
-    use = tool_use(request, tokenizer_of("{{ tools }}" + template), Leniency(strict=False))
+    use = tool_use(request, tokenizer_of("{{ tools }}" + template), Leniency(strict=False), 65536)
     assert use is not None
     assert use.calls.name == name
 

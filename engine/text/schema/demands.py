@@ -267,4 +267,6 @@ def _members(schema: Mapping[str, Any], place: Place) -> tuple[Members, ...]:
         for keyword in keywords[:2]
     )
     others = keywords[2]
-    return (Members(by_name, by_pattern, Placed(schema[others], place.at(others)) if others in schema else None),)
+    return (
+        Members(by_name, by_pattern, Placed(schema[others], place.at(others)) if others in schema else None),
+    )

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 # A number that nothing bounds ends nevertheless: after so many digits before and after its point.
 MOST_DIGITS = 15
 MOST_DECIMALS = 16
+# Numbers below or above a bound have so many decimals, however large the bound is.
+LEAST_DECIMALS = 6
 # JSON that a double holds: beyond that a bound bounds nothing, or lets nothing through.
 MOST_PLACES = 330
 # Multiples that are written one by one.
@@ -130,7 +132,7 @@ class Range(NamedTuple):
         if not any(bound.is_strict for bound in bounds):
             return max(own, MOST_DECIMALS)
         longest = max(len(str(int(abs(bound.value)))) for bound in bounds)
-        return max(own, MOST_DIGITS - longest, 1)
+        return max(own, MOST_DIGITS - longest, LEAST_DECIMALS)
 
 
 def _negative(bound: Bound) -> Bound:

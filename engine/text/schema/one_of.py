@@ -25,7 +25,7 @@ def exclusive(branches: Any, root: Any) -> list[Any] | None:
     # Two references to one definition exclude nothing. What is left is no larger than the document.
     if len({*map(id, schemas)}) < len(schemas):
         return None
-    if _differ_in_values(schemas) or _differ_in_tags(schemas):
+    if len(schemas) == 1 or _differ_in_values(schemas) or _differ_in_tags(schemas):
         return branches
     return _with_names_of_their_own(branches, schemas)
 
@@ -66,7 +66,7 @@ def _with_names_of_their_own(branches: list[Any], schemas: Sequence[dict[str, An
                 return None
             declared = schema.get("properties")
             is_declared = declared if isinstance(declared, dict) else {}
-            forbidden[min(own, key=lambda name: name in is_declared)] = False  # noqa: B023 (used at once)
+            forbidden[min(own, key=lambda name: name in is_declared)] = False
         written.append({"allOf": [branch, {"type": "object", "properties": forbidden}]})
     return written
 

@@ -38,7 +38,9 @@ PLAIN_IN_CLASS = re.compile(r"[A-Za-z0-9 _,:;<>=!@%'\"]+(?!-)")
 MOST_SHOWN = 100
 
 # Names are written with these escapes only, so that no name has two texts.
-ESCAPES = {ord(character): rf"\\{written}" for character, written in zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True)}
+ESCAPES = {
+    ord(character): rf"\\{written}" for character, written in zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True)
+}
 ESCAPES[ord("\\")] = r"\\\\"
 UNWRITTEN = r'["\\\x{0}-\x{1f}\x{7f}]'
 NAME_CHARACTER = rf'(?:[^{UNWRITTEN[1:]}|\\["\\bfnrt])'

@@ -72,7 +72,9 @@ def cause_of(rule: Rule) -> Rule:
     seen: set[int] = set()
     while id(rule) not in seen:
         seen.add(id(rule))
-        unusable = (each for sequence in rule.alternatives for each in _needed(sequence) if not each.is_usable)
+        unusable = (
+            each for sequence in rule.alternatives for each in _needed(sequence) if not each.is_usable
+        )
         rule = next(unusable, rule)
     return rule
 

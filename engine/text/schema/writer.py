@@ -7,7 +7,8 @@ alone as schemas. What cannot be written is refused by its place in the schema.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from llguidance import LLMatcher, LLTokenizer
 from truedraft.engine.text.schema import rules, times
 from truedraft.engine.text.schema.cleaning import ENFORCED, ENFORCED_FORMATS, NOT_ENFORCED, SchemaError
 from truedraft.engine.text.schema.demands import (
-    ALL_TYPES,
     Demands,
     KeywordError,
     Members,
@@ -29,7 +29,7 @@ from truedraft.engine.text.schema.demands import (
 )
 from truedraft.engine.text.schema.numbers import is_number, text_of
 from truedraft.engine.text.schema.one_of import exclusive
-from truedraft.engine.text.schema.pattern import NAME_CHARACTER, UNWRITTEN, exact_name, exact_pattern
+from truedraft.engine.text.schema.pattern import NAME_CHARACTER, exact_name, exact_pattern
 from truedraft.engine.text.schema.place import Place
 from truedraft.engine.text.schema.rules import Repeat, Rule
 
@@ -42,7 +42,6 @@ STRING = {"x-guidance": {"whitespace_flexible": False}}
 COMBINING = {"$ref", "allOf", "anyOf", "oneOf"}
 SPEAKING = ENFORCED - {"$defs", "definitions"}
 SPACE = r"/[ \t\r\n]+/"
-KEY = f'/"{NAME_CHARACTER}*"/'
 MOST_COUNTED = 5000
 PLAIN_SEPARATOR = re.compile(r"[ \t\r\n,:]*")
 BACKSLASH = "\\"
@@ -78,6 +77,17 @@ def layout_of(schema: Any, default: Layout) -> Layout:
     return Layout(asked.get(known[0], default.comma), asked.get(known[1], default.colon), space)
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``leave_out`` gets the places of keywords that make no sense; without it they are errors. ``go_on`` is
+    called now and then, and may raise an exception to end what nobody waits for. ``empty``: terms of strings
+    that are known to match no text."""
+
+    leave_out: Callable[[Place], object] | None = None
+    go_on: Callable[[], None] = lambda: None
+    empty: Set[str] = frozenset()
+
+
 class Written(NamedTuple):
     """``start`` is the rule of the whole. ``places`` says by its name what a rule is for."""
 
@@ -87,19 +97,16 @@ class Written(NamedTuple):
 
 
 class Writer:
-    """It writes the rules of one schema, ``root``, which has the definitions. Names begin with ``prefix``.
+    """It writes the rules of one schema, ``root``, which has the definitions. Names begin with ``prefix``."""
 
-    ``go_on`` is called now and then, and may raise an exception to end what nobody waits for.
-    """
+    any_key = f'/"{NAME_CHARACTER}*"/'
 
-    def __init__(
-        self, root: Any, place: Place, layout: Layout, prefix: str, go_on: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, root: Any, place: Place, layout: Layout, prefix: str, options: Options) -> None:
         self._root = root
         self._place = place
         self._layout = layout
         self._prefix = prefix
-        self._go_on = go_on
+        self._options = options
         self._rules: dict[tuple[object, ...], Rule] = {}
         self._pending: list[tuple[Rule, tuple[Placed, ...]]] = []
         self._terms: dict[str, str] = {}
@@ -109,9 +116,11 @@ class Writer:
         self._num_joined = 0
 
     def write(self) -> Written:
-        start = self._rule((Placed(self._root, self._place),))
+        return self._finish(self._rule((Placed(self._root, self._place),)))
+
+    def _finish(self, start: Rule) -> Written:
         while self._pending:
-            self._go_on()
+            self._options.go_on()
             rule, placed = self._pending.pop()
             rule.alternatives = self._alternatives(rule, placed)
         rules.find_usable(self._rules.values())
@@ -121,7 +130,9 @@ class Writer:
             raise SchemaError(f"nothing satisfies it{': ' if why else ''}{why}", cause.place)
         used = [*rules.used_from(start)]
         lines = [f"{name}: {term}" for term, name in self._terms.items()]
-        return Written([*map(rules.line_of, used), *lines], start.name, {each.name: each.place for each in used})
+        return Written(
+            [*map(rules.line_of, used), *lines], start.name, {each.name: each.place for each in used}
+        )
 
     # Schemas
 
@@ -153,8 +164,9 @@ class Writer:
 
     def _target(self, placed: Placed) -> Placed:
         reference, at = placed.schema["$ref"], placed.place.at("$ref")
-        if not isinstance(reference, str) or reference.partition("/")[0] not in ("#",):
-            raise SchemaError("a reference has to point into the schema itself, such as '#/$defs/name'", at)
+        if not isinstance(reference, str) or reference.partition("/")[0] != "#":
+            self._fault("a reference has to point into the schema itself, such as '#/$defs/name'", at)
+            return Placed(True, at)
         found, place = self._root, self._place
         for part in reference.split("/")[1:]:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -163,7 +175,8 @@ class Writer:
             elif isinstance(found, dict) and name in found:
                 found = found[name]
             else:
-                raise SchemaError("what it refers to does not exist", at)
+                self._fault("what it refers to does not exist", at)
+                return Placed(True, at)
             place = place.at(name)
         return Placed(found, place)
 
@@ -179,21 +192,35 @@ class Writer:
         if id(schema) in seen:
             raise SchemaError("it refers to itself", place)
         seen = (*seen, id(schema))
-        for keyword in schema.keys() & NOT_ENFORCED:
-            raise SchemaError(f"'{keyword}' is not supported", place.at(keyword))
-        try:
-            found = [demands_of(schema, place)]
-        except KeywordError as error:
-            raise SchemaError(str(error), place.at(error.keyword)) from None
+        unsupported = next((keyword for keyword in schema if keyword in NOT_ENFORCED), None)
+        if unsupported is not None:
+            raise SchemaError(f"'{unsupported}' is not supported", place.at(unsupported))
+        found = [self._demands(schema, place)]
         if "$ref" in schema:
             found = self._joined(found, self._branches(self._target(placed), seen), place)
         for each in self._schemas(placed, "allOf") if "allOf" in schema else ():
             found = self._joined(found, self._branches(each, seen), place)
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
-                options = [each for one in self._schemas(placed, keyword) for each in self._branches(one, seen)]
+                options = [
+                    each for one in self._schemas(placed, keyword) for each in self._branches(one, seen)
+                ]
                 found = self._joined(found, options, place)
         return found
+
+    def _demands(self, schema: Mapping[str, Any], place: Place) -> Demands:
+        while True:
+            try:
+                return demands_of(schema, place)
+            except KeywordError as error:
+                self._fault(str(error), place.at(error.keyword))
+                schema = {name: value for name, value in schema.items() if name != error.keyword}
+
+    def _fault(self, why: str, place: Place) -> None:
+        """Reports a keyword that is left out, or refuses it."""
+        if self._options.leave_out is None:
+            raise SchemaError(why, place)
+        self._options.leave_out(place)
 
     def _joined(self, first: list[Demands], other: list[Demands], place: Place) -> list[Demands]:
         self._num_joined += len(first) * len(other)
@@ -214,7 +241,9 @@ class Writer:
         if found is None:
             found = exclusive(schemas, self._root)
             if found is None:
-                raise SchemaError("its schemas do not exclude each other by a type or a value; use anyOf", place)
+                raise SchemaError(
+                    "its schemas do not exclude each other by a type or a value; use anyOf", place
+                )
             self._one_of[id(schemas)] = found
             self._kept.append(schemas)
         return found
@@ -248,7 +277,7 @@ class Writer:
         if "boolean" in demands.types:
             scalars.append('"true" | "false"')
         if demands.types & {"integer", "number"}:
-            term = demands.numbers().expression()
+            term = self._number(demands)
             if term.startswith("%json"):
                 written.append([self._leaf(term, demands.place)])
             elif term:
@@ -265,6 +294,13 @@ class Writer:
             written += self._object(rule, demands)
         return written
 
+    def _number(self, demands: Demands) -> str:
+        try:
+            return demands.numbers().expression()
+        except ValueError as error:
+            self._fault(str(error), demands.place.at("multipleOf"))
+            return replace(demands, multiples=()).numbers().expression()
+
     def _choices(self, rule: Rule, demands: Demands) -> list[rules.Sequence]:
         assert demands.choices is not None
         if not demands.choices:
@@ -276,11 +312,34 @@ class Writer:
             if isinstance(value, str) and demands.texts:
                 limited = self._string(demands, value)
                 written += [limited] if limited else []
-            elif isinstance(value, list | dict):
-                written.append([quoted(self._text(value))])
+                continue
+            constant = self._constant(value)
+            if len(constant) == 1 and isinstance(constant[0], str):
+                scalars.append(constant[0])
             else:
-                scalars.append(quoted(self._text(value)))
+                written.append(constant)
         return [*written, [self._term(" | ".join(dict.fromkeys(scalars)))]] if scalars else written
+
+    def _constant(self, value: Any) -> rules.Sequence:
+        """Returns JSON in the same pieces as any other: a parser reads each to its end, and never goes back."""
+        match value:
+            case str():
+                return self._constant_text(value)
+            case list():
+                items = [self._constant(each) for each in value]
+                return [quoted("["), *self._space(), *self._listed(items), *self._space(), quoted("]")]
+            case dict():
+                names = self._in_order(value)
+                members = [[*self._name(name), *self._constant(value[name])] for name in names]
+                return [quoted("{"), *self._space(), *self._listed(members), *self._space(), quoted("}")]
+        return [quoted(text_of(value) if is_number(value) else _json(value))]
+
+    def _constant_text(self, value: str) -> rules.Sequence:
+        return [quoted(_json(value))]
+
+    def _listed(self, sequences: list[rules.Sequence]) -> rules.Sequence:
+        comma = self._comma()
+        return [item for sequence in sequences for item in (*comma, *sequence)][len(comma) :]
 
     def _is_valid_inside(self, demands: Demands, value: Any) -> bool:
         """Tells whether the items or the properties of a choice are valid."""
@@ -307,20 +366,12 @@ class Writer:
                 if all(same_value(each) != wanted for each in demands.choices):
                     continue
             if isinstance(value, str) and demands.texts:
-                raise SchemaError("patterns and formats are not supported in what a choice has to match", placed.place)
+                raise SchemaError(
+                    "patterns and formats are not supported in what a choice has to match", placed.place
+                )
             if demands.allow(value) and self._is_valid_inside(demands, value):
                 return True
         return False
-
-    def _text(self, value: Any) -> str:
-        """Returns JSON, whose numbers are the texts that they came as."""
-        match value:
-            case list():
-                return f"[{self._layout.comma.join(map(self._text, value))}]"
-            case dict():
-                pairs = (f"{_json(name)}{self._layout.colon}{self._text(each)}" for name, each in value.items())
-                return f"{{{self._layout.comma.join(pairs)}}}"
-        return text_of(value) if is_number(value) else _json(value)
 
     def _string(self, demands: Demands, only: str | None = None) -> rules.Sequence:
         """Strings are left to llguidance."""
@@ -388,11 +439,16 @@ class Writer:
     # Objects
 
     def _object(self, rule: Rule, demands: Demands) -> list[rules.Sequence]:
+        first, last = [quoted("{"), *self._space()], [*self._space(), quoted("}")]
+        return [[*first, *body, *last] for body in self._bodies(rule, demands)]
+
+    def _bodies(self, rule: Rule, demands: Demands) -> list[rules.Sequence]:
+        """Returns what may stand between the braces of an object."""
         least, most = demands.names
         names = dict.fromkeys(name for each in demands.members for name in each.properties)
         names |= dict.fromkeys(demands.required)
         members = []
-        for name in names:
+        for name in self._in_order(names):
             about = self._about(demands.members, name)
             value = self._rule(about)
             is_required = name in demands.required
@@ -404,19 +460,23 @@ class Writer:
         most = None if most is None or (not pairs and most >= len(members)) else most
         if most is not None and least > most:
             return []
-        first, last = [quoted("{"), *self._space()], [*self._space(), quoted("}")]
         if least <= len(demands.required) and most is None:
-            body = self._any_number(members, pairs, rule.place)
-        else:
-            body = self._counted(members, pairs, (least, most), rule.place)
-        return [[*first, *body, *last]]
+            return [self._any_number(members, pairs, rule.place)]
+        return [self._counted(members, pairs, (least, most), rule.place)]
+
+    def _in_order(self, names: Iterable[str]) -> Iterable[str]:
+        return names
 
     def _about(self, members: Iterable[Members], name: str) -> list[Placed]:
         """Returns the schemas of a property."""
         found = []
         for each in members:
             own = [each.properties[name]] if name in each.properties else []
-            own += [placed for pattern, placed in each.patterns.items() if self._pattern(pattern, placed).has(name)]
+            own += [
+                placed
+                for pattern, placed in each.patterns.items()
+                if self._pattern(pattern, placed).has(name)
+            ]
             found += own or ([each.others] if each.others is not None else [])
         return found
 
@@ -433,15 +493,17 @@ class Writer:
         patterns = {name: placed for each in members for name, placed in each.patterns.items()}
         if len(patterns) > MOST_PATTERNS:
             at = [*patterns.values()][MOST_PATTERNS].place
-            raise SchemaError(f"more than {MOST_PATTERNS} patterns of names for one object are not supported", at)
-        taken = f" & ~({' | '.join(quoted(_json(name)) for name in names)})" if names else ""
+            raise SchemaError(
+                f"more than {MOST_PATTERNS} patterns of names for one object are not supported", at
+            )
+        taken = f" & ~({' | '.join(quoted(self._key(name)) for name in names)})" if names else ""
         pairs = []
         for matched in product((True, False), repeat=len(patterns)):
             chosen = dict(zip(patterns, matched, strict=True))
             about = [placed for each in members for placed in self._about_matched(each, chosen)]
             if any(placed.schema is False for placed in about):
                 continue
-            terms = [self._term(KEY)]
+            terms = [self._term(self.any_key)]
             for pattern, is_matched in chosen.items():
                 term = self._term(self._pattern(pattern, patterns[pattern]).term)
                 terms.append(term if is_matched else f"~{term}")
@@ -456,7 +518,9 @@ class Writer:
         if not found and members.others is not None:
             found = [members.others]
         return found + [
-            placed for pattern, placed in patterns if not matched[pattern] and self._names[pattern].is_narrowed
+            placed
+            for pattern, placed in patterns
+            if not matched[pattern] and self._pattern(pattern, placed).is_narrowed
         ]
 
     def _any_number(
@@ -518,7 +582,9 @@ class Writer:
                 alternatives.append([state(number + 1, count)])
         return [start]
 
-    def _more(self, pair: rules.Sequence, least: int, most: int | None, *, is_first: bool) -> list[rules.Sequence]:
+    def _more(
+        self, pair: rules.Sequence, least: int, most: int | None, *, is_first: bool
+    ) -> list[rules.Sequence]:
         """Returns how further properties follow, or none."""
         if not pair or most == 0:
             return [] if least else [[]]
@@ -538,7 +604,8 @@ class Writer:
     def _leaf(self, term: str, place: Place) -> Rule:
         key = ("leaf", term)
         if key not in self._rules:
-            self._new(key, place).alternatives = [[term]]
+            rule = self._new(key, place)
+            rule.alternatives = [] if term in self._options.empty else [[term]]
         return self._rules[key]
 
     def _term(self, expression: str) -> str:
@@ -546,8 +613,11 @@ class Writer:
             self._terms[expression] = f"{self._prefix.upper()}T{len(self._terms)}"
         return self._terms[expression]
 
+    def _key(self, name: str) -> str:
+        return _json(name)
+
     def _name(self, name: str) -> rules.Sequence:
-        return [quoted(_json(name)), *self._colon()]
+        return [quoted(self._key(name)), *self._colon()]
 
     def _comma(self) -> rules.Sequence:
         return self._separator(self._layout.comma)
