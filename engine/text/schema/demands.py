@@ -64,9 +64,9 @@ class Demands:
     def allow(self, value: Any) -> bool:
         """Tells whether a value may be one of the choices, of which patterns and members are left aside."""
         kind = type_of(value)
-        if kind not in self.types:
-            if kind != "number" or "integer" not in self.types or exactly(value).denominator != 1:
-                return False
+        is_whole = kind == "number" and "integer" in self.types and exactly(value).denominator == 1
+        if kind not in self.types and not is_whole:
+            return False
         match value:
             case str():
                 return _is_between(len(value), self.lengths)

@@ -20,8 +20,8 @@ LEAST_DECIMALS = 6
 MOST_PLACES = 330
 # Multiples that are written one by one.
 MOST_MULTIPLES = 100
-# llguidance counts in units of up to 32 bits.
-MOST_UNITS = 2**32 - 1
+# llguidance has as many states as the multiple has units, zeros at its end aside.
+MOST_UNITS = 100_000
 
 END = Fraction(10**MOST_DIGITS)
 # The exponent stays so small that a double holds the number, and no validator reads infinity.
@@ -344,6 +344,12 @@ def _between_decimals(low: Bound, high: Bound, places: int) -> _Digits:
     return _Digits(written, or_none=is_none_in)
 
 
+def _without_zeros(number: int) -> int:
+    while number and number % 10 == 0:
+        number //= 10
+    return number
+
+
 def _multiples(multiple: Fraction, low: Bound, high: Bound, *, is_integer: bool) -> str:
     """Few multiples are written one by one; more are left to llguidance, if it counts them exactly."""
     first = _first(Bound(low.value / multiple, low.is_strict))
@@ -354,8 +360,8 @@ def _multiples(multiple: Fraction, low: Bound, high: Bound, *, is_integer: bool)
     unit, places = float(multiple), 0
     while unit != int(unit) and places < MOST_DECIMALS:
         unit, places = unit * 10, places + 1
-    if unit > MOST_UNITS or Fraction(int(unit), 10**places) != multiple:
-        raise ValueError(f"multiples of {text_of_fraction(multiple)[:40]} cannot be counted exactly")
+    if _without_zeros(int(unit)) > MOST_UNITS or Fraction(int(unit), 10**places) != multiple:
+        raise ValueError(f"multiples of {text_of_fraction(multiple)[:40]} cannot be told from other numbers")
     bounds = {"minimum": first * multiple, "maximum": last * multiple}
     if any(abs(bound) >= END or len(text_of_fraction(bound)) > MOST_DIGITS for bound in bounds.values()):
         # Only its own end has so many digits: fewer ones are a narrowing, as there.

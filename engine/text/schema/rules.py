@@ -5,7 +5,6 @@ Knows nothing of schemas. A parser would look for such a text until it gives up.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Union
 
 from truedraft.engine.text.schema.place import Place
 
@@ -31,7 +30,7 @@ class Repeat:
 
 
 # A text is a term of llguidance's Lark.
-Item = Union[str, Rule, Repeat]
+Item = str | Rule | Repeat
 Sequence = list[Item]
 
 
