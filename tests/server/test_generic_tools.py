@@ -86,7 +86,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 def written(tokenizer: Tokenizer, messages: list[dict[str, Any]], **fields: Any) -> str:
     request = ChatRequest.model_validate({"model": MODEL, "messages": messages, **fields})
-    options = template_options(request, tokenizer, Leniency(strict=False), 65536)
+    options = template_options(request, tokenizer, Leniency(strict=False))
     return render_chat(request.messages, tokenizer, param="messages", options=options)
 
 

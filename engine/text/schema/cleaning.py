@@ -45,7 +45,8 @@ class SchemaError(ValueError):
 
 
 def size_of(schema: Any, limit: int) -> int:
-    """Returns about as many characters as the schema has without notes; it counts no further than ``limit``."""
+    """Returns about the characters that a schema has without notes, of which it counts few more than
+    ``limit``."""
     size, pending = 0, [(schema, "schema")]
     while pending and size <= limit:
         value, kind = pending.pop()
@@ -58,7 +59,7 @@ def size_of(schema: Any, limit: int) -> int:
                 if size > limit:
                     break
                 if not is_note:
-                    pending.append((each, _kind_of_value(name) if kind == "schema" else kind))
+                    pending.append((each, _kind_within(kind, name)))
         elif isinstance(value, list):
             size += len(value) + 2
             pending += ((each, kind) for each in value[:limit])
@@ -67,10 +68,10 @@ def size_of(schema: Any, limit: int) -> int:
     return size
 
 
-def _kind_of_value(keyword: str) -> str:
-    if keyword in VALUES:
+def _kind_within(kind: str, name: str) -> str:
+    if kind == "value" or (kind == "schema" and name in VALUES):
         return "value"
-    return "names" if keyword in NAMED_SCHEMAS else "schema"
+    return "names" if kind == "schema" and name in NAMED_SCHEMAS else "schema"
 
 
 class Cleaner:
@@ -204,6 +205,10 @@ def _says_nothing(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
         return schema.keys().isdisjoint(SAID_WITH[keyword])
     if keyword in ANYTHING:
         return ANYTHING[keyword](value)
+    return _is_extension(keyword)
+
+
+def _is_extension(keyword: str) -> bool:
     return keyword.startswith("x-") and keyword != "x-guidance"
 
 

@@ -58,6 +58,11 @@ class Demands:
     members: tuple[Members, ...] = ()
     required: Mapping[str, Place] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Returns how long the lists are that joining it goes through."""
+        return 1 + len(self.choices or ()) + len(self.members) + len(self.items) + len(self.required)
+
     def numbers(self) -> Range:
         return Range("number" not in self.types, self.low, self.high, common_multiple(self.multiples))
 

@@ -20,8 +20,8 @@ Format = Literal["json", "regex", "choice", "grammar"]
 
 
 def grammar_of(kind: Format, source: Any, name: str = "schema") -> str:
-    """Returns the grammar; ``ValueError`` says what in ``source`` cannot be enforced, for a schema by its place
-    in ``name``.
+    """Returns the grammar; ``ValueError`` says what in ``source`` cannot be enforced. For a schema it is a
+    ``SchemaError`` with the place in ``name``.
 
     ``source`` is a JSON schema as an object or written out, a regular expression of the whole text, a list of
     texts, or a grammar in Lark's notation.
@@ -40,7 +40,7 @@ def grammar_of(kind: Format, source: Any, name: str = "schema") -> str:
 
 
 def schema_grammar(placed: Placed, options: Options = Options()) -> tuple[str, Mapping[str, Place]]:  # noqa: B008
-    """Returns the grammar of a schema, and what its rules are for. Without spaces and line ends between values
-    all of a document's structure is certain."""
+    """Returns the grammar of a schema, and what its rules are for. Without spaces and line ends between
+    values all of a document's structure is certain."""
     written = Writer(*placed, layout_of(placed.schema, Layout()), "j", options).write()
     return "\n".join(["%llguidance {}", *written.lines, f"start: {written.start}"]), written.places

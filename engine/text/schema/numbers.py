@@ -1,4 +1,4 @@
-"""Numbers of a JSON schema, exactly: what they are, and expressions of the texts that lie between two of them.
+"""Numbers of a JSON schema, exactly: what they are, and expressions of the texts between two of them.
 
 A double has 53 bits, but JSON Schema compares numbers as mathematics does. So a bound is a fraction here, a
 constant keeps the text it came as, and no number is rounded. Knows nothing of schemas.

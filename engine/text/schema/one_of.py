@@ -17,8 +17,8 @@ MOST_COMPARED = 50
 
 
 def exclusive(branches: Any, root: Any) -> list[Any] | None:
-    """Returns schemas of which one is valid exactly if one of ``branches`` is, or fewer values are; None if it
-    is not known that they exclude each other. ``root`` has the definitions."""
+    """Returns schemas that exclude each other, and of which one lets a value through only if exactly one of
+    ``branches`` does; None if none are known. ``root`` has the definitions."""
     if not isinstance(branches, list) or not branches:
         return None
     schemas = [_resolved(branch, root) for branch in branches]

@@ -242,7 +242,7 @@ class _Writer:
 
 
 class _NameWriter(_Writer):
-    """A pattern of names that stand in JSON as ``json.dumps`` writes them; it may match anywhere in a name."""
+    """A pattern of names, as ``json.dumps`` writes them in JSON; it may match anywhere in a name."""
 
     def _whole(self, pieces: list[str]) -> str:
         branches, depth = [list[str]()], 0

@@ -1,6 +1,4 @@
-"""Where something stands in a request: a path that costs nothing until somebody reads it, and is short then."""
-
-from typing import Union
+"""Where something stands in a request: a path costs nothing until somebody reads it, and is short then."""
 
 MAX_LENGTH = 1000
 MAX_NAME = 100
@@ -11,7 +9,7 @@ class Place:
 
     __slots__ = ("_name", "_parent")
 
-    def __init__(self, name: object, parent: Union["Place", None] = None) -> None:
+    def __init__(self, name: object, parent: "Place | None" = None) -> None:
         self._name = name
         self._parent = parent
 

@@ -11,7 +11,7 @@ from truedraft.engine.text.schema.place import Place
 
 @dataclass(eq=False, slots=True)
 class Rule:
-    """``alternatives`` are sequences. ``why`` says what leaves it without any; ``place`` is what it is for."""
+    """``alternatives`` are sequences. ``why`` says what leaves it without any, ``place`` what it is for."""
 
     name: str
     place: Place

@@ -34,12 +34,11 @@ from truedraft.engine.text.schema.place import Place
 from truedraft.engine.text.schema.rules import Repeat, Rule
 
 # Far more than the parser takes: it ends what would take minutes before that.
-MOST_RULES = 100_000
-MOST_JOINED = 20_000
+MOST_RULES = 20_000
+MOST_STEPS = 1_000_000
 # Each pattern of names doubles the kinds of names.
 MOST_PATTERNS = 4
 STRING = {"x-guidance": {"whitespace_flexible": False}}
-COMBINING = {"$ref", "allOf", "anyOf", "oneOf"}
 SPEAKING = (ENFORCED | NOT_ENFORCED) - {"$defs", "definitions"}
 SPACE = r"/[ \t\r\n]+/"
 MOST_COUNTED = 5000
@@ -113,7 +112,8 @@ class Writer:
         self._kept: list[Any] = []  # schemas made here: their rules are found by ``id``
         self._one_of: dict[int, list[Any]] = {}
         self._names: dict[str, _Name] = {}
-        self._num_joined = 0
+        self._indexes: dict[int, _Index] = {}
+        self._spent = 0
 
     def write(self) -> Written:
         return self._finish(self._rule((Placed(self._root, self._place),)))
@@ -198,8 +198,9 @@ class Writer:
         found = [self._demands(schema, place)]
         if "$ref" in schema:
             found = self._joined(found, self._branches(self._target(placed), seen), place)
-        for each in self._schemas(placed, "allOf") if "allOf" in schema else ():
-            found = self._joined(found, self._branches(each, seen), place)
+        parts = [self._meant(each) for each in self._schemas(placed, "allOf")] if "allOf" in schema else []
+        for part in {id(each.schema): each for each in parts}.values():
+            found = self._joined(found, self._branches(part, seen), place)
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 options = [
@@ -223,10 +224,15 @@ class Writer:
         self._options.leave_out(place)
 
     def _joined(self, first: list[Demands], other: list[Demands], place: Place) -> list[Demands]:
-        self._num_joined += len(first) * len(other)
-        if self._num_joined > MOST_JOINED:
-            raise SchemaError("it combines too many alternatives", place)
+        sizes = [sum(each.size for each in side) for side in (first, other)]
+        self._spend(len(first) * sizes[1] + len(other) * sizes[0], place)
         return [joined(one, another) for one, another in product(first, other)]
+
+    def _spend(self, steps: int, place: Place) -> None:
+        """Bounds what grows faster than the schema."""
+        self._spent += steps
+        if self._spent > MOST_STEPS:
+            raise SchemaError("it combines too many schemas", place)
 
     def _schemas(self, placed: Placed, keyword: str) -> list[Placed]:
         schemas, place = placed.schema[keyword], placed.place.at(keyword)
@@ -467,18 +473,28 @@ class Writer:
     def _in_order(self, names: Iterable[str]) -> Iterable[str]:
         return names
 
-    def _about(self, members: Iterable[Members], name: str) -> list[Placed]:
+    def _about(self, members: tuple[Members, ...], name: str) -> list[Placed]:
         """Returns the schemas of a property."""
-        found = []
-        for each in members:
-            own = [each.properties[name]] if name in each.properties else []
-            own += [
-                placed
-                for pattern, placed in each.patterns.items()
-                if self._pattern(pattern, placed).has(name)
-            ]
-            found += own or ([each.others] if each.others is not None else [])
+        by_name, speaking, _ = self._indexed(members)
+        self._spend(len(speaking) + 1, self._place)
+        found = [*by_name.get(name, ())]
+        for each in speaking:
+            own = [placed for text, placed in each.patterns.items() if self._pattern(text, placed).has(name)]
+            found += own
+            if not own and name not in each.properties and each.others is not None:
+                found.append(each.others)
         return found
+
+    def _indexed(self, members: tuple[Members, ...]) -> "_Index":
+        """Returns who speaks of a name: some by that name, and those who speak of all."""
+        if id(members) not in self._indexes:
+            by_name: dict[str, list[Placed]] = {}
+            for each in members:
+                for name, placed in each.properties.items():
+                    by_name.setdefault(name, []).append(placed)
+            speaking = [each for each in members if each.patterns or each.others is not None]
+            self._indexes[id(members)] = _Index(by_name, speaking, members)
+        return self._indexes[id(members)]
 
     def _pattern(self, pattern: str, placed: Placed) -> "_Name":
         if pattern not in self._names:
@@ -631,6 +647,12 @@ class Writer:
 
     def _space(self) -> rules.Sequence:
         return [Repeat([self._term(self._layout.space)], 0, 1)] if self._layout.space else []
+
+
+class _Index(NamedTuple):
+    by_name: Mapping[str, list[Placed]]
+    speaking: list[Members]
+    members: tuple[Members, ...]  # kept, as it is found by ``id``
 
 
 class _Name:

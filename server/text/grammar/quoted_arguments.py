@@ -61,4 +61,3 @@ class QuotedWriter(Writer):
 
     def _pattern(self, pattern: str, placed: Placed) -> Any:
         raise SchemaError("patterns of names are not supported for this model", placed.place)
-
