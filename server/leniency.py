@@ -38,7 +38,7 @@ class Leniency:
 
 
 class _Notes:
-    """Notes in their order, each once, as ASCII, printable and short. What no longer fits is not even read."""
+    """Notes in their order, each once, as ASCII, printable and short; what does not fit is not read."""
 
     def __init__(self) -> None:
         self._notes: dict[str, None] = {}

@@ -77,7 +77,8 @@ class Tool:
 
     def text(self, value: Any) -> str:
         written = text_of({"v": value}, ", ", ": ")
-        return f"{HERMES.trigger}{HERMES.first.removeprefix(HERMES.trigger)}f{HERMES.before_arguments}{written}{HERMES.end}{HERMES.last}"
+        before = HERMES.trigger + HERMES.first.removeprefix(HERMES.trigger)
+        return f"{before}f{HERMES.before_arguments}{written}{HERMES.end}{HERMES.last}"
 
 
 def judge(tokenizer: LLTokenizer, path: Path, way: Plain | Tool) -> tuple[Counter[str], list[str]]:

@@ -15,7 +15,8 @@ HOUR = "(?:[01][0-9]|2[0-3])"
 TIME = rf"{HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:[zZ]|[+-]{HOUR}:[0-5][0-9])"
 COUNT = "[0-9]{1,9}"
 OF_DAY = f"T(?:{COUNT}H(?:{COUNT}M(?:{COUNT}S)?)?|{COUNT}M(?:{COUNT}S)?|{COUNT}S)"
-DURATION = f"P(?:{COUNT}W|{OF_DAY}|(?:{COUNT}Y(?:{COUNT}M(?:{COUNT}D)?)?|{COUNT}M(?:{COUNT}D)?|{COUNT}D)(?:{OF_DAY})?)"
+OF_DAYS = f"(?:{COUNT}Y(?:{COUNT}M(?:{COUNT}D)?)?|{COUNT}M(?:{COUNT}D)?|{COUNT}D)"
+DURATION = f"P(?:{COUNT}W|{OF_DAY}|{OF_DAYS}(?:{OF_DAY})?)"
 
 # Format -> pattern of the whole string.
 PATTERNS = {

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -31,6 +30,7 @@ from truedraft.engine.text.schema.numbers import is_number, text_of
 from truedraft.engine.text.schema.one_of import exclusive
 from truedraft.engine.text.schema.pattern import NAME_CHARACTER, exact_name, exact_pattern
 from truedraft.engine.text.schema.place import Place
+from truedraft.engine.text.schema.references import Resources
 from truedraft.engine.text.schema.rules import Repeat, Rule
 
 # Far more than the parser takes: it ends what would take minutes before that.
@@ -112,6 +112,7 @@ class Writer:
         self._kept: list[Any] = []  # schemas made here: their rules are found by ``id``
         self._one_of: dict[int, list[Any]] = {}
         self._names: dict[str, _Name] = {}
+        self._resources = Resources(root, place)
         self._indexes: dict[int, _Index] = {}
         self._spent = 0
 
@@ -164,21 +165,11 @@ class Writer:
 
     def _target(self, placed: Placed) -> Placed:
         reference, at = placed.schema["$ref"], placed.place.at("$ref")
-        if not isinstance(reference, str) or reference.partition("/")[0] != "#":
-            self._fault("a reference has to point into the schema itself, such as '#/$defs/name'", at)
+        found = self._resources.find(reference, placed.schema) if isinstance(reference, str) else None
+        if found is None:
+            self._fault("it does not exist in the schema itself, as '#/$defs/name' would", at)
             return Placed(True, at)
-        found, place = self._root, self._place
-        for part in reference.split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            elif isinstance(found, dict) and name in found:
-                found = found[name]
-            else:
-                self._fault("what it refers to does not exist", at)
-                return Placed(True, at)
-            place = place.at(name)
-        return Placed(found, place)
+        return found
 
     def _branches(self, placed: Placed, seen: tuple[int, ...] = ()) -> list[Demands]:
         """Returns what a schema demands, as alternatives."""
@@ -327,7 +318,7 @@ class Writer:
         return [*written, [self._term(" | ".join(dict.fromkeys(scalars)))]] if scalars else written
 
     def _constant(self, value: Any) -> rules.Sequence:
-        """Returns JSON in the same pieces as any other: a parser reads each to its end, and never goes back."""
+        """Returns JSON in the same pieces as any other: a parser reads each to its end."""
         match value:
             case str():
                 return self._constant_text(value)

@@ -19,7 +19,7 @@ UNSUPPORTED = NOT_ENFORCED | {"pattern", "format", "patternProperties"}
 
 
 class QuotedWriter(Writer):
-    """``marks`` are the quote, the term that it is and the token after the arguments: no string spells them."""
+    """``marks`` are the quote, its term, and the token after the arguments: no string spells a mark."""
 
     any_key = r"/[^{}\[\],:\s<>]+/"
     marks: tuple[str, str, str]

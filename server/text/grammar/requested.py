@@ -304,8 +304,7 @@ class _Reading:
 
 
 def _fault_of(error: str, text: _Text) -> tuple[str | None, ValueError]:
-    """Returns the error by the place in the schema of the rule that it names, and the rule's term if it is one
-    that no text matches."""
+    """Returns the error by the place of the rule that it names, and the rule's term if no text matches it."""
     found = FAULT.match(error)
     lines = text.text.splitlines()
     if found is None or not 0 < int(found[1]) <= len(lines):
