@@ -44,7 +44,7 @@ def text_of(value: Any, comma: str = ",", colon: str = ":") -> str:
 
 
 class Plain:
-    """The schema of a response format."""
+    """It takes a schema as that of a response format."""
 
     def read(self, tokenizer: LLTokenizer, schema: Any) -> tuple[LLMatcher, bool]:
         return compile_grammar(tokenizer, grammar_of("json", schema)), False
@@ -54,7 +54,7 @@ class Plain:
 
 
 class Tool:
-    """The schema of a parameter of a tool."""
+    """It takes a schema as that of a tool's parameter."""
 
     def read(self, tokenizer: LLTokenizer, schema: Any) -> tuple[LLMatcher, bool]:
         parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"]}

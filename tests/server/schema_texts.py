@@ -1,4 +1,4 @@
-"""Texts that a schema's grammar lets through, drawn byte by byte, and what JSON Schema says of them exactly."""
+"""Texts that a schema's grammar lets through, drawn byte by byte, and whether they are valid, exactly."""
 
 import json
 import random

@@ -4,8 +4,10 @@ Whatever a schema's grammar lets through is valid with every number as its digit
 let through, apart from the narrowing that the documentation states.
 """
 
+import datetime
 import json
 import random
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -58,9 +60,12 @@ def test_constants_keep_their_text(text: str, form: str) -> None:
         ({"type": "integer", "exclusiveMinimum": 2.5, "exclusiveMaximum": 4}, {"3"}),
         ({"type": "integer", "minimum": 10**20, "maximum": 10**20}, {str(10**20)}),
         ({"type": "integer", "minimum": 0, "maximum": 20, "multipleOf": 7}, {"0", "7", "14"}),
-        ({"type": "number", "minimum": -0.5, "maximum": 0.5, "multipleOf": 0.25}, {"-0.5", "-0.25", "0", "0.25", "0.5"}),
+        (
+            {"type": "number", "minimum": -0.5, "maximum": 0.5, "multipleOf": 0.25},
+            {"-0.5", "-0.25", "0", "0.25", "0.5"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_all_that_is_let_through(schema: dict[str, Any], texts: set[str]) -> None:
     matcher = matcher_of(schema)
     assert {drawn(matcher, random.Random(seed)) for seed in range(60)} == texts
@@ -105,17 +110,25 @@ def test_numbers_have_an_end(schema: dict[str, Any]) -> None:
             ["-9223372036854775808", "9223372036854775807", "0"],
             ["-9223372036854775809", "9223372036854775808", "-0", "1.0"],
         ),
-        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["18446744073709551615"], ["18446744073709551616"]),
+        (
+            {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+            ["18446744073709551615"],
+            ["18446744073709551616"],
+        ),
         ({"type": "number", "maximum": 1e19}, ["10000000000000000000", "-1.5"], ["10000000000000000000.1"]),
         ({"type": "number", "maximum": 1.8e308, "minimum": -3.4e38}, ["3.14", "-2"], []),
-        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, ["0.5", "0.00000000000001"], ["0", "1", "0.0", "1.0"]),
+        (
+            {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+            ["0.5", "0.00000000000001"],
+            ["0", "1", "0.0", "1.0"],
+        ),
         ({"minimum": 5, "exclusiveMinimum": True, "type": "integer"}, ["6"], ["5"]),
         ('{"type": "number", "maximum": 1e400}', ["3"], []),
         ('{"type": "number", "minimum": 9007199254740993.0}', ["9007199254740993"], ["9007199254740992"]),
         ({"type": "string", "maxLength": 10.0, "minLength": 2.0}, ['"ab"'], ['"a"', '"abcdefghijk"']),
         ({"type": "array", "maxItems": 1.0}, ["[1]"], ["[1,2]"]),
     ],
-)  # fmt: skip
+)
 def test_bounds(schema: Any, valid: list[str], invalid: list[str]) -> None:
     matcher = matcher_of(schema)
     for text in valid:
@@ -142,12 +155,11 @@ RANGES = st.builds(
 def schema_of(limits: numbers.Range) -> str:
     """Returns the schema as text, so that its numbers are exact."""
     written = ['"type": "integer"' if limits.is_integer else '"type": "number"']
-    for bound, name in ((limits.low, "inimum"), (limits.high, "aximum")):
+    names = {False: ("minimum", "maximum"), True: ("exclusiveMinimum", "exclusiveMaximum")}
+    for place, bound in enumerate((limits.low, limits.high)):
         if bound is not None:
-            keyword = (
-                "exclusive" + "Mm"[name[0] == "a"].replace("m", "M") if bound.is_strict else "m"
-            ) + name
-            written.append(f'"{keyword}": {numbers.text_of_fraction(bound.value)}')
+            name = names[bound.is_strict][place]
+            written.append(f'"{name}": {numbers.text_of_fraction(bound.value)}')
     return f"{{{', '.join(written)}}}"
 
 
@@ -211,7 +223,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> Any:
         case "string":
             schema = {"type": "string", "maxLength": rng.choice([1, 3, 2.0])}
             if rng.random() < 0.5:
-                schema["pattern"] = rng.choice(["^[a-z]+$", "b", r"^\\d{2}$", "^(a|b)c"])
+                schema["pattern"] = rng.choice(["^[a-z]+$", "b", r"^\d{2}$", "^(a|b)c"])
         case "constant":
             schema["enum"] = rng.sample(VALUES, rng.randint(1, 4))
             if rng.random() < 0.3:
@@ -277,6 +289,15 @@ def plant_loose_exclusion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "exclusive", lambda branches, root: branches)
 
 
+def check_all(limits: list[numbers.Range]) -> None:
+    for each in limits:
+        check_range(each, 1)
+    for text in CONSTANTS[:4]:
+        test_constants_keep_their_text(text, '{"const": %s}')
+    for number in range(400):
+        check_schema(number)
+
+
 @pytest.mark.parametrize(
     "plant", [plant_doubles, plant_rounded_bounds, plant_lax_ends, plant_loose_exclusion]
 )
@@ -287,23 +308,26 @@ def test_planted_bugs_are_seen(plant: Any, monkeypatch: pytest.MonkeyPatch) -> N
         numbers.Range(True, numbers.Bound(Fraction(5, 2)), None, None),
     ]
     with pytest.raises(AssertionError):
-        for each in limits:
-            check_range(each, 1)
-        for text in CONSTANTS[:4]:
-            test_constants_keep_their_text(text, '{"const": %s}')
-        for number in range(400):
-            check_schema(number)
+        check_all(limits)
 
 
 @pytest.mark.parametrize(
     ("kind", "valid", "invalid"),
     [
-        ("date", ["2024-02-29", "2000-02-29", "2023-02-28", "2023-12-31"], ["2023-02-29", "1900-02-29", "2024-02-30", "2023-04-31", "0000-01-01"]),
-        ("date-time", ["2024-02-29T00:00:00Z", "2023-01-01T23:59:59.5+01:00"], ["2023-02-29T00:00:00Z", "2023-01-01T12:00:60Z", "2023-01-01T24:00:00Z", "2023-01-01T00:00:00"]),
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "2023-02-28", "2023-12-31"],
+            ["2023-02-29", "1900-02-29", "2024-02-30", "2023-04-31", "0000-01-01"],
+        ),
+        (
+            "date-time",
+            ["2024-02-29T00:00:00Z", "2023-01-01T23:59:59.5+01:00"],
+            ["2023-02-29T00:00:00Z", "2023-01-01T12:00:60Z", "2023-01-01T24:00:00Z", "2023-01-01T00:00:00"],
+        ),
         ("time", ["23:59:59Z", "00:00:00-23:59"], ["23:59:60Z", "12:00:60+00:00", "24:00:00Z", "1:00:00Z"]),
         ("duration", ["P1Y2M3DT4H5M6S", "P3W", "PT1S"], ["P", "P1YT", "PT", "P1S", "P1W1D"]),
     ],
-)  # fmt: skip
+)
 def test_days_and_times(kind: str, valid: list[str], invalid: list[str]) -> None:
     matcher = matcher_of({"type": "string", "format": kind})
     assert [text for text in valid + invalid if allows(matcher, f'"{text}"')] == valid
@@ -311,9 +335,6 @@ def test_days_and_times(kind: str, valid: list[str], invalid: list[str]) -> None
 
 def test_every_day_of_a_few_centuries() -> None:
     """Months have the days that Python's calendar gives them."""
-    import datetime
-    import re
-
     pattern = re.compile(times.PATTERNS["date"])
     for year in [*range(1, 9), 400, *range(1896, 1906), *range(1996, 2006), 2100, 9999]:
         for month in range(1, 13):
@@ -333,19 +354,52 @@ CHAIN = {
 }
 UNSATISFIABLE: list[tuple[dict[str, Any], str, str]] = [
     ({"$defs": {"A": CHAIN}, "$ref": "#/$defs/A"}, "s.$defs.A", "needs itself"),
-    ({"type": "object", "properties": {"kids": {"type": "array", "minItems": 1, "items": {"$ref": "#"}}}, "required": ["kids"]}, "s", "needs itself"),
-    ({"$defs": {"A": {"anyOf": [CHAIN, {"type": "array", "minItems": 2, "items": {"$ref": "#/$defs/A"}}]}}, "$ref": "#/$defs/A"}, "s.$defs.A", "needs itself"),
-    ({"properties": {"a": {"enum": []}}, "required": ["a"], "type": "object"}, "s.properties.a", "no choices"),
+    (
+        {
+            "type": "object",
+            "properties": {"kids": {"type": "array", "minItems": 1, "items": {"$ref": "#"}}},
+            "required": ["kids"],
+        },
+        "s",
+        "needs itself",
+    ),
+    (
+        {
+            "$defs": {
+                "A": {"anyOf": [CHAIN, {"type": "array", "minItems": 2, "items": {"$ref": "#/$defs/A"}}]}
+            },
+            "$ref": "#/$defs/A",
+        },
+        "s.$defs.A",
+        "needs itself",
+    ),
+    (
+        {"properties": {"a": {"enum": []}}, "required": ["a"], "type": "object"},
+        "s.properties.a",
+        "no choices",
+    ),
     ({"properties": {"a": False}, "required": ["a"], "type": "object"}, "s", "'a' is required"),
     ({"type": "object", "required": ["q"], "additionalProperties": False}, "s", "'q' is required"),
     ({"type": "array", "minItems": 3, "maxItems": 2}, "s", "nothing satisfies it"),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "s", "nothing satisfies it"),
     ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "s", "nothing satisfies it"),
-    ({"type": "array", "prefixItems": [True, {"type": "integer", "minimum": 5, "maximum": 2}], "minItems": 2}, "s.prefixItems.1", "no number lies"),
+    (
+        {
+            "type": "array",
+            "prefixItems": [True, {"type": "integer", "minimum": 5, "maximum": 2}],
+            "minItems": 2,
+        },
+        "s.prefixItems.1",
+        "no number lies",
+    ),
     ({"$ref": "#"}, "s.$ref", "refers to itself"),
     ({"const": "abc", "maxLength": 2}, "s", "nothing satisfies it"),
-    ({"type": "object", "minProperties": 2, "properties": {"a": True}, "additionalProperties": False}, "s", "nothing satisfies it"),
-]  # fmt: skip
+    (
+        {"type": "object", "minProperties": 2, "properties": {"a": True}, "additionalProperties": False},
+        "s",
+        "nothing satisfies it",
+    ),
+]
 
 
 @pytest.mark.parametrize(("schema", "place", "reason"), UNSATISFIABLE)
@@ -356,9 +410,22 @@ def test_what_nothing_satisfies(schema: dict[str, Any], place: str, reason: str)
 
 
 def test_recursion_with_an_end() -> None:
-    tree = {"$defs": {"t": {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "required": ["kids"]}}, "$ref": "#/$defs/t"}  # fmt: skip
+    tree = {
+        "$defs": {
+            "t": {
+                "type": "object",
+                "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/t"}}},
+                "required": ["kids"],
+            }
+        },
+        "$ref": "#/$defs/t",
+    }
     assert accepts(tree, '{"kids":[{"kids":[]},{"kids":[]}]}')
-    optional = {"type": "object", "properties": {"next": {"$ref": "#"}, "none": {"enum": []}}, "additionalProperties": False}  # fmt: skip
+    optional = {
+        "type": "object",
+        "properties": {"next": {"$ref": "#"}, "none": {"enum": []}},
+        "additionalProperties": False,
+    }
     assert accepts(optional, '{"next":{"next":{}}}')
     assert not accepts(optional, '{"none":1}')
 
@@ -416,7 +483,7 @@ FORECAST = {
 
 
 def test_a_bound_of_64_bits_does_not_cost_the_tool(server: RunningServer) -> None:
-    """Also of many tools; a bound that no number reaches costs that keyword alone."""
+    """Many such tools are fine, too; a bound that no number reaches costs that keyword alone."""
     for count in (1, 9, 30):
         tools = [
             {"type": "function", "function": {"name": f"f{i}", "parameters": FORECAST}} for i in range(count)

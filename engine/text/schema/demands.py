@@ -241,12 +241,15 @@ def count_of(value: Any) -> int | None:
 
 
 def _counts(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:
-    counts: dict[str, int | None] = {least: 0, most: None}
-    for name in counts.keys() & schema.keys():
-        counts[name] = count_of(schema[name])
-        if counts[name] is None:
-            raise KeywordError("it is not a number from 0 on without a fraction", name)
-    return counts[least] or 0, counts[most]
+    return _count(schema, least) or 0, _count(schema, most)
+
+
+def _count(schema: Mapping[str, Any], keyword: str) -> int | None:
+    if keyword not in schema:
+        return None
+    if (count := count_of(schema[keyword])) is None:
+        raise KeywordError("it is not a number from 0 on without a fraction", keyword)
+    return count
 
 
 def _items(schema: Mapping[str, Any], place: Place) -> tuple[Items, ...]:

@@ -73,7 +73,7 @@ def exact_regex(pattern: str) -> str:
 
 
 class _Member(NamedTuple):
-    """A part of a class. ``escaped``: which characters of it JSON writes with a backslash."""
+    """It is a part of a class. ``escaped``: which characters of it JSON writes with a backslash."""
 
     text: str
     escaped: frozenset[int] = frozenset()

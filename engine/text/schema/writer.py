@@ -48,7 +48,7 @@ SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 class Layout(NamedTuple):
-    """How JSON is laid out. ``space`` is an expression of what may stand between its parts."""
+    """It says how JSON is laid out. ``space`` is an expression of what may stand between its parts."""
 
     comma: str = ","
     colon: str = ":"
