@@ -11,10 +11,11 @@ from llguidance import LLMatcher
 
 from truedraft.engine.text.schema.cleaning import Cleaner
 from truedraft.engine.text.schema.demands import Placed
+from truedraft.engine.text.schema.notation import Layout, layout_of
 from truedraft.engine.text.schema.numbers import read_json
 from truedraft.engine.text.schema.pattern import exact_regex
 from truedraft.engine.text.schema.place import Place
-from truedraft.engine.text.schema.writer import Layout, Options, Writer, layout_of
+from truedraft.engine.text.schema.writer import Options, Writer
 
 Format = Literal["json", "regex", "choice", "grammar"]
 

@@ -5,8 +5,6 @@ digits, and says of a schema that nothing satisfies only that the parser gave up
 alone as schemas. What cannot be written is refused by its place in the schema.
 """
 
-import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +24,7 @@ from truedraft.engine.text.schema.demands import (
     joined,
     same_value,
 )
+from truedraft.engine.text.schema.notation import Layout, Notation, expression_of, json_of, quoted
 from truedraft.engine.text.schema.numbers import is_number, text_of
 from truedraft.engine.text.schema.one_of import exclusive
 from truedraft.engine.text.schema.pattern import NAME_CHARACTER, exact_name, exact_pattern
@@ -33,47 +32,11 @@ from truedraft.engine.text.schema.place import Place
 from truedraft.engine.text.schema.references import Resources
 from truedraft.engine.text.schema.rules import Repeat, Rule
 
-# Far more than the parser takes: it ends what would take minutes before that.
-MOST_RULES = 20_000
 MOST_STEPS = 1_000_000
 # Each pattern of names doubles the kinds of names.
 MOST_PATTERNS = 4
 STRING = {"x-guidance": {"whitespace_flexible": False}}
 SPEAKING = (ENFORCED | NOT_ENFORCED) - {"$defs", "definitions"}
-SPACE = r"/[ \t\r\n]+/"
-MOST_COUNTED = 5000
-PLAIN_SEPARATOR = re.compile(r"[ \t\r\n,:]*")
-BACKSLASH = "\\"
-SLASH = re.compile(r"\\.|/", re.DOTALL)
-
-
-class Layout(NamedTuple):
-    """It says how JSON is laid out. ``space`` is an expression of what may stand between its parts."""
-
-    comma: str = ","
-    colon: str = ":"
-    space: str = ""
-
-
-def layout_of(schema: Any, default: Layout) -> Layout:
-    """Returns what the schema itself says of it, under the name that llguidance has for that."""
-    asked = schema.get("x-guidance") if isinstance(schema, dict) else None
-    if asked is None:
-        return default
-    place = Place("x-guidance")
-    known = ("item_separator", "key_separator", "whitespace_pattern")
-    if not isinstance(asked, dict):
-        raise SchemaError("it is not an object", place)
-    for name, value in asked.items():
-        kind = str if name in known else bool if name == "whitespace_flexible" else None
-        if kind is None:
-            raise SchemaError(f"it may have {', '.join(known)} and whitespace_flexible only", place.at(name))
-        if value is not None and not isinstance(value, kind):
-            raise SchemaError(f"it is not a {'text' if kind is str else 'boolean'}", place.at(name))
-    space = SPACE if asked.get("whitespace_flexible", bool(default.space)) else ""
-    if pattern := asked.get("whitespace_pattern"):
-        space = _expression(pattern)
-    return Layout(asked.get(known[0], default.comma), asked.get(known[1], default.colon), space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +58,17 @@ class Written(NamedTuple):
     places: Mapping[str, Place]
 
 
-class Writer:
+class Writer(Notation):
     """It writes the rules of one schema, ``root``, which has the definitions. Names begin with ``prefix``."""
 
     any_key = f'/"{NAME_CHARACTER}*"/'
 
     def __init__(self, root: Any, place: Place, layout: Layout, prefix: str, options: Options) -> None:
+        super().__init__(layout, prefix)
         self._root = root
         self._place = place
-        self._layout = layout
-        self._prefix = prefix
         self._options = options
-        self._rules: dict[tuple[object, ...], Rule] = {}
         self._pending: list[tuple[Rule, tuple[Placed, ...]]] = []
-        self._terms: dict[str, str] = {}
         self._kept: list[Any] = []  # schemas made here: their rules are found by ``id``
         self._one_of: dict[int, list[Any]] = {}
         self._names: dict[str, _Name] = {}
@@ -146,12 +106,6 @@ class Writer:
             rule = self._new(key, found[0].place if found else self._place)
             self._pending.append((rule, tuple(found)))
         return self._rules[key]
-
-    def _new(self, key: tuple[object, ...], place: Place) -> Rule:
-        if len(self._rules) >= MOST_RULES:
-            raise SchemaError(f"it takes more than {MOST_RULES} rules", place)
-        rule = self._rules[key] = Rule(f"{self._prefix}{len(self._rules)}", place)
-        return rule
 
     def _meant(self, placed: Placed) -> Placed:
         """Follows a reference that nothing stands next to."""
@@ -329,10 +283,10 @@ class Writer:
                 names = self._in_order(value)
                 members = [[*self._name(name), *self._constant(value[name])] for name in names]
                 return [quoted("{"), *self._space(), *self._listed(members), *self._space(), quoted("}")]
-        return [quoted(text_of(value) if is_number(value) else _json(value))]
+        return [quoted(text_of(value) if is_number(value) else json_of(value))]
 
     def _constant_text(self, value: str) -> rules.Sequence:
-        return [quoted(_json(value))]
+        return [quoted(json_of(value))]
 
     def _listed(self, sequences: list[rules.Sequence]) -> rules.Sequence:
         comma = self._comma()
@@ -385,7 +339,7 @@ class Writer:
         if only is None:
             written |= {"minLength": least} if least else {}
             written |= {"maxLength": most} if most is not None else {}
-        return [self._leaf(f"%json {_json({'type': 'string'} | written | STRING)}", demands.place)]
+        return [self._leaf(f"%json {json_of({'type': 'string'} | written | STRING)}", demands.place)]
 
     def _limit(self, limit: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
         ((keyword, value),) = limit.items()
@@ -530,114 +484,11 @@ class Writer:
             if not matched[pattern] and self._pattern(pattern, placed).is_narrowed
         ]
 
-    def _any_number(
-        self, members: list[tuple[rules.Sequence, bool]], pairs: list[rules.Sequence], place: Place
-    ) -> rules.Sequence:
-        """Returns the properties in their order, each of which may be missing unless it is required."""
-        pair: rules.Sequence = [self._extra(pairs, place)] if pairs else []
-        first: rules.Sequence = [Repeat([*pair, Repeat([*self._comma(), *pair])], 0, 1)] if pair else []
-        later: rules.Sequence = [Repeat([*self._comma(), *pair])] if pair else []  # from its end on
-        for number in reversed(range(len(members))):
-            member, is_required = members[number]
-            begins_choice = number > 0 and not members[number - 1][1]
-            if not is_required or begins_choice:
-                later = [self._extra([later[::-1]], place)] if later else []
-            if not is_required:
-                first = [self._extra([[*member, *later], first], place)]
-                later.append(Repeat([*self._comma(), *member], 0, 1))
-                continue
-            if number == 0 or begins_choice:
-                first = [*member, *reversed(later)]
-            later += [*reversed(member), *reversed(self._comma())]
-        return first
-
-    def _counted(
-        self,
-        members: list[tuple[rules.Sequence, bool]],
-        pairs: list[rules.Sequence],
-        limits: tuple[int, int | None],
-        place: Place,
-    ) -> rules.Sequence:
-        """Returns the same where the number of properties has limits: a rule for each number so far."""
-        least, most = limits
-        pair: rules.Sequence = [self._extra(pairs, place)] if pairs else []
-        states: dict[tuple[int, int], Rule] = {}
-
-        def state(number: int, count: int) -> Rule:
-            if (number, count) not in states:
-                if len(states) >= MOST_COUNTED:
-                    raise SchemaError("it counts too many properties", place)
-                states[number, count] = self._extra([], place)
-                pending.append((number, count))
-            return states[number, count]
-
-        pending: list[tuple[int, int]] = []
-        start = state(0, 0)
-        while pending:
-            number, count = pending.pop()
-            comma = self._comma() if count else []
-            alternatives = states[number, count].alternatives
-            if number == len(members):
-                room = None if most is None else most - count
-                alternatives += self._more(pair, max(least - count, 0), room, is_first=not count)
-                continue
-            member, is_required = members[number]
-            if most is None or count < most:
-                following = count + 1 if most is not None or count < least else count
-                alternatives.append([*comma, *member, state(number + 1, max(following, 1))])
-            if not is_required:
-                alternatives.append([state(number + 1, count)])
-        return [start]
-
-    def _more(
-        self, pair: rules.Sequence, least: int, most: int | None, *, is_first: bool
-    ) -> list[rules.Sequence]:
-        """Returns how further properties follow, or none."""
-        if not pair or most == 0:
-            return [] if least else [[]]
-        if not is_first:
-            return [[Repeat([*self._comma(), *pair], least, most)]]
-        rest = Repeat([*self._comma(), *pair], max(least - 1, 0), None if most is None else most - 1)
-        return [[*pair, rest]] + ([] if least else [[]])
-
-    # Terms
-
-    def _extra(self, alternatives: list[rules.Sequence], place: Place) -> Rule:
-        """Returns a rule of its own, for no schema."""
-        rule = self._new(("extra", len(self._rules)), place)
-        rule.alternatives = alternatives
-        return rule
-
-    def _leaf(self, term: str, place: Place) -> Rule:
-        key = ("leaf", term)
-        if key not in self._rules:
-            rule = self._new(key, place)
-            rule.alternatives = [] if term in self._options.empty else [[term]]
-        return self._rules[key]
-
-    def _term(self, expression: str) -> str:
-        if expression not in self._terms:
-            self._terms[expression] = f"{self._prefix.upper()}T{len(self._terms)}"
-        return self._terms[expression]
-
     def _key(self, name: str) -> str:
-        return _json(name)
+        return json_of(name)
 
     def _name(self, name: str) -> rules.Sequence:
         return [quoted(self._key(name)), *self._colon()]
-
-    def _comma(self) -> rules.Sequence:
-        return self._separator(self._layout.comma)
-
-    def _colon(self) -> rules.Sequence:
-        return self._separator(self._layout.colon)
-
-    def _separator(self, text: str) -> rules.Sequence:
-        written = quoted(text) if PLAIN_SEPARATOR.fullmatch(text) else self._term(_expression(text))
-        return [*self._space(), written, *self._space()]
-
-    def _space(self) -> rules.Sequence:
-        return [Repeat([self._term(self._layout.space)], 0, 1)] if self._layout.space else []
 
 
 class _Index(NamedTuple):
@@ -651,7 +502,7 @@ class _Name:
 
     def __init__(self, pattern: str) -> None:
         exact = exact_name(pattern)
-        self.term = _expression(exact.text)
+        self.term = expression_of(exact.text)
         self.is_narrowed = exact.is_narrowed
         self._start: LLMatcher | None = None
 
@@ -660,23 +511,10 @@ class _Name:
             self._start = LLMatcher(_bytes(), f"start: {self.term}", log_level=0)
             if self._start.is_error():
                 raise ValueError("the pattern of names cannot be read")
-        matcher, ids = self._start.deep_copy(), [*_json(name).encode()]
+        matcher, ids = self._start.deep_copy(), [*json_of(name).encode()]
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 @cache
 def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def quoted(text: str) -> str:
-    """Returns a text as a term of Lark."""
-    return _json(text)
-
-
-def _expression(pattern: str) -> str:
-    return f"/{SLASH.sub(lambda found: found[0] if len(found[0]) > 1 else BACKSLASH + found[0], pattern)}/"

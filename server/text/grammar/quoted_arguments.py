@@ -10,8 +10,9 @@ from typing import Any
 
 from truedraft.engine.text.schema.cleaning import NOT_ENFORCED, SchemaError
 from truedraft.engine.text.schema.demands import Demands, Placed
+from truedraft.engine.text.schema.notation import quoted
 from truedraft.engine.text.schema.rules import Sequence
-from truedraft.engine.text.schema.writer import Writer, Written, quoted
+from truedraft.engine.text.schema.writer import Writer, Written
 
 # What stands around a name; none can be part of it.
 NOT_IN_NAMES = re.compile(r"[{}\[\],:\s]")

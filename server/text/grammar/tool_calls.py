@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from truedraft.engine.text.schema.cleaning import SchemaError
 from truedraft.engine.text.schema.demands import Placed, count_of
+from truedraft.engine.text.schema.notation import Layout, layout_of
 from truedraft.engine.text.schema.place import Place
-from truedraft.engine.text.schema.writer import Layout, Options, Writer, Written, layout_of
+from truedraft.engine.text.schema.writer import Options, Writer, Written
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
 from truedraft.server.text.grammar.quoted_arguments import QuotedWriter
@@ -224,16 +225,19 @@ class Rules:
             raise SchemaError(
                 f"'{keyword}' of a string is not supported where arguments stand in tags", place.at(keyword)
             )
-        lengths = [count_of(schema[name]) if name in schema else None for name in ("minLength", "maxLength")]
-        for name, length in zip(("minLength", "maxLength"), lengths, strict=True):
-            if name in schema and length is None:
-                raise SchemaError("it is not a number from 0 on without a fraction", place.at(name))
-        least, most = lengths
-        if least and most is not None and least > most:
+        least, most = (self._length(schema, name, place) for name in ("minLength", "maxLength"))
+        if most is not None and (least or 0) > most:
             raise SchemaError("nothing satisfies it: minLength is above maxLength", place)
-        length = f"{least or 0},{'' if most is None else most}"
+        count = f"{least or 0},{'' if most is None else most}"
         end = re.escape(PARAMETER_END.strip()).replace("/", r"\/")
-        self.add(rule if most is not None else f"{rule}[lazy]", rf"/(.|\n){{{length}}}\n{end}\n/")
+        self.add(rule if most is not None else f"{rule}[lazy]", rf"/(.|\n){{{count}}}\n{end}\n/")
+
+    def _length(self, schema: Any, name: str, place: Place) -> int | None:
+        if name not in schema:
+            return None
+        if (length := count_of(schema[name])) is None:
+            raise SchemaError("it is not a number from 0 on without a fraction", place.at(name))
+        return length
 
 
 def _with(schema: Any, shared: dict[str, Any]) -> Any:
