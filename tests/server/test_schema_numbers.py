@@ -56,6 +56,7 @@ def test_constants_keep_their_text(text: str, form: str) -> None:
         ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, {str(2**53 + 1)}),
         ({"enum": [1, 1.0, True], "type": "integer"}, {"1", "1.0"}),
         ({"enum": [1, True, "1", None], "type": ["boolean", "string"]}, {"true", '"1"'}),
+        ({"enum": ["a", "b", "ab", 1], "pattern": "^a"}, {'"a"', '"ab"', "1"}),
         ({"enum": [SNOWFLAKE, SNOWFLAKE + 1], "exclusiveMinimum": SNOWFLAKE}, {str(SNOWFLAKE + 1)}),
         ({"type": "integer", "exclusiveMinimum": 2.5, "exclusiveMaximum": 4}, {"3"}),
         ({"type": "integer", "minimum": 10**20, "maximum": 10**20}, {str(10**20)}),

@@ -256,19 +256,20 @@ class Writer(Notation):
         assert demands.choices is not None
         if not demands.choices:
             rule.why = "it has no choices"
-        scalars, written = [], list[rules.Sequence]()
+        scalars, limited, written = [], list[str](), list[rules.Sequence]()
         for value in demands.choices:
             if not demands.allow(value) or not self._is_valid_inside(demands, value):
                 continue
             if isinstance(value, str) and demands.texts:
-                limited = self._string(demands, value)
-                written += [limited] if limited else []
+                limited.append(value)
                 continue
             constant = self._constant(value)
             if len(constant) == 1 and isinstance(constant[0], str):
                 scalars.append(constant[0])
             else:
                 written.append(constant)
+        if limited and (string := self._string(demands, limited)):
+            written.append(string)
         return [*written, [self._term(" | ".join(dict.fromkeys(scalars)))]] if scalars else written
 
     def _constant(self, value: Any) -> rules.Sequence:
@@ -324,19 +325,19 @@ class Writer(Notation):
                 return True
         return False
 
-    def _string(self, demands: Demands, only: str | None = None) -> rules.Sequence:
+    def _string(self, demands: Demands, choices: list[str] | None = None) -> rules.Sequence:
         """Strings are left to llguidance."""
         (least, most), written = demands.lengths, dict[str, Any]()
         if most is not None and least > most:
             return []
         limits = [dict[str, Any](self._limit(each, demands.place)) for each in demands.texts]
-        if only is not None:
-            limits.append({"const": only})
+        if choices is not None:
+            limits.append({"enum": choices})
         if len(limits) == 1:
             written = limits.pop()
         elif limits:
             written = {"allOf": limits}
-        if only is None:
+        if choices is None:
             written |= {"minLength": least} if least else {}
             written |= {"maxLength": most} if most is not None else {}
         return [self._leaf(f"%json {json_of({'type': 'string'} | written | STRING)}", demands.place)]

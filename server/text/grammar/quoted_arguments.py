@@ -41,7 +41,7 @@ class QuotedWriter(Writer):
             raise SchemaError(f"{name[:100]!r} cannot be written as the name of a parameter", self._place)
         return name
 
-    def _string(self, demands: Demands, only: str | None = None) -> Sequence:
+    def _string(self, demands: Demands, choices: list[str] | None = None) -> Sequence:
         for limit in demands.texts:
             (keyword,) = limit
             raise SchemaError(f"'{keyword}' is not supported for this model", demands.place.at(keyword))

@@ -34,7 +34,7 @@ from truedraft.server.text.tools import Reasoning, ToolUse
 
 # Memory that reading takes: of any schema, and for each of its characters.
 READING_BYTES = 1 << 20
-READING_BYTES_PER_CHARACTER = 2000
+READING_BYTES_PER_CHARACTER = 200
 # Strings that nothing matches are found by the compiler, one at a time.
 MAX_EMPTY = 8
 # What llguidance says of a line of the grammar, which is a rule of the schema.
@@ -125,7 +125,7 @@ async def structured_grammar(
         return None
 
     try:
-        reading.check_size()
+        await run_reading(reading.check_size)
         try:
             text = await compiled(reading.read)
         except ValueError:
@@ -259,6 +259,7 @@ class _Reading:
             raise AbandonedError
 
     def check_size(self) -> None:
+        """Measures it, which takes no longer for what is too large."""
         kind, source = self._wanted.kind, self._wanted.source
         if kind == "json" and isinstance(source, str):
             source = read_json(source)
