@@ -74,6 +74,7 @@ class Writer(Notation):
         self._names: dict[str, _Name] = {}
         self._resources = Resources(root, place)
         self._indexes: dict[int, _Index] = {}
+        self._judged: dict[int, list[tuple[Demands, set[object]]]] = {}
         self._spent = 0
 
     def write(self) -> Written:
@@ -312,11 +313,13 @@ class Writer(Notation):
         return True
 
     def _is_valid(self, placed: Placed, value: Any) -> bool:
-        for demands in self._branches(placed):
-            if demands.choices is not None:
-                wanted = same_value(value)
-                if all(same_value(each) != wanted for each in demands.choices):
-                    continue
+        if id(placed.schema) not in self._judged:
+            branches = [(each, {*map(same_value, each.choices or ())}) for each in self._branches(placed)]
+            self._judged[id(placed.schema)] = branches
+        self._spend(1, placed.place)
+        for demands, choices in self._judged[id(placed.schema)]:
+            if demands.choices is not None and same_value(value) not in choices:
+                continue
             if isinstance(value, str) and demands.texts:
                 raise SchemaError(
                     "patterns and formats are not supported in what a choice has to match", placed.place
@@ -438,6 +441,12 @@ class Writer(Notation):
             for each in members:
                 for name, placed in each.properties.items():
                     by_name.setdefault(name, []).append(placed)
+            patterns = {text: placed for each in members for text, placed in each.patterns.items()}
+            for placed in [*patterns.values()][MOST_PATTERNS:]:
+                raise SchemaError(
+                    f"more than {MOST_PATTERNS} patterns of names for one object are not supported",
+                    placed.place,
+                )
             speaking = [each for each in members if each.patterns or each.others is not None]
             self._indexes[id(members)] = _Index(by_name, speaking, members)
         return self._indexes[id(members)]
@@ -453,11 +462,6 @@ class Writer(Notation):
     def _pairs(self, members: Sequence[Members], names: Sequence[str]) -> list[rules.Sequence]:
         """Returns how a property may be written that has none of the ``names``."""
         patterns = {name: placed for each in members for name, placed in each.patterns.items()}
-        if len(patterns) > MOST_PATTERNS:
-            at = [*patterns.values()][MOST_PATTERNS].place
-            raise SchemaError(
-                f"more than {MOST_PATTERNS} patterns of names for one object are not supported", at
-            )
         taken = f" & ~({' | '.join(quoted(self._key(name)) for name in names)})" if names else ""
         pairs = []
         for matched in product((True, False), repeat=len(patterns)):
@@ -506,14 +510,23 @@ class _Name:
         self.term = expression_of(exact.text)
         self.is_narrowed = exact.is_narrowed
         self._start: LLMatcher | None = None
+        self._known: dict[str, bool] = {}
 
     def has(self, name: str) -> bool:
+        if name not in self._known:
+            self._known[name] = self._matches(name)
+        return self._known[name]
+
+    def _matches(self, name: str) -> bool:
         if self._start is None:
             self._start = LLMatcher(_bytes(), f"start: {self.term}", log_level=0)
             if self._start.is_error():
                 raise ValueError("the pattern of names cannot be read")
         matcher, ids = self._start.deep_copy(), [*json_of(name).encode()]
-        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+        num_read = matcher.try_consume_tokens(ids)
+        if matcher.is_error():
+            raise ValueError("the pattern of names is too complex")
+        return bool(num_read == len(ids) and matcher.is_accepting())
 
 
 @cache
