@@ -4,45 +4,53 @@ A field that only asks for more than the answer's text, or is metadata, never co
 setting ``strict_fields`` it does.
 """
 
-from collections.abc import Iterable
-
 from truedraft.server.errors import UnsupportedParameterError
 
 MAX_HEADER_LENGTH = 1000
 
 
 class Leniency:
-    """It keeps the notes of one request, whose field names come from the client."""
+    """It keeps the notes of one request, whose field names come from the client: no more than are sent."""
 
     def __init__(self, *, strict: bool) -> None:
         self.is_strict = strict
-        self._ignored: dict[str, None] = {}  # in order, each once
-        self._adjusted: dict[str, int] = {}
+        self._ignored = _Notes()
+        self._adjusted = _Notes()
 
-    def ignore(self, name: str, code: str | None = None) -> None:
+    def ignore(self, name: object, code: str | None = None) -> None:
         """Reports that ``name`` is left out. A strict server refuses it."""
         if self.is_strict:
+            shown = str(name)[:MAX_HEADER_LENGTH]
             raise UnsupportedParameterError(
-                f"'{name}' would be ignored, which this server refuses (strict_fields). Leave it out.",
-                param=name,
+                f"'{shown}' would be ignored, which this server refuses (strict_fields). Leave it out.",
+                param=shown,
                 code=code,
             )
-        self._ignored[name] = None
+        self._ignored.add(name)
 
     def adjust(self, name: str, value: int) -> None:
         """Reports the value that takes the place of the one that was asked for."""
-        self._adjusted[name] = value
+        self._adjusted.add(f"{name}={value}")
 
     def headers(self) -> dict[str, str]:
-        headers = {}
-        if self._ignored:
-            headers["x-truedraft-ignored"] = _header(self._ignored)
-        if self._adjusted:
-            headers["x-truedraft-adjusted"] = _header(f"{name}={n}" for name, n in self._adjusted.items())
-        return headers
+        headers = {"x-truedraft-ignored": str(self._ignored), "x-truedraft-adjusted": str(self._adjusted)}
+        return {name: value for name, value in headers.items() if value}
 
 
-def _header(entries: Iterable[str]) -> str:
-    """Returns them as ASCII, printable and short."""
-    escaped = (entry.encode("unicode_escape").decode("ascii") for entry in entries)
-    return ", ".join(escaped)[:MAX_HEADER_LENGTH]
+class _Notes:
+    """Notes in their order, each once, as ASCII, printable and short; what does not fit is not read."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, None] = {}
+        self._length = 0
+
+    def add(self, note: object) -> None:
+        if self._length >= MAX_HEADER_LENGTH:
+            return
+        text = str(note)[:MAX_HEADER_LENGTH].encode("unicode_escape").decode("ascii")
+        if text not in self._notes:
+            self._notes[text] = None
+            self._length += len(text) + 2
+
+    def __str__(self) -> str:
+        return ", ".join(self._notes)[:MAX_HEADER_LENGTH]

@@ -6,14 +6,13 @@ The engine knows tokens only: stop strings are looked for in the text, and a sch
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from msgspec import structs
 from pydantic import BaseModel
 
 from truedraft.engine import messages
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.ranges import checked
-from truedraft.engine.text.schema.cleaning import Cleaner
+from truedraft.engine.text.schema.cleaning import SchemaError
 from truedraft.engine.text.schema.formats import Format, grammar_of
 
 MAX_COMPLETIONS = 128
@@ -70,12 +69,10 @@ class SamplingParams(messages.SamplingParams, frozen=True, kw_only=True):
             return self.grammar
         kind, source = asked[given[0]]
         try:
-            if kind == "json":
-                source = msgspec.json.decode(source) if isinstance(source, str) else source
-                source = Cleaner(None).clean(source, "json_schema")
-            return grammar_of(kind, source)
-        except (ValueError, msgspec.DecodeError) as error:
-            raise RequestError("invalid_grammar", f"{given[0]} cannot be used: {error}") from error
+            return grammar_of(kind, source, given[0])
+        except ValueError as error:
+            place = error.place if isinstance(error, SchemaError) else given[0]
+            raise RequestError("invalid_grammar", f"{place} cannot be used: {error}") from error
 
 
 def _closed(schema: Any) -> Any:

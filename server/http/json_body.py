@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from typing import Any, NoReturn
 
+from truedraft.engine.text.schema.numbers import read_float
 from truedraft.server.errors import InvalidRequestError, RequestTooLargeError
 
 # Lists and objects inside each other. Far below Python's and pydantic's own limits, far above any real body.
@@ -78,7 +79,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
+_decoder = json.JSONDecoder(
+    parse_float=read_float, parse_constant=_refuse_constant, object_pairs_hook=_unique
+)
 
 
 def _is_too_deep(value: Any) -> bool:

@@ -99,7 +99,7 @@ def _count(body: TokenCountRequest, services: Services, leniency: Leniency) -> i
     check_parameters(body, leniency)
     model = services.model()
     chat = as_chat(body, model.tokenizer, leniency)
-    tool_use(chat, model.tokenizer, leniency)
+    tool_use(chat, model.tokenizer, leniency, services.settings.max_grammar_size)
     limits = prompt_limits(services, model.worker)
     endless = limits._replace(max_tokens=limits.max_characters)
     return len(chat_prompt(chat, model.tokenizer, endless, leniency).token_ids)

@@ -50,7 +50,9 @@ async def start_chat(
     model, key = services.model(), api_key_of(request.scope)
     check_room(body, 1, services)
     limits = prompt_limits(services, model.worker)
-    tools = await in_thread_if_long(request, tool_use, body, model.tokenizer, leniency)
+    tools = await in_thread_if_long(
+        request, tool_use, body, model.tokenizer, leniency, services.settings.max_grammar_size
+    )
     prompt = await in_thread(request, chat_prompt, body, model.tokenizer, limits, leniency)
     reasoning = find_reasoning(model.tokenizer, prompt)
     checking = structured_grammar(

@@ -1,16 +1,23 @@
 """Decides what a request lets the model call, and how its answer is read."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from truedraft.engine.text.schema.demands import Placed
+from truedraft.engine.text.schema.writer import Options
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.families import NEXT_MESSAGE, CallFormat, ReasoningMarks
-from truedraft.server.text.grammar.tool_calls import after_reasoning, arguments_schema, call_grammar
-from truedraft.server.text.grammar.tool_schemas import cleaned
+from truedraft.server.text.grammar.tool_calls import (
+    Function,
+    Rules,
+    after_reasoning,
+    arguments_schema,
+    call_grammar,
+)
+from truedraft.server.text.grammar.tool_schemas import check_size, cleaned, placed
 from truedraft.server.text.message_parser import MessageFormat
 from truedraft.server.text.prompt import TokenPrompt
 from truedraft.server.text.tokenizer import Tokenizer
@@ -28,26 +35,35 @@ class ToolUse:
     required: bool
     parallel: bool
 
-    def grammar_of(self, function: FunctionDefinition) -> str:
+    def grammar_of(self, function: Function, options: Options) -> Rules:
         """Returns the grammar of one call of it."""
-        return call_grammar([function], self.calls, self.token_ids, required=True, parallel=False)
+        return call_grammar(
+            [function], self.calls, self.token_ids, required=True, parallel=False, options=options
+        )
 
-    def grammar(self, schema: Any = None) -> str:
+    def grammar(self, leniency: Leniency, schema: Placed | None, options: Options) -> Rules:
         """``schema``: of an answer that calls nothing; None for any text."""
         return call_grammar(
-            self.functions,
+            [
+                placed(function, place, leniency)
+                for function, place in zip(self.functions, self.places, strict=True)
+            ],
             self.calls,
             self.token_ids,
             required=self.required,
             parallel=self.parallel,
             schema=schema,
+            options=options,
         )
 
 
 def tool_use(
-    request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, leniency: Leniency
+    request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, leniency: Leniency, max_size: int
 ) -> ToolUse | None:
-    """Returns None where nothing can be called, and refuses a choice that there is not."""
+    """Returns None where nothing can be called, and refuses a choice that there is not.
+
+    ``max_size``: characters that the schemas of all functions may have together.
+    """
     functions, choice = request.functions, request.tool_choice or "auto"
     if not functions:
         if choice not in ("none", "auto"):
@@ -55,9 +71,11 @@ def tool_use(
                 "tool_choice is only allowed with tools that can be called: functions.", param="tool_choice"
             )
         return None
-    names = [function.name for function in functions]
-    for position, name in enumerate(names):
-        if name in names[:position]:
+    names: dict[str, None] = {}
+    for position, function in enumerate(functions):
+        name, num_before = function.name, len(names)
+        names[name] = None
+        if len(names) == num_before:
             place = ".".join(request.tool_places[position].split(".")[:2])
             raise InvalidRequestError(f"There are two tools named '{name}'.", param=place)
     if choice == "none":
@@ -73,6 +91,7 @@ def tool_use(
             "continue_final_message is not supported with tools: calls are messages of their own here.",
             param="continue_final_message",
         )
+    check_size([each for each in functions if named in (None, each.name)], max_size)
     offered = [
         (cleaned(function, place, calls, leniency), place)
         for function, place in zip(functions, request.tool_places, strict=True)

@@ -126,11 +126,11 @@ def test_templates_of_unknown_families_have_the_generic_form(template: str) -> N
     tokenizer = tokenizer_of(template)
     for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
         request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": choice})
-        use = tool_use(request, tokenizer, Leniency(strict=False))
+        use = tool_use(request, tokenizer, Leniency(strict=False), 65536)
         assert use is not None
         assert use.calls is GENERIC
     off = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": "none"})
-    assert tool_use(off, tokenizer, Leniency(strict=False)) is None
+    assert tool_use(off, tokenizer, Leniency(strict=False), 65536) is None
 
 
 def test_a_template_of_an_unknown_family_gets_no_tools(tiny: Load) -> None:

@@ -371,8 +371,8 @@ def test_choices_become_grammars(speaking: RunningServer) -> None:
         assert [name for name in ("one", "two") if f'"{name}' in grammar] == names
         assert ("TEXT" in grammar) is (choice["type"] == "auto")
     once = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
-    assert ")*" in grammar_of(speaking, two | {"tool_choice": {"type": "any"}}, PATH)
-    assert ")*" not in grammar_of(speaking, two | once, PATH)
+    assert grammar_of(speaking, two | {"tool_choice": {"type": "any"}}, PATH).count(" call ") == 2
+    assert grammar_of(speaking, two | once, PATH).count(" call ") == 1
     schema = {"output_config": {"format": {"type": "json_schema", "schema": {"const": "zyx"}}}}
     assert "zyx" in grammar_of(speaking, ASK | schema, PATH)
     long_name = ASK | {"tools": [ADD | {"name": "n" * 128}]}
@@ -443,7 +443,7 @@ def test_choices_become_grammars(speaking: RunningServer) -> None:
         ({"temperature": 3}, "temperature", "invalid_value"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#/none"}}}},
-            "output_config.format.schema cannot be used",
+            "output_config.format.schema.$ref cannot be used",
             "invalid_grammar",
         ),
     ],

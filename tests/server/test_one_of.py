@@ -1,15 +1,16 @@
 """``oneOf`` becomes ``anyOf`` where both mean the same, and stays otherwise."""
 
+import itertools
+import json
 import tracemalloc
 from typing import Annotated, Any, Literal
 
 import pytest
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, Field
 
-from truedraft.engine.text.schema.one_of import as_any_of
-from truedraft.engine.text.schema.pattern import read_schema
+from tests.server.schema_texts import accepts
+from truedraft.engine.text.schema.one_of import exclusive
 
 
 class Cat(BaseModel):
@@ -33,14 +34,8 @@ def tagged(tag: Any, **more: Any) -> dict[str, Any]:
 def test_unions_with_a_discriminator() -> None:
     schema = Owner.model_json_schema()
     assert "oneOf" in schema["properties"]["pets"]["items"]
-    grammar = LLMatcher.grammar_from_json_schema(read_schema(schema), defaults={"whitespace_flexible": False})
-    tokenizer = LLTokenizer("byte")
-    for text, is_valid in (
-        ('{"pets":[{"kind":"dog","name":"Rex"},{"kind":"tiger","lives":1}]}', True),
-        ('{"pets":[{"kind":"dog","lives":1}]}', False),
-    ):
-        matcher, ids = LLMatcher(tokenizer, grammar, log_level=0), [*text.encode()]
-        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is is_valid
+    assert accepts(schema, '{"pets":[{"kind":"dog","name":"Rex"},{"kind":"tiger","lives":1}]}')
+    assert not accepts(schema, '{"pets":[{"kind":"dog","lives":1}]}')
 
 
 @pytest.mark.parametrize(
@@ -49,16 +44,17 @@ def test_unions_with_a_discriminator() -> None:
         [{"type": "string"}, {"type": "integer"}, {"type": "null"}],
         [tagged("a"), tagged("b", properties={"t": {"enum": ["b", "c"]}})],
         [{"$ref": "#/$defs/a"}, tagged("b")],
+        [{"const": 1, "title": "one"}, {"const": 2}],
+        [{"const": 1}, {"const": True}, {"enum": [None, "1", 2.5]}, {"type": "object"}],
+        [tagged(1), tagged(True), tagged(None)],
+        [{"type": ["string", "null"]}, {"type": "integer"}],
+        [{}],
     ],
 )
-@pytest.mark.parametrize(
-    "wrap", [lambda inner: inner, lambda inner: {"items": {"properties": {"oneOf": inner}}}]
-)
-def test_what_excludes_each_other(branches: list[Any], wrap: Any) -> None:
+def test_what_excludes_each_other(branches: list[Any]) -> None:
     definitions = {"$defs": {"a": tagged("a")}}
-    found = as_any_of(wrap({"oneOf": branches}) | definitions)
-    assert found == wrap({"anyOf": branches}) | definitions
-    for value in ("x", 1, None, {"t": "a"}, {"t": "b"}, {"t": "c"}, {"t": "d"}, {}, []):
+    assert exclusive(branches, definitions) == branches
+    for value in ("x", 1, True, 2.5, None, {"t": "a"}, {"t": "b"}, {"t": "c"}, {"t": "d"}, {}, []):
         one, other = ({keyword: branches} | definitions for keyword in ("oneOf", "anyOf"))
         assert Draft202012Validator(one).is_valid(value) is Draft202012Validator(other).is_valid(value)
 
@@ -72,7 +68,7 @@ def test_a_definition_that_is_referred_to_often_is_read_once() -> None:
     }
     tracemalloc.start()
     try:
-        assert as_any_of(schema) == schema
+        assert exclusive(schema["oneOf"], schema) is None
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -82,11 +78,40 @@ def test_a_definition_that_is_referred_to_often_is_read_once() -> None:
 @pytest.mark.parametrize(
     "branches",
     [
+        [{"required": ["a"]}, {"required": ["b"]}],
+        [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c", "d"]}],
+        [
+            {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            {"required": ["b"], "type": "object"},
+        ],
+    ],
+)
+def test_properties_of_which_one_is_there(branches: list[Any]) -> None:
+    """What is let through is valid, and each branch by itself is let through."""
+    texts = [
+        json.dumps(dict.fromkeys(names, 1), separators=(",", ":"))
+        for count in range(5)
+        for names in itertools.combinations("abcd", count)
+    ]
+    schema = {"oneOf": branches}
+    written = [text for text in texts if accepts(schema, text)]
+    valid = [text for text in texts if Draft202012Validator(schema).is_valid(json.loads(text))]
+    assert {*written} <= {*valid}
+    assert all(any(name in text for text in written) for name in "ab")
+    assert not accepts(schema, "1"), "both branches let it through, and so it is not valid"
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
         [{"type": "number"}, {"type": "integer"}],
         [tagged("a"), tagged("a")],
         [tagged("a"), tagged("b", required=[])],
         [tagged("a"), {**tagged("b"), "type": ["object", "null"]}],
-        [tagged(1), tagged(True)],
+        [tagged(1), tagged(1.0)],
+        [{"const": 1}, {"enum": [2, 1.0]}],
+        [{"required": ["a"]}, {"required": ["a", "b"]}],
+        [{"enum": ["a"]}, {"type": "string"}],
         [{"type": "string"}, {}],
         [{"$ref": "#/$defs/none"}, tagged("b")],
         [{"$ref": "other"}, tagged("b")],
@@ -96,6 +121,4 @@ def test_a_definition_that_is_referred_to_often_is_read_once() -> None:
     ],
 )
 def test_what_may_not(branches: Any) -> None:
-    assert as_any_of([{"oneOf": branches, "$defs": 1}]) == [{"oneOf": branches, "$defs": 1}]
-    for schema in ({"oneOf": branches}, {"const": {"oneOf": [{"type": "string"}, {"type": "null"}]}}):
-        assert as_any_of(schema) == schema
+    assert exclusive(branches, {"$defs": 1}) is None

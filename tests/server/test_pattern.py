@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from truedraft.engine.text.schema.pattern import exact_pattern, exact_regex, exact_schema
+from tests.server.schema_texts import accepts
+from truedraft.engine.text.schema.pattern import exact_name, exact_pattern, exact_regex
 
 BYTES = LLTokenizer("byte")
 CHARACTERS = 'ab1_-"\\/]^ \n\r\t\x00\x01\x0b\x1c\x1f\x7f\x85\xa0éſ٣²\u0301\u2028\u200d\ufeff名😀'
@@ -150,48 +151,71 @@ def test_what_matches_is_allowed(pattern: str, matching: list[str]) -> None:
         (r"\ud800", "the character"),
         (r"\u{110000}", "the character"),
         ("a\\", "the escape"),
+        ("(a", "a group without"),
+        ("a)", "without its"),
+        ("[z-a]", "end is before"),
+        ("(*a)", "repeats nothing"),
+        ("a{3,2}", "'{3,2}'"),
     ],
 )
 def test_other_patterns_are_refused_by_name(pattern: str, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)) as raised:
-        exact_schema({"items": [{"anyOf": [string(pattern)]}]})
+        exact_pattern(pattern)
     assert repr(pattern) in str(raised.value)
 
 
-def test_only_patterns_are_written_anew() -> None:
-    values = {"const": string("[^a]"), "enum": [string("[^a]")], "default": {"pattern": "(?=a)"}}
-    assert exact_schema(values) == values
-    schema = {
-        "properties": {"pattern": string("[^a]"), "const": string("[^a]")},
-        "$defs": {"enum": {"items": string("[^a]")}},
-    }
-    inner = string(r"[^a\x{0}]")
-    assert exact_schema(schema) == {
-        "properties": {"pattern": inner, "const": inner},
-        "$defs": {"enum": {"items": inner}},
-    }
+NAMES = ["xa", 'x"', "x\\", "x\n", "a", "ab", "axb", "xé", "x/", "1", "x-1", ""]
 
 
-def test_patterns_of_names() -> None:
-    """A name that the pattern as written does not match, but as meant does, is none of the others."""
-    schema = {"type": "object", "patternProperties": {'^x[^"]$': {"type": "integer"}}}
-    for more in ({}, {"additionalProperties": False}):
-        written = exact_schema(schema | more)
-        assert allows(written, {"xa": 1})
-        assert not any(allows(written, each) for each in ({'x"': 1}, {"x\x00": "a"}, {"x\x00": 1}))
-    for other in (True, {"type": "string"}):
-        with pytest.raises(ValueError, match="together with the pattern"):
-            exact_schema(schema | {"additionalProperties": other})
-    assert exact_schema({"patternProperties": {"^x-": string("^[^a]$")}}) == {
-        "patternProperties": {r"^x\x{2d}": string(r"^[^a\x{0}]$")}
-    }
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^x",
+        "^x.$",
+        '^x[^"]$',
+        '^x["\\\\]$',
+        "a|b$",
+        "^(a|x)",
+        r"\n",
+        "/",
+        r"^x\W$",
+        r"^x[\s\d]$",
+        "^$",
+        r"\d",
+        "[^x]",
+    ],
+)
+def test_patterns_of_names(pattern: str) -> None:
+    """A name is written exactly if it matches as Python and as JavaScript read the pattern."""
+    schema = {"type": "object", "patternProperties": {pattern: {"const": 1}}, "additionalProperties": False}
+    for name in NAMES:
+        is_matching = bool(re.search(pattern, name)) and bool(re.search(ecma(pattern), name))
+        is_written = accepts(schema, json.dumps({name: 1}, ensure_ascii=False, separators=(",", ":")))
+        assert is_written is is_matching, name
+
+
+@pytest.mark.parametrize("pattern", ["(^a|b)", "a$b", "\x01"])
+def test_patterns_that_are_of_no_name(pattern: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        exact_name(pattern)
+
+
+def test_names_that_match_in_one_dialect_only() -> None:
+    """The value of such a name is what the pattern asks for, and what is asked of other names."""
+    schema = {"type": "object", "patternProperties": {r"^\w$": {"type": "integer"}}}
+    open_to_all = schema | {"additionalProperties": {"minimum": 5}}
+    assert accepts(schema, '{"é":1}')
+    assert not accepts(schema, '{"é":"a"}')
+    assert accepts(open_to_all, '{"a":1,"é":6}')
+    assert not accepts(open_to_all, '{"é":1}')
+    assert not accepts(schema | {"additionalProperties": False}, '{"é":1}')
 
 
 def test_the_schema_that_was_not_kept() -> None:
     schema = string(r"^[^\"\\]{1,5}$")
     assert not Draft202012Validator(schema).is_valid('"')
     assert allows(schema, '"'), "llguidance reads it as it is meant: nothing here is needed any more"
-    assert not allows(exact_schema(schema), '"')
+    assert not accepts(schema, r'"\""')
 
 
 def allows_text(regex: str, text: str) -> bool:

@@ -66,21 +66,40 @@ def test_formats_on_every_endpoint(server: RunningServer, path: str) -> None:
 
 @pytest.mark.parametrize("path", PROMPTS)
 @pytest.mark.parametrize(
-    ("schema", "reason"),
+    ("schema", "place", "reason"),
     [
-        ({"type": "object", "contains": {}, "not": {}}, '"contains", "not"'),
-        ({"type": "integer", "minimum": 5, "maximum": 2}, "Unsatisfiable"),
-        ({"$ref": "#/$defs/nowhere"}, "does not exist"),
-        ({"type": "strin"}, "Invalid type"),
+        ({"type": "object", "contains": {}, "not": {}}, ".contains", "'contains' is not supported"),
+        ({"type": "integer", "minimum": 5, "maximum": 2}, "", "no number lies between"),
+        ({"$ref": "#/$defs/nowhere"}, ".$ref", "does not exist"),
+        ({"type": "strin"}, ".type", "'strin' is none of null, boolean"),
+        ({"properties": {"a": {"uniqueItems": True}}}, ".properties.a.uniqueItems", "not supported"),
+        ({"items": {"oneOf": [{}, {"type": "null"}]}}, ".items.oneOf", "use anyOf"),
+        ({"required": "a"}, ".required", "not a list of names"),
+        ({"items": {"allOf": [{"maxLength": "5"}]}}, ".items.allOf.0.maxLength", "not a number from 0 on"),
     ],
 )
 def test_schemas_are_refused_with_the_reason(
-    server: RunningServer, path: str, schema: object, reason: str
+    server: RunningServer, path: str, schema: object, place: str, reason: str
 ) -> None:
     error = error_of(server, path, formats(schema)[path])
     param = "text.format.schema" if path == RESPONSES else "response_format.json_schema.schema"
-    assert (error["param"], error["code"]) == (param, "invalid_grammar")
+    assert (error["param"], error["code"]) == (f"{param}{place}", "invalid_grammar")
     assert reason in error["message"]
+    assert not any(word in error["message"] for word in ("coerce", "llguidance", "%json"))
+
+
+def test_strings_that_nothing_matches(server: RunningServer) -> None:
+    """One of several alternatives is left out; the only one is refused by its place, or loses its pattern."""
+    none = {"type": "string", "pattern": "^a{3}$", "maxLength": 2}
+    only, some = {"type": "array", "minItems": 1, "items": none}, {"anyOf": [none, {"type": "null"}]}
+    error = error_of(server, CHAT, {"structured_outputs": {"json": only}})
+    assert error["param"] == "structured_outputs.json.items"
+    assert "nothing satisfies it" in error["message"]
+    response = server.post(CHAT, PROMPTS[CHAT] | {"structured_outputs": {"json": some}})
+    assert response.status_code == 200, response.text
+    response = server.post(CHAT, PROMPTS[CHAT] | formats(only)[CHAT])
+    ignored = "response_format.json_schema.schema.items.pattern"
+    assert (response.status_code, response.headers["x-truedraft-ignored"]) == (200, ignored)
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,12 @@ STRICT = tool(strict=True, parameters={"contains": {}})
 
 
 @contextmanager
-def saying(make_folder: Callable[[str], Path], text: str, template: str) -> Iterator[RunningServer]:
+def saying(
+    make_folder: Callable[[str], Path], text: str, template: str, **settings: Any
+) -> Iterator[RunningServer]:
     folder = write_tokenizer(make_folder("models") / MODEL, chat_template=template)
     with run_server(
-        folder, load_tokenizer(str(folder)), make_folder("log"), "--text", text, "--once"
+        folder, load_tokenizer(str(folder)), make_folder("log"), "--text", text, "--once", **settings
     ) as server:
         yield server
 
@@ -195,9 +197,12 @@ def test_grammars(speaking: RunningServer) -> None:
         grammar = grammar_of(speaking, two | {"tool_choice": choice})
         assert [name for name in ("one", "two") if f'"{name}' in grammar] == names
         assert ("TEXT" in grammar) is (choice == "auto")
-    assert ")*" not in grammar_of(speaking, two | {"parallel_tool_calls": False, "tool_choice": "required"})
+    assert (
+        grammar_of(speaking, two | {"parallel_tool_calls": False, "tool_choice": "required"}).count(" call ")
+        == 1
+    )
     formatted = two | {"response_format": {"type": "json_object"}}
-    assert '| %json {"x-guidance"' in grammar_of(speaking, formatted)
+    assert '("," s3j' in grammar_of(speaking, formatted).replace('", "', '","')
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_grammars(speaking: RunningServer) -> None:
         ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters", "invalid_type"),
         ({"tools": [tool()] * 2}, "tools.1", "invalid_value"),
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "invalid_value"),
-        ({"tools": [STRICT]}, "tools.0.function.parameters", "invalid_grammar"),
+        ({"tools": [STRICT]}, "tools.0.function.parameters.contains", "invalid_grammar"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "invalid_value"),
         (
@@ -266,7 +271,7 @@ def test_a_known_family_that_does_not_write_earlier_calls(tmp_path_factory: pyte
 @pytest.mark.parametrize(("name", "template"), KNOWN.items())
 def test_families_are_known_by_their_templates(name: str, template: str) -> None:
     request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()]})
-    use = tool_use(request, tokenizer_of("{{ tools }}" + template), Leniency(strict=False))
+    use = tool_use(request, tokenizer_of("{{ tools }}" + template), Leniency(strict=False), 65536)
     assert use is not None
     assert use.calls.name == name
 

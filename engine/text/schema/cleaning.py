@@ -1,25 +1,28 @@
 """``Cleaner`` rids a JSON schema of what says nothing about a text, so that only the grammar is counted.
 
 Libraries write more into schemas than can be enforced. Unless a schema is strict, that is left out and
-reported by its path. What remains is for ``engine.text.schema.pattern`` and llguidance.
+reported by its place. What remains is for ``engine.text.schema.writer``.
 """
 
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from truedraft.engine.text.schema.one_of import NAMED_SCHEMAS, VALUES
-from truedraft.engine.text.schema.pattern import exact_pattern
+from truedraft.engine.text.schema.demands import count_of
+from truedraft.engine.text.schema.numbers import is_number
+from truedraft.engine.text.schema.one_of import NAMED_SCHEMAS, VALUES, exclusive
+from truedraft.engine.text.schema.pattern import exact_name, exact_pattern
+from truedraft.engine.text.schema.place import Place
 
 NOTES = {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
 NOTES |= {"$comment", "externalDocs", "markdownDescription", "enumDescriptions", "errorMessage"}
 
-# What llguidance enforces, and what other libraries write only to tell a reader what a string holds.
+# What is enforced, and what other libraries write only to tell a reader what a string holds.
 ENFORCED_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri"}
 ENFORCED_FORMATS |= {"uuid"}
 NOTED_FORMATS = {"binary", "byte", "password", "unknown", "int32", "int64", "uint32", "uint64", "float"}
 NOTED_FORMATS |= {"double", "decimal"}
 
-# Keywords that llguidance enforces, and those that it knows and does not support.
+# Keywords that are enforced, and those that are known and not supported.
 ENFORCED = {"type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required"}
 ENFORCED |= {"items", "prefixItems", "additionalItems", "minItems", "maxItems", "minProperties"}
 ENFORCED |= {"maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "$ref"}
@@ -36,42 +39,83 @@ TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 class SchemaError(ValueError):
     """``place`` is the path of the keyword at fault."""
 
-    def __init__(self, message: str, place: str) -> None:
+    def __init__(self, message: str, place: object) -> None:
         super().__init__(message)
-        self.place = place
+        self.place = str(place)
+
+
+def size_of(schema: Any, limit: int) -> int:
+    """Returns about the characters that a schema has without notes, of which it counts few more than
+    ``limit``."""
+    size, pending = 0, [(schema, "schema")]
+    while pending and size <= limit:
+        value, kind = pending.pop()
+        if isinstance(value, dict):
+            for name, each in value.items():
+                is_note = kind == "schema" and (
+                    name in NOTES or (name.startswith("x-") and name != "x-guidance")
+                )
+                size += 1 if is_note else len(name) + 4
+                if size > limit:
+                    break
+                if not is_note:
+                    pending.append((each, _kind_within(kind, name)))
+        elif isinstance(value, list):
+            size += len(value) + 2
+            pending += ((each, kind) for each in value[:limit])
+        else:
+            size += len(value) + 2 if isinstance(value, str) else 8
+    return size
+
+
+def _kind_within(kind: str, name: str) -> str:
+    if kind == "value" or (kind == "schema" and name in VALUES):
+        return "value"
+    return "names" if kind == "schema" and name in NAMED_SCHEMAS else "schema"
 
 
 class Cleaner:
-    """``leave_out`` gets the paths of what is left out. It is None for a strict schema, which has errors.
+    """``leave_out`` gets the places of what is left out. It is None for a strict schema, which has errors.
 
     ``loose``: ``unsupported`` keywords and those that make no sense are left out, too, and ``oneOf`` becomes
-    ``anyOf``. Without ``patterns`` all of these are left out.
+    ``anyOf`` unless its schemas exclude each other. Without ``patterns`` all of these are left out. ``go_on``
+    is called now and then, and may raise an exception to end what nobody waits for.
     """
 
     def __init__(
         self,
-        leave_out: Callable[[str], object] | None,
+        leave_out: Callable[[Place], object] | None,
         *,
         loose: bool = False,
         unsupported: Set[str] = NOT_ENFORCED,
         patterns: bool = True,
+        go_on: Callable[[], None] = lambda: None,
     ) -> None:
         self._leave_out = leave_out
         self._is_loose = loose and leave_out is not None
         self._unsupported = unsupported if self._is_loose else frozenset[str]()
         self._has_patterns = patterns
+        self._go_on = go_on
+        self._root: Any = None
+        self.has_kept_patterns = False
 
-    def clean(self, schema: Any, path: str) -> Any:
+    def clean(self, schema: Any, place: str | Place) -> Any:
+        """Returns what is left of a whole schema."""
+        self._root = schema
+        return self._clean(schema, Place(place) if isinstance(place, str) else place)
+
+    def _clean(self, schema: Any, path: Place) -> Any:
         if not isinstance(schema, dict):
             return schema
+        self._go_on()
         schema = _names_as_properties(schema)
         written: dict[str, Any] = {}
         for keyword, value in schema.items():
-            place = f"{path}.{keyword}"
+            place = path.at(keyword)
             is_null = self._is_loose and value is None and keyword not in VALUES
             if is_null or keyword in NOTES or _says_nothing(keyword, value, schema):
                 continue
-            if self._is_loose and keyword == "oneOf" and not _makes_no_sense(keyword, value):
+            if self._is_loose and keyword == "oneOf" and self._may_be_several(value):
                 self._report(place)
                 if "anyOf" not in schema:
                     written["anyOf"] = self._inner(value, place)
@@ -81,63 +125,74 @@ class Cleaner:
             self._drop_impossible_names(written, path)
         return written
 
-    def _written(self, keyword: str, value: Any, place: str) -> Any:
+    def _may_be_several(self, branches: Any) -> bool:
+        return not _makes_no_sense("oneOf", branches) and exclusive(branches, self._root) is None
+
+    def _written(self, keyword: str, value: Any, place: Place) -> Any:
         if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             return self._named(keyword, value, place)
         return value if keyword in VALUES else self._inner(value, place)
 
-    def _is_left_out(self, keyword: str, value: Any, place: str) -> bool:
+    def _is_left_out(self, keyword: str, value: Any, place: Place) -> bool:
         if self._leave_out is None:
             if keyword == "pattern" and isinstance(value, str) and (fault := _fault_of(value)):
                 raise SchemaError(fault, place)
             return False
         is_left_out = keyword in self._unsupported or (self._is_loose and _makes_no_sense(keyword, value))
         if isinstance(value, str):
-            is_left_out |= keyword == "pattern" and self._is_left_out_as_pattern(value)
+            is_left_out |= keyword == "pattern" and (not self._has_patterns or bool(_fault_of(value)))
             is_left_out |= keyword == "format" and value not in ENFORCED_FORMATS
         if is_left_out:
             self._report(place)
+        self.has_kept_patterns |= keyword == "pattern" and not is_left_out
         return is_left_out
 
-    def _is_left_out_as_pattern(self, pattern: str) -> bool:
-        return not self._has_patterns or bool(_fault_of(pattern))
-
-    def _report(self, place: str) -> None:
+    def _report(self, place: Place) -> None:
         assert self._leave_out is not None
         self._leave_out(place)
 
-    def _named(self, keyword: str, schemas: Mapping[str, Any], place: str) -> dict[str, Any]:
+    def _named(self, keyword: str, schemas: Mapping[str, Any], place: Place) -> dict[str, Any]:
         written = {}
         for name, schema in schemas.items():
-            if keyword != "patternProperties" or not self._is_left_out("pattern", name, f"{place}.{name}"):
-                written[name] = self._schema(schema, f"{place}.{name}")
+            if keyword != "patternProperties" or not self._is_name_left_out(name, place.at(name)):
+                written[name] = self._schema(schema, place.at(name))
         return written
 
-    def _schema(self, value: Any, place: str) -> Any:
+    def _is_name_left_out(self, name: str, place: Place) -> bool:
+        fault = _fault_of(name, of_names=True)
+        if self._leave_out is None and fault:
+            raise SchemaError(fault, place)
+        if self._leave_out is None or (self._has_patterns and not fault):
+            self.has_kept_patterns |= self._leave_out is not None
+            return False
+        self._report(place)
+        return True
+
+    def _schema(self, value: Any, place: Place) -> Any:
         if self._is_loose and not isinstance(value, dict | bool):
             self._report(place)
             return True
-        return self.clean(value, place)
+        return self._clean(value, place)
 
-    def _inner(self, value: Any, place: str) -> Any:
+    def _inner(self, value: Any, place: Place) -> Any:
         if isinstance(value, list):
-            return [self.clean(each, f"{place}.{number}") for number, each in enumerate(value)]
-        return self.clean(value, place)
+            return [self._clean(each, place.at(number)) for number, each in enumerate(value)]
+        return self._clean(value, place)
 
-    def _drop_impossible_names(self, schema: dict[str, Any], path: str) -> None:
+    def _drop_impossible_names(self, schema: dict[str, Any], path: Place) -> None:
         """A property that is required and not allowed would allow no object."""
         required, properties = schema.get("required"), schema.get("properties", {})
         if schema.get("additionalProperties") is not False or "patternProperties" in schema or not required:
             return
         if any(name not in properties for name in required):
-            self._report(f"{path}.required")
+            self._report(path.at("required"))
             schema["required"] = [name for name in required if name in properties]
 
 
-def _fault_of(pattern: str) -> str:
+def _fault_of(pattern: str, *, of_names: bool = False) -> str:
     """Returns why it cannot be enforced, and nothing if it can."""
     try:
-        exact_pattern(pattern)
+        exact_name(pattern) if of_names else exact_pattern(pattern)
     except ValueError as error:
         return str(error)
     return ""
@@ -150,6 +205,10 @@ def _says_nothing(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
         return schema.keys().isdisjoint(SAID_WITH[keyword])
     if keyword in ANYTHING:
         return ANYTHING[keyword](value)
+    return _is_extension(keyword)
+
+
+def _is_extension(keyword: str) -> bool:
     return keyword.startswith("x-") and keyword != "x-guidance"
 
 
@@ -252,11 +311,11 @@ def _are_items(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return count_of(value) is not None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_step(value: Any) -> bool:
+    return is_number(value) and value > 0
 
 
 def _is_limit(value: Any) -> bool:
@@ -283,7 +342,8 @@ SENSIBLE: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), _is_object),
     **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), _are_schemas),
     **dict.fromkeys(COUNTS, _is_count),
-    **dict.fromkeys(("minimum", "maximum", "multipleOf"), _is_number),
+    **dict.fromkeys(("minimum", "maximum"), is_number),
+    "multipleOf": _is_step,
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _is_limit),
     **dict.fromkeys(("pattern", "format", "$ref"), _is_text),
 }

@@ -4,28 +4,33 @@ The server does this for requests, within limits; ``engine.llm`` for calls of th
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from llguidance import LLMatcher
 
-from truedraft.engine.text.schema.pattern import exact_regex, read_schema
+from truedraft.engine.text.schema.cleaning import Cleaner
+from truedraft.engine.text.schema.demands import Placed
+from truedraft.engine.text.schema.notation import Layout, layout_of
+from truedraft.engine.text.schema.numbers import read_json
+from truedraft.engine.text.schema.pattern import exact_regex
+from truedraft.engine.text.schema.place import Place
+from truedraft.engine.text.schema.writer import Options, Writer
 
 Format = Literal["json", "regex", "choice", "grammar"]
 
-# Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
-# overrides it.
-JSON_OPTIONS = {"whitespace_flexible": False}
 
-
-def grammar_of(kind: Format, source: Any) -> str:
-    """Returns the grammar; ``ValueError`` says what in ``source`` cannot be enforced.
+def grammar_of(kind: Format, source: Any, name: str = "schema") -> str:
+    """Returns the grammar; ``ValueError`` says what in ``source`` cannot be enforced. For a schema it is a
+    ``SchemaError`` with the place in ``name``.
 
     ``source`` is a JSON schema as an object or written out, a regular expression of the whole text, a list of
     texts, or a grammar in Lark's notation.
     """
     match kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(read_schema(source), defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+            schema = read_json(source) if isinstance(source, str) else source
+            return schema_grammar(Placed(Cleaner(None).clean(schema, name), Place(name)))[0]
         case "regex":
             return LLMatcher.grammar_from_regex(exact_regex(source))
         case "choice":
@@ -33,3 +38,10 @@ def grammar_of(kind: Format, source: Any) -> str:
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case "grammar":
             return LLMatcher.grammar_from_lark(source)
+
+
+def schema_grammar(placed: Placed, options: Options = Options()) -> tuple[str, Mapping[str, Place]]:  # noqa: B008
+    """Returns the grammar of a schema, and what its rules are for. Without spaces and line ends between
+    values all of a document's structure is certain."""
+    written = Writer(*placed, layout_of(placed.schema, Layout()), "j", options).write()
+    return "\n".join(["%llguidance {}", *written.lines, f"start: {written.start}"]), written.places

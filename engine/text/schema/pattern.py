@@ -6,11 +6,9 @@ has all control characters for one that has the quote and the backslash: no clas
 """
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pydantic_core import from_json
-
-from truedraft.engine.text.schema.one_of import NAMED_SCHEMAS, VALUES, as_any_of
+from truedraft.engine.text.schema.place import shortened
 
 SPACE = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 # What every dialect has in a class, and what any has: the inside of a class each.
@@ -34,6 +32,22 @@ FLAGS = re.compile(r"\(\?(?:[ims]+(?:-[ims]+)?|-[ims]+)[:)]")
 # Flags, conditions and look-arounds; a bound that is one in Python only.
 UNSUPPORTED = re.compile(r"\(|\{,[0-9]*\}")
 SPECIAL = r"\.+*?()|[]{}^$#&-~"
+# Characters that stand for themselves in every dialect, in a class and outside.
+PLAIN = re.compile(r"[A-Za-z0-9 _,:;<>=!@%'\"]+")
+PLAIN_IN_CLASS = re.compile(r"[A-Za-z0-9 _,:;<>=!@%'\"]+(?!-)")
+MOST_SHOWN = 100
+
+# Names are written with these escapes only, so that no name has two texts.
+ESCAPES = {
+    ord(character): rf"\\{written}" for character, written in zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True)
+}
+ESCAPES[ord("\\")] = r"\\\\"
+UNWRITTEN = r'["\\\x{0}-\x{1f}\x{7f}]'
+NAME_CHARACTER = rf'(?:[^{UNWRITTEN[1:]}|\\["\\bfnrt])'
+SPACES = frozenset(range(9, 14))
+ALL_ESCAPED = frozenset(ESCAPES)
+ESCAPED_BY_SHORTHAND = {"d": frozenset[int](), "w": frozenset[int](), "s": SPACES & ALL_ESCAPED}
+ESCAPED_BY_SHORTHAND |= {name.upper(): ALL_ESCAPED - some for name, some in ESCAPED_BY_SHORTHAND.items()}
 
 
 class Exact(NamedTuple):
@@ -43,52 +57,14 @@ class Exact(NamedTuple):
     is_narrowed: bool
 
 
-def exact_schema(schema: Any) -> Any:
-    """``schema`` with patterns that llguidance reads as they are meant. ``ValueError`` names one that cannot
-    be written so."""
-    if isinstance(schema, list):
-        return [exact_schema(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    written: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword == "patternProperties" and isinstance(value, dict):
-            written |= _exact_names(value, schema)
-        else:
-            written[keyword] = _exact_value(keyword, value)
-    return written
-
-
-def _exact_value(keyword: str, value: Any) -> Any:
-    if keyword == "pattern" and isinstance(value, str):
-        return exact_pattern(value).text
-    if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-        return {name: exact_schema(each) for name, each in value.items()}
-    return value if keyword in VALUES else exact_schema(value)
-
-
-def _exact_names(by_pattern: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is written for the ``patternProperties`` of a schema."""
-    names = {name: exact_pattern(name) for name in by_pattern}
-    written: dict[str, Any] = {
-        "patternProperties": {names[name].text: exact_schema(each) for name, each in by_pattern.items()}
-    }
-    # Names that only the wider pattern matches would count as additional ones, and have any value.
-    narrowed = [name for name, exact in names.items() if exact.is_narrowed]
-    if narrowed and schema.get("additionalProperties", False) is not False:
-        raise ValueError(f"additionalProperties is not supported together with the pattern {narrowed[0]!r}")
-    if narrowed:
-        written["additionalProperties"] = False
-    return written
-
-
-def read_schema(source: Any) -> Any:
-    """A schema that is given as an object, or written out."""
-    return exact_schema(as_any_of(from_json(source) if isinstance(source, str) else source))
-
-
 def exact_pattern(pattern: str) -> Exact:
+    """``ValueError`` says what in it cannot be written so that it means the same everywhere."""
     return _Writer(pattern).write()
+
+
+def exact_name(pattern: str) -> Exact:
+    """Returns the expression of a property's name that matches, as it stands in JSON, with its quotes."""
+    return _NameWriter(pattern).write()
 
 
 def exact_regex(pattern: str) -> str:
@@ -96,44 +72,94 @@ def exact_regex(pattern: str) -> str:
     return _Writer(pattern, may_have_flags=True).write().text
 
 
+class _Member(NamedTuple):
+    """It is a part of a class. ``escaped``: which characters of it JSON writes with a backslash."""
+
+    text: str
+    escaped: frozenset[int] = frozenset()
+
+
 class _Writer:
+    """It goes through a pattern once, from piece to piece."""
+
     def __init__(self, pattern: str, *, may_have_flags: bool = False) -> None:
         self._pattern = pattern
         self._may_have_flags = may_have_flags
         self._place = 0
+        self._depth = 0
+        self._can_repeat = False
         self._is_narrowed = False
 
     def write(self) -> Exact:
         written = []
         while self._place < len(self._pattern):
             written.append(self._piece())
-        return Exact("".join(written), self._is_narrowed)
+        if self._depth:
+            raise self._error("a group without an end")
+        return Exact(self._whole(written), self._is_narrowed)
+
+    def _whole(self, pieces: list[str]) -> str:
+        return "".join(pieces)
 
     def _piece(self) -> str:
-        if found := QUANTIFIER.match(self._pattern, self._place) or GROUP.match(self._pattern, self._place):
+        if found := QUANTIFIER.match(self._pattern, self._place):
+            return self._quantifier(found)
+        self._can_repeat = True
+        if found := PLAIN.match(self._pattern, self._place):
             self._place = found.end()
-            if found[0][0] != "(" and self._pattern.startswith((*"*+?{",), self._place):
-                raise self._error("a quantifier after another one")
-            return found[0]
-        if self._may_have_flags and (found := FLAGS.match(self._pattern, self._place)):
-            self._place = found.end()
+            return self._run(found[0])
+        if found := self._group():
+            self._can_repeat = False
             return found[0]
         token = self._token()
         if token["shorthand"] or token["property"]:
-            return _class_of([self._member(token, is_negated=False)])
+            return self._class_of([self._member(token, is_negated=False)])
         match token["plain"]:
             case "[":
                 return self._class()
             case ".":
                 self._is_narrowed = True
-                return r"[^\x{0}\n\r\x{2028}\x{2029}]"
-            case "^" | "$" | "|" | ")":
+                return self._negated([_Member(r"\n\r\x{2028}\x{2029}", frozenset({10, 13}))])
+            case "^" | "$" | "|":
+                self._can_repeat = False
+                return token[0]
+            case ")":
+                self._depth -= 1
+                if self._depth < 0:
+                    raise self._error("a ')' without its '('")
                 return token[0]
             case "(" | "{" if UNSUPPORTED.match(self._pattern, token.start()):
                 raise self._error(f"{self._pattern[token.start() : token.start() + 3]!r}")
         code = self._code(token)
         if code == 0:
             raise self._error("U+0000")
+        return self._single(code)
+
+    def _quantifier(self, found: re.Match[str]) -> str:
+        self._place = found.end()
+        if self._pattern.startswith((*"*+?{",), self._place):
+            raise self._error("a quantifier after another one")
+        if not self._can_repeat:
+            raise self._error(f"{found[0]!r}, which repeats nothing,")
+        least, _, most = found[0].strip("{}?").partition(",")
+        if most and int(least) > int(most):
+            raise self._error(f"{found[0]!r}")
+        self._can_repeat = False
+        return found[0]
+
+    def _group(self) -> re.Match[str] | None:
+        found = GROUP.match(self._pattern, self._place)
+        if found is None and self._may_have_flags:
+            found = FLAGS.match(self._pattern, self._place)
+        if found is not None:
+            self._place = found.end()
+            self._depth += not found[0].endswith(")")
+        return found
+
+    def _run(self, text: str) -> str:
+        return text
+
+    def _single(self, code: int) -> str:
         return _character(code)
 
     def _class(self) -> str:
@@ -142,29 +168,50 @@ class _Writer:
         members = []
         if self._pattern.startswith("]", self._place):
             raise self._error("an empty class or one that begins with ']'")
-        while (token := self._token())["plain"] != "]":
+        while True:
+            if found := PLAIN_IN_CLASS.match(self._pattern, self._place):
+                self._place = found.end()
+                members.append(_Member(found[0], ALL_ESCAPED & {*map(ord, {*found[0]} & {'"'})}))
+                continue
+            if (token := self._token())["plain"] == "]":
+                break
             following = self._pattern[self._place : self._place + 2]
             if following[:1] != "-" or following[1:] == "]":
                 members.append(self._member(token, is_negated=is_negated))
                 continue
             self._place += 1
-            first, last = self._code(token), self._code(self._token())
-            members.append(f"{_character(first)}-{_character(last)}")
-            self._is_narrowed |= first == 0
+            members.append(self._range(self._code(token), self._code(self._token())))
         if is_negated:
             self._is_narrowed = True
-            return rf"[^{''.join(members)}\x{{0}}]"
-        return _class_of(members)
+            return self._negated(members)
+        return self._class_of(members)
 
-    def _member(self, token: re.Match[str], *, is_negated: bool) -> str:
+    def _range(self, first: int, last: int) -> _Member:
+        if first > last:
+            raise self._error("a range whose end is before its beginning")
+        self._is_narrowed |= first == 0
+        escaped = frozenset(code for code in ALL_ESCAPED if first <= code <= last)
+        return _Member(f"{_character(first)}-{_character(last)}", escaped)
+
+    def _negated(self, members: list[_Member]) -> str:
+        return rf"[^{''.join(member.text for member in members)}\x{{0}}]"
+
+    def _class_of(self, members: list[_Member]) -> str:
+        """Without U+0000, which only a range from there, a complement or a property can have."""
+        inside = "".join(member.text for member in members)
+        may_have_null = any(member.text.startswith((r"\x{0}", "[^", r"\p", r"\P")) for member in members)
+        return rf"[[{inside}]--\x{{0}}]" if may_have_null else f"[{inside}]"
+
+    def _member(self, token: re.Match[str], *, is_negated: bool) -> _Member:
         """What a negated class leaves out is more than what another one has, where dialects differ."""
-        if token["shorthand"]:
+        if name := token["shorthand"]:
             self._is_narrowed = True
-            return SHORTHANDS[token["shorthand"]][is_negated]
+            return _Member(SHORTHANDS[name][is_negated], ESCAPED_BY_SHORTHAND[name])
         if token["property"]:
             self._is_narrowed = True
-            return rf"\{token['property']}"
-        return _character(self._code(token))
+            return _Member(rf"\{token['property']}", ALL_ESCAPED if is_negated else frozenset())
+        code = self._code(token)
+        return _Member(_character(code), ALL_ESCAPED & {code})
 
     def _token(self) -> re.Match[str]:
         found = TOKEN.match(self._pattern, self._place)
@@ -190,14 +237,62 @@ class _Writer:
         return ord(token["itself"] or token["plain"])
 
     def _error(self, what: str) -> ValueError:
-        return ValueError(f"{what} is not supported in the pattern {self._pattern!r}")
+        shown = shortened(self._pattern, MOST_SHOWN)
+        return ValueError(f"{what} is not supported in the pattern {shown!r}")
 
 
-def _class_of(members: list[str]) -> str:
-    """Without U+0000, which only a range from there, a complement or a property can have."""
-    inside = "".join(members)
-    may_have_null = any(member.startswith((r"\x{0}", "[^", r"\p", r"\P")) for member in members)
-    return rf"[[{inside}]--\x{{0}}]" if may_have_null else f"[{inside}]"
+class _NameWriter(_Writer):
+    """A pattern of names, as ``json.dumps`` writes them in JSON; it may match anywhere in a name."""
+
+    def _whole(self, pieces: list[str]) -> str:
+        branches, depth = [list[str]()], 0
+        for piece in pieces:
+            depth += GROUP.fullmatch(piece) is not None
+            depth -= piece == ")"
+            if depth and piece in ("^", "$"):
+                raise self._error(f"{piece!r} within a group of a name")
+            if piece == "|" and not depth:
+                branches.append([])
+            else:
+                branches[-1].append(piece)
+        return f'"(?:{"|".join(map(self._branch, branches))})"'
+
+    def _branch(self, pieces: list[str]) -> str:
+        start, end = 0, len(pieces)
+        while start < end and pieces[start] == "^":
+            start += 1
+        while end > start and pieces[end - 1] == "$":
+            end -= 1
+        if "^" in pieces[start:end] or "$" in pieces[start:end]:
+            raise self._error("'^' or '$' within a name")
+        anything = f"{NAME_CHARACTER}*"
+        before, after = "" if start else anything, "" if end < len(pieces) else anything
+        return f"{before}{''.join(pieces[start:end])}{after}"
+
+    def _run(self, text: str) -> str:
+        return text.replace('"', rf"(?:{ESCAPES[ord(chr(34))]})")
+
+    def _single(self, code: int) -> str:
+        if code in ESCAPES:
+            return f"(?:{ESCAPES[code]})"
+        if code < 0x20 or code == 0x7F:
+            raise self._error("a control character in a name")
+        return _character(code)
+
+    def _negated(self, members: list[_Member]) -> str:
+        inside = "".join(member.text for member in members)
+        escaped = ALL_ESCAPED.difference(*(member.escaped for member in members))
+        return _or_escaped(rf"[^{inside}{UNWRITTEN}]", escaped)
+
+    def _class_of(self, members: list[_Member]) -> str:
+        inside = "".join(member.text for member in members)
+        escaped = frozenset[int]().union(*(member.escaped for member in members))
+        return _or_escaped(f"[[{inside}]--{UNWRITTEN}]", escaped)
+
+
+def _or_escaped(inside: str, escaped: frozenset[int]) -> str:
+    written = "|".join(ESCAPES[code] for code in sorted(escaped))
+    return f"(?:{inside}|{written})" if written else inside
 
 
 def _character(code: int) -> str:
