@@ -163,6 +163,13 @@ class RequestSettings(BaseModel):
     max_stop_strings: int = Field(
         64, ge=4, description="Largest number of strings in 'stop'; a request with more gets 400."
     )
+    max_tools: int = Field(1024, ge=1, description="Largest number of tools of one request; more get 400.")
+    max_metadata: int = Field(
+        16384,
+        ge=0,
+        description="Largest number of characters in the 'metadata' of a response, which repeats it; more "
+        "get 400.",
+    )
     max_logprobs: int = Field(
         5,
         ge=5,

@@ -8,8 +8,11 @@ from truedraft.server.errors import InvalidRequestError, ModelNotFoundError, Uns
 from truedraft.server.generation.sampling_params import longest_prompt, longest_request
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services
+from truedraft.server.text.front_metadata import leave_out_metadata
 from truedraft.server.text.prompt import PromptLimits
 
 # See ``max_prompt_characters``.
@@ -25,15 +28,28 @@ def check_request(body: SamplingRequest, services: Services) -> Leniency:
             "This server does not let requests choose their 'priority' (setting allow_priority).",
             param="priority",
         )
+    return check_fields(body, services)
+
+
+def check_fields(body: RequestPart, services: Services) -> Leniency:
+    """Holds the body of any route to the limits and to the fields that are served."""
     settings = services.settings
-    num_stops, most = len(body.stop or []), settings.max_stop_strings
-    if num_stops > most:
-        raise InvalidRequestError(
-            f"There are {num_stops} stop strings, but at most {most} are allowed (max_stop_strings).",
-            param="stop",
-        )
+    held = {
+        "stop": (len(getattr(body, "stop", None) or []), "stop strings", "max_stop_strings"),
+        "tools": (len(getattr(body, "tools", None) or []), "tools", "max_tools"),
+    }
+    if isinstance(body, ResponsesRequest) and body.metadata:
+        size = sum(len(name) + len(value) for name, value in body.metadata.items())
+        held["metadata"] = (size, "characters of metadata", "max_metadata")
+    for param, (number, what, limit) in held.items():
+        most = getattr(settings, limit)
+        if number > most:
+            raise InvalidRequestError(
+                f"There are {number} {what}, but at most {most} are allowed ({limit}).", param=param
+            )
     leniency = Leniency(strict=settings.strict_fields)
     check_parameters(body, leniency)
+    leave_out_metadata(body, leniency)
     return leniency
 
 
