@@ -19,7 +19,7 @@ TRACES = frozenset(
         "code_interpreter_call",
         "compaction_trigger",
     }
-    | {"computer_call", "computer_call_output", "configuration_update", "encrypted_reasoning", "fallback"}
+    | {"computer_call", "computer_call_output", "encrypted_reasoning", "fallback"}
     | {"file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response"}
     | {"mcp_list_tools", "program", "program_output", "redacted_thinking", "server_tool_use"}
     | {"text_editor_code_execution_tool_result", "tool_search_call", "tool_search_output"}

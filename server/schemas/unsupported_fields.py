@@ -72,6 +72,9 @@ _CHAT_FIELDS: Mapping[str, Refused] = {
 # What any of the other servers takes, with the alternative where there is one.
 _ANYWHERE: Mapping[str, Refused] = {**OTHERS, **UNSUPPORTED}
 
+# Anthropic's own clients send these to any server, which the server's own service would act on.
+_REPORTED_OF_MESSAGES = {"context_management"}
+
 # One kind of object does not have these, while others may. Keys that no table has are reported.
 REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
     CompletionRequest: {
@@ -130,7 +133,7 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "truncation": Refused("use 'truncate_prompt_tokens'", ("disabled",)),
     },
     MessagesRequest: {
-        **_ANYWHERE,
+        **{name: refused for name, refused in _ANYWHERE.items() if name not in _REPORTED_OF_MESSAGES},
         **_CHAT_FIELDS,
         "enable_thinking": Refused("use 'thinking'"),
         "logprobs": Refused(IN_CHATS, (False,)),
@@ -199,6 +202,10 @@ INSTEAD_OF_PARTS: dict[str, str] = {
     "image_url": "this server reads text only; describe the image in a text part",
     "input_audio": "this server reads text only; write down what is said in a text part",
     "file": "this server reads text only; put the file's text into a text part",
+    "additional_tools": "put these tools into 'tools'",
+    "browser_state": "this server reads text only; describe what the browser shows in a text part",
+    "configuration_update": "set what it changes in the request itself",
+    "container_upload": "this server reads text only; put the file's text into a text part",
     "item_reference": "nothing is stored here; send the item itself",
     "compaction": "nothing is stored here; send the conversation itself",
 }

@@ -10,7 +10,7 @@ from typing import TypeVar
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import TextPart
-from truedraft.server.schemas.messages import Conversation, TextBlock
+from truedraft.server.schemas.messages import Conversation, MessagesInputMessage, TextBlock
 from truedraft.server.schemas.responses import InputMessage, ResponsesRequest
 from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.tokenize import TokenizeRequest
@@ -22,6 +22,7 @@ METADATA = re.compile(
 SYSTEM_ROLES = ("system", "developer")
 
 Content = TypeVar("Content")
+Item = TypeVar("Item")
 
 
 def leave_out_metadata(request: RequestPart, leniency: Leniency) -> None:
@@ -29,6 +30,7 @@ def leave_out_metadata(request: RequestPart, leniency: Leniency) -> None:
     match request:
         case Conversation():
             request.system = _without(request.system, "system", leniency) or None
+            request.messages = _kept(request.messages, "messages", leniency)
         case ResponsesRequest():
             request.instructions = _without(request.instructions, "instructions", leniency) or None
             if not isinstance(request.input, str):
@@ -37,13 +39,10 @@ def leave_out_metadata(request: RequestPart, leniency: Leniency) -> None:
             request.messages = _kept(request.messages, "messages", leniency)
 
 
-Item = TypeVar("Item")
-
-
 def _kept(items: list[Item], path: str, leniency: Leniency) -> list[Item]:
     kept = []
     for number, item in enumerate(items):
-        if isinstance(item, Message | InputMessage) and item.role in SYSTEM_ROLES:
+        if isinstance(item, Message | InputMessage | MessagesInputMessage) and item.role in SYSTEM_ROLES:
             before, item.content = item.content, _without(item.content, f"{path}.{number}.content", leniency)
             if before and not item.content:
                 continue

@@ -90,7 +90,7 @@ def test_reasoning_of_every_form(marks: ReasoningMarks, is_open: bool) -> None:
 @pytest.mark.parametrize("form", [MessageFormat(calls=FORMATS["hermes"]), MessageFormat(REASONING_MARKS[0])])
 @pytest.mark.parametrize("text", ["a <", "<", "if a <tool", "a <tool_cal", "<thin"])
 def test_what_a_model_has_ended_is_text(form: MessageFormat, text: str) -> None:
-    """It would have gone on if that had been a mark; so would a text whose stop string says that it was none."""
+    """It is no mark if the model has ended it, or if its stop string does not go on with the mark."""
     assert read(form, text, None, piece=2) == (None, text, [])
     assert read(form, text, "\n", piece=2) == (None, text, [])
 
