@@ -208,7 +208,7 @@ class RequestSettings(BaseModel):
         "400. For a stream, only the prompts' and the trace count.",
     )
     max_grammar_size: int = Field(
-        65536,
+        1 << 18,
         ge=1,
         le=1 << 18,
         description="Largest number of characters of a structured output's schema or grammar; more get 400.",

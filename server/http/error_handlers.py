@@ -1,7 +1,6 @@
 """Turns exceptions into answers: an ``ApiError``, a body that is not valid, an unknown path or method."""
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -9,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from truedraft.server.errors import (
     ApiError,
@@ -95,19 +95,18 @@ def _framework_message(status: int, detail: str, request: Request) -> str:
 
 
 def near_path(request: Request) -> str | None:
-    """Returns the path that was probably meant: the same with the version once, or what it ends with."""
-    path = canonical(request.url.path)
-    known = [path for route in request.app.routes if "{" not in (path := getattr(route, "path", "{"))]
-    ends = [f"/v1{path}", path.removeprefix("/v1"), *(f"/v1{path[place:]}" for place in _slashes(path))]
-    for candidate in (path, *ends, *(path[place:] for place in _slashes(path))):
-        for route in known:
-            if route != "/" and route.lower() == candidate.lower():
-                return str(route)
-    return next(iter(get_close_matches(path, known, n=1, cutoff=0.8)), None)
+    """Returns the path that was probably meant: with the version once, without what is in front, a plural."""
+    given = request.url.path
+    path = canonical(given).lower()
+    ends = [path[place:] for place, character in enumerate(path[:200]) if character == "/"]
+    candidates = [each for end in ends for each in (end, f"/v1{end}", f"{end}s", f"/v1{end}s")]
+    known = (path for path in candidates if path != given and _exists(path, request))
+    return next(known, None)
 
 
-def _slashes(path: str) -> list[int]:
-    return [place for place, character in enumerate(path) if character == "/"][:8]
+def _exists(path: str, request: Request) -> bool:
+    scope = {**request.scope, "path": path, "root_path": ""}
+    return any(route.matches(scope)[0] != Match.NONE for route in request.app.routes)
 
 
 def invalid_body(error: ValidationError, body: Any) -> InvalidRequestError:

@@ -1,4 +1,4 @@
-"""Fields and values that other servers and the vendors' packages know: each is served, refused by name or reported."""
+"""Fields and values of other servers and of the vendors' packages: served, refused by name or reported."""
 
 import ast
 import json
@@ -143,7 +143,7 @@ def test_a_new_name_would_be_refused(server: RunningServer, monkeypatch: pytest.
     del table["watermark"]
     monkeypatch.setitem(REFUSED_IN, ChatRequest, table)  # type: ignore[arg-type]
     unsupported_fields._refused_in.cache_clear()
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):
         test_no_name_is_ignored_in_silence(server, "watermark")
     unsupported_fields._refused_in.cache_clear()
 
@@ -154,7 +154,7 @@ def test_a_new_name_would_be_refused(server: RunningServer, monkeypatch: pytest.
 def test_efforts() -> None:
     listed = set(KNOWN["enumerations"]["reasoning_effort"])
     assert listed <= set(typing.get_args(ReasoningEffort))
-    installed = {value for value in _strings(openai.types.shared.ReasoningEffort)}
+    installed = _strings(openai.types.shared.ReasoningEffort)
     assert installed <= set(typing.get_args(ReasoningEffort))
 
 
@@ -246,7 +246,8 @@ def test_names_in_calls() -> None:
 
 def test_types_are_found_through_imports(tmp_path: Path) -> None:
     files = {
-        "sdk/types/a.py": "from .inner.b import B\nA: TypeAlias = Union[B, C, None]\nclass C(TypedDict):\n    type: Literal['c']\n",
+        "sdk/types/a.py": "from .inner.b import B\nA: TypeAlias = Union[B, C]\n"
+        "class C(TypedDict):\n    type: Literal['c']\n",
         "sdk/types/inner/b.py": "class B(TypedDict):\n    type: Required[Literal['b1', 'b2']]\n",
     }
     archive = tmp_path / "sdk-1.2-py3-none-any.whl"
