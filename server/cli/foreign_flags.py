@@ -83,3 +83,12 @@ def hint(flag: str) -> str:
     if flag in USE:
         return f" Use {USE[flag]}."
     return f" {NONE[flag]}" if flag in NONE else ""
+
+
+def table() -> str:
+    """Returns the rows of docs/migrating.md that say what each flag is here."""
+    flags: dict[str, list[str]] = {}
+    for flag in (*USE, *NONE):
+        flags.setdefault(hint(flag).strip(), []).append(f"`{flag}`")
+    rows = [f"| {', '.join(names)} | {said} |" for said, names in flags.items()]
+    return "\n".join(["| flag | here |", "|---|---|", *rows])

@@ -80,7 +80,8 @@ class TemplateFields(RequestPart):
         None, description="Whether to reason, for chat templates that can switch it."
     )
     thinking: ThinkingSwitch | None = Field(
-        None, description="The same in the form of some vendors: an object of type `enabled` or `disabled`."
+        None,
+        description="Whether to reason, in the form of some vendors: an object of type `enabled` or `disabled`.",
     )
     add_generation_prompt: bool | None = Field(
         None,
