@@ -80,8 +80,7 @@ class TemplateFields(RequestPart):
         None, description="Whether to reason, for chat templates that can switch it."
     )
     thinking: ThinkingSwitch | None = Field(
-        None,
-        description="Whether to reason, in the form of some vendors: an object of type `enabled` or `disabled`.",
+        None, description="Whether to reason, as an object of type `enabled` or `disabled`."
     )
     add_generation_prompt: bool | None = Field(
         None,
