@@ -101,10 +101,15 @@ def check_characters(num_characters: int, limits: PromptLimits, param: str) -> N
     """``RequestTooLargeError`` for more text than the server is willing to tokenize."""
     if num_characters > limits.max_characters:
         raise RequestTooLargeError(
-            f"{param} has {num_characters} characters, but at most {limits.max_characters} are allowed "
-            "(max_prompt_characters).",
+            f"The {_named(param)} {num_characters} characters, but at most {limits.max_characters} are "
+            "allowed (max_prompt_characters).",
             param=param,
         )
+
+
+def _named(param: str) -> str:
+    """Returns the subject of a sentence on a field's length, with its verb."""
+    return f"{param} have" if param == "messages" else f"{param} has"
 
 
 def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: str) -> None:
@@ -112,7 +117,7 @@ def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: 
     fewest = tokenizer.fewest_tokens(text)
     if fewest > limits.max_tokens:
         raise ContextLengthError(
-            f"{limits.context}, but the {param} has {len(text)} characters, at least {fewest} tokens.",
+            f"{limits.context}, but the {_named(param)} {len(text)} characters, at least {fewest} tokens.",
             param=param,
         )
 
