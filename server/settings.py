@@ -175,6 +175,13 @@ class RequestSettings(BaseModel):
         ge=256,
         description="Largest number of characters of all strings in 'stop' together; more get 400.",
     )
+    max_tools: int = Field(1024, ge=1, description="Largest number of tools of one request; more get 400.")
+    max_metadata: int = Field(
+        16384,
+        ge=0,
+        description="Largest number of characters in the 'metadata' of a response, which repeats it; more "
+        "get 400.",
+    )
     max_logprobs: int = Field(
         5,
         ge=5,
@@ -213,7 +220,7 @@ class RequestSettings(BaseModel):
         "400. For a stream, only the prompts' and the trace count.",
     )
     max_grammar_size: int = Field(
-        65536,
+        1 << 18,
         ge=1,
         le=1 << 18,
         description="Largest number of characters of a structured output's schema or grammar; more get 400.",

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.write_configuration import with_table
 from truedraft.engine.errors import ConfigError
-from truedraft.server.cli.foreign_flags import USE, hint
+from truedraft.server.cli.foreign_flags import NONE, USE, hint
 from truedraft.server.cli.settings_sources import load_settings
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.settings import Settings
@@ -86,8 +87,17 @@ def test_flags_of_other_servers_get_the_hint_of_the_table() -> None:
         assert not named or any(name in alternatives[flag] for name in named), f"{flag}: {hint(flag)}"
 
 
+def test_the_table_of_flags_is_that_of_the_module() -> None:
+    """If not: python -m tools.write_configuration"""
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    assert with_table(page) == page
+    assert all(f"`{flag}`" in page for flag in (*USE, *NONE))
+
+
 def test_hints_name_flags_that_exist() -> None:
     known = {name.replace("_", "-") for name in Settings.model_fields}
+    for flag, said in NONE.items():
+        assert {name.removeprefix("no-") for name in re.findall(r"--([a-z-]+)", said)} <= known, flag
     for flag, use in USE.items():
         named = {name.removeprefix("no-") for name in re.findall(r"--([a-z-]+)", use)}
         assert named <= known, f"{flag}: {use}"

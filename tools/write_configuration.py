@@ -1,5 +1,7 @@
-"""Write what follows from the declarations of the settings: docs/configuration.md, and the types of ``LLM``'s
-keyword arguments in engine/library/settings.py.
+"""Write what follows from the declarations of the settings.
+
+These are docs/configuration.md, the types of ``LLM``'s keyword arguments in engine/library/settings.py, and the
+table of other servers' flags in docs/migrating.md.
 
 python -m tools.write_configuration
 """
@@ -11,11 +13,14 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ByteSize
 
 from truedraft.engine.config import EngineConfig
+from truedraft.server.cli.foreign_flags import table
 from truedraft.server.cli.help import configuration_page
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 TYPES = ROOT / "engine" / "library" / "settings.py"
+MIGRATING = PAGE.with_name("migrating.md")
+BEGIN, END = "<!-- written by tools.write_configuration -->\n", "\n<!-- end -->"
 OWN_ARGUMENTS = ("target", "draft")  # LLM declares these itself
 
 HEADER = '''"""The keyword arguments of ``LLM`` and their types, for editors and type checkers.
@@ -61,8 +66,16 @@ def _quoted(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
+def with_table(page: str) -> str:
+    """Returns docs/migrating.md with the table as the module has it."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
 def main() -> None:
-    for path, text in ((PAGE, configuration_page()), (TYPES, library_settings())):
+    migrating = with_table(MIGRATING.read_text(encoding="utf-8"))
+    for path, text in ((PAGE, configuration_page()), (TYPES, library_settings()), (MIGRATING, migrating)):
         path.write_text(text, encoding="utf-8")
         print(f"Wrote {path}")
 

@@ -1,4 +1,4 @@
-"""Flags of vLLM, llama.cpp and Ollama, and what does the same here. docs/migrating.md has the same table."""
+"""Flags of vLLM, llama.cpp and Ollama, and what does the same here. docs/migrating.md is written from it."""
 
 from collections.abc import Mapping
 
@@ -46,8 +46,11 @@ USE: Mapping[str, str] = {
     "--ssl-key-file": "--ssl-keyfile",
     "--allowed-origins": "--cors-origins",
     "--quantization": "--quantize int8, int4 or fp8",
-    "--cache-type-k": "--dtype: caches have the model's",
-    "--kv-cache-dtype": "--dtype: caches have the model's",
+    "--cache-type-k": "--cache-dtype",
+    "-ctk": "--cache-dtype",
+    "--cache-type-v": "--cache-dtype",
+    "-ctv": "--cache-dtype",
+    "--kv-cache-dtype": "--cache-dtype",
     "--tool-call-parser": "no flag: the chat template tells how tools are called",
     "--enable-auto-tool-choice": "no flag: tools are always on",
     "--reasoning-parser": "no flag: the chat template tells how reasoning is marked",
@@ -80,3 +83,12 @@ def hint(flag: str) -> str:
     if flag in USE:
         return f" Use {USE[flag]}."
     return f" {NONE[flag]}" if flag in NONE else ""
+
+
+def table() -> str:
+    """Returns the rows of docs/migrating.md that say what each flag is here."""
+    flags: dict[str, list[str]] = {}
+    for flag in (*USE, *NONE):
+        flags.setdefault(hint(flag).strip(), []).append(f"`{flag}`")
+    rows = [f"| {', '.join(names)} | {said} |" for said, names in flags.items()]
+    return "\n".join(["| flag | here |", "|---|---|", *rows])

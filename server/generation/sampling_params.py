@@ -251,14 +251,12 @@ def _max_tokens(
 def _asked_tokens(request: SamplingRequest) -> tuple[str, int | None]:
     """The field that limits the output and its value; None leaves it to the model: its
     generation config's ``max_new_tokens``, or until the context ends."""
-    if isinstance(request, CompletionRequest):
-        asked = request.max_tokens
-        return "max_tokens", DEFAULT_COMPLETION_TOKENS if asked is None else asked
     if isinstance(request, ResponsesRequest):
         return "max_output_tokens", request.max_output_tokens
-    assert isinstance(request, ChatRequest)
+    assert isinstance(request, ChatRequest | CompletionRequest)
     if request.max_completion_tokens is None:
-        return "max_tokens", request.max_tokens
+        default = DEFAULT_COMPLETION_TOKENS if isinstance(request, CompletionRequest) else None
+        return "max_tokens", default if request.max_tokens is None else request.max_tokens
     if request.max_tokens not in (None, request.max_completion_tokens):
         raise InvalidRequestError(
             "max_tokens and max_completion_tokens are the same limit; give one of them.", param="max_tokens"
@@ -327,7 +325,9 @@ def _prompt_logprobs(request: SamplingRequest, logprobs: int | None, max_logprob
 
 def _limited(name: str, asked: int | None, limit: int) -> int | None:
     if asked is not None and asked > limit:
-        raise InvalidRequestError(f"{name} is {asked}, but at most {limit} are reported.", param=name)
+        raise InvalidRequestError(
+            f"{name} is {asked}, but at most {limit} are reported (max_logprobs).", param=name
+        )
     return asked
 
 

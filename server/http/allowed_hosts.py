@@ -7,6 +7,7 @@ elsewhere, so addresses are fine. Installed by ``server.app``.
 
 import ipaddress
 from collections.abc import Callable, Sequence
+from socket import gethostname
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,16 +16,19 @@ from truedraft.server.errors import WrongHostError
 from truedraft.server.http.error_answer import error_answer
 from truedraft.server.settings import Settings
 
+# Names that nobody can buy or have a public name server answer for: those of loopback, of private networks,
+# and of machines that answer for themselves on the local link.
 LOOPBACK_NAMES = ("localhost", "*.localhost")
+PRIVATE_NAMES = ("*.internal", "*.local", "*.home.arpa")
 
 
 def allowed_hosts(settings: Settings) -> list[str]:
-    """Returns the setting. Its default is loopback's names for a server without keys that only its own
-    machine can reach, else any name, written as no names."""
+    """Returns the setting. Its default is names that cannot be an attacker's for a server without keys that
+    only its own machine can reach, else any name, written as no names."""
     if settings.allowed_hosts:
         return settings.allowed_hosts
     is_open_to_pages = settings.uds is None and not settings.api_keys and _is_loopback(settings.host)
-    return [*LOOPBACK_NAMES, settings.host] if is_open_to_pages else []
+    return [*LOOPBACK_NAMES, *PRIVATE_NAMES, gethostname(), settings.host] if is_open_to_pages else []
 
 
 class AllowedHostsMiddleware:

@@ -3,6 +3,7 @@
 Everything that answers with an error does it here, from the middleware to the routes.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,8 +55,13 @@ def messages_error(error: ApiError, status: int, request_id: str) -> dict[str, A
 
 
 def is_messages(scope: Mapping[str, Any]) -> bool:
-    path = path_below_root(scope)
+    path = canonical(path_below_root(scope))
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def canonical(path: str) -> str:
+    """Returns a path without what clients add by mistake: slashes, and the version twice."""
+    return re.sub(r"^(/v1)+(?=/v1(/|$))", "", re.sub(r"/+", "/", path).rstrip("/"))
 
 
 def path_below_root(scope: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from truedraft.server.errors import (
     InvalidRequestError,
     code_of,
 )
-from truedraft.server.http.error_answer import error_answer
+from truedraft.server.http.error_answer import canonical, error_answer
+from truedraft.server.http.foreign_shapes import hint
 
 # Statuses that the framework itself raises, as codes.
 _FRAMEWORK_CODES = {
@@ -24,6 +25,7 @@ _FRAMEWORK_CODES = {
     405: "method_not_allowed",
     408: "body_timeout",
     413: "request_too_large",
+    426: "websocket_unsupported",
 }
 
 # pydantic's error types as OpenAI's codes; anything else is "invalid_value".
@@ -32,6 +34,11 @@ _VALIDATION_CODES = {
     "extra_forbidden": "unknown_parameter",
     "unsupported": "unsupported_parameter",
 }
+
+
+# pydantic names its classes in these.
+_OBJECT_TYPES = ("model_type", "model_attributes_type", "dataclass_type", "dict_type")
+OBJECT = "Input should be an object"
 
 
 def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> None:
@@ -54,28 +61,52 @@ def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> 
 
     async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        message = _framework_message(error, request)
-        translated = InvalidRequestError(message, code=_FRAMEWORK_CODES.get(error.status_code))
-        return respond(request, translated, error.status_code, dict(error.headers or {}))
+        status, headers = error.status_code, dict(error.headers or {})
+        if status == 405 and _is_websocket(request):
+            status, headers = 426, {"upgrade": "HTTP/1.1", "connection": "upgrade"}
+        message = _framework_message(status, str(error.detail), request)
+        translated = InvalidRequestError(message, code=_FRAMEWORK_CODES.get(status))
+        return respond(request, translated, status, headers)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_exception)
 
 
-def _framework_message(error: HTTPException, request: Request) -> str:
-    if error.status_code == 404:
-        path = request.url.path
-        with_version = {**request.scope, "path": f"/v1{path}"}
-        is_known = any(route.matches(with_version)[0] != Match.NONE for route in request.app.routes)
-        return f"Unknown path: {request.method} {path}" + (f". Did you mean /v1{path}?" if is_known else "")
-    if error.status_code == 405:
-        return f"{request.method} is not allowed for {request.url.path}"
-    if error.status_code == 408:
-        return "The request's body did not arrive in time (body_timeout)."
-    if error.status_code == 413:
-        return "The request body is larger than this server accepts (max_body_size)."
-    return str(error.detail)
+def _is_websocket(request: Request) -> bool:
+    return request.headers.get("upgrade", "").strip().lower() == "websocket"
+
+
+def _framework_message(status: int, detail: str, request: Request) -> str:
+    method, path = request.method, request.url.path
+    match status:
+        case 404:
+            near = near_path(request)
+            return f"Unknown path: {method} {path}" + (f". Did you mean {near}?" if near else "")
+        case 405:
+            return f"{method} is not allowed for {path}"
+        case 408:
+            return "The request's body did not arrive in time (body_timeout)."
+        case 413:
+            return "The request body is larger than this server accepts (max_body_size)."
+        case 426:
+            return f"{path} does not speak WebSocket; send a POST with 'stream': true."
+    return detail
+
+
+def near_path(request: Request) -> str | None:
+    """Returns the path that was probably meant: with the version once, without what is in front, a plural."""
+    given = request.url.path
+    path = canonical(given).lower()
+    ends = [path[place:] for place, character in enumerate(path[:200]) if character == "/"]
+    candidates = [each for end in ends for each in (end, f"/v1{end}", f"{end}s", f"/v1{end}s")]
+    known = (path for path in candidates if path != given and _exists(path, request))
+    return next(known, None)
+
+
+def _exists(path: str, request: Request) -> bool:
+    scope = {**request.scope, "path": path, "root_path": ""}
+    return any(route.matches(scope)[0] != Match.NONE for route in request.app.routes)
 
 
 def invalid_body(error: ValidationError, body: Any) -> InvalidRequestError:
@@ -88,9 +119,15 @@ def _from_validation(
     first: Mapping[str, Any], location: Sequence[str | int], body: Any
 ) -> InvalidRequestError:
     kind = str(first["type"])
-    param = ".".join(_path(location, body)) or None
+    path = _path(location, body)
+    param = ".".join(path) or None
     code = _VALIDATION_CODES.get(kind, "invalid_type" if kind.endswith(("_type", "_parsing")) else None)
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = OBJECT if kind in _OBJECT_TYPES else str(first["msg"]).removeprefix("Value error, ")
+    if kind == "missing" and param is None:
+        message = "There is none; send the request as a JSON object"
+    foreign = hint(path, kind, body)
+    if foreign is not None:
+        message = f"{message}; {foreign}"
     return InvalidRequestError(f"{param or 'body'}: {message}", param=param, code=code)
 
 

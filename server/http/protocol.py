@@ -86,6 +86,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] == "1.0":
+            _end_by_closing(cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
@@ -179,6 +181,19 @@ class LimitedProtocol(HttpToolsProtocol):
         else:  # nothing has been asked
             self._stop_head_timer()
             self.transport.close()
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Has an answer without a length end where the connection does: HTTP/1.0 knows no chunks."""
+    cycle.chunked_encoding = False
+    send = cycle.send
+
+    async def send_as_it_is(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))  # which uvicorn counts down
+        await send(message)
+
+    cycle.send = send_as_it_is  # type: ignore[method-assign]
 
 
 def max_connections() -> int:

@@ -8,9 +8,11 @@ from truedraft.server.errors import InvalidRequestError, ModelNotFoundError, Uns
 from truedraft.server.generation.sampling_params import longest_prompt, longest_request
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services
-from truedraft.server.settings import Settings
+from truedraft.server.text.front_metadata import leave_out_metadata
 from truedraft.server.text.prompt import PromptLimits
 
 # See ``max_prompt_characters``.
@@ -26,27 +28,36 @@ def check_request(body: SamplingRequest, services: Services) -> Leniency:
             "This server does not let requests choose their 'priority' (setting allow_priority).",
             param="priority",
         )
+    return check_fields(body, services)
+
+
+def check_fields(body: RequestPart, services: Services) -> Leniency:
+    """Holds the body of any route to the limits and to the fields that are served."""
     settings = services.settings
-    check_stop_strings(body.stop or [], settings)
+    stops = getattr(body, "stop", None) or []
+    metadata = (body.metadata or {}) if isinstance(body, ResponsesRequest) else {}
+    size = sum(len(name) + len(value) for name, value in metadata.items())
+    held = (
+        ("stop", len(stops), "stop strings", "max_stop_strings"),
+        ("stop", sum(map(len, stops)), "characters of stop strings", "max_stop_characters"),
+        ("tools", len(getattr(body, "tools", None) or []), "tools", "max_tools"),
+        (
+            "metadata",
+            sum(len(each) for pair in metadata.items() for each in pair),
+            "characters",
+            "max_metadata",
+        ),
+    )
+    for param, number, what, limit in held:
+        most = getattr(settings, limit)
+        if number > most:
+            raise InvalidRequestError(
+                f"There are {number} {what}, but at most {most} are allowed ({limit}).", param=param
+            )
     leniency = Leniency(strict=settings.strict_fields)
     check_parameters(body, leniency)
+    leave_out_metadata(body, leniency)
     return leniency
-
-
-def check_stop_strings(strings: list[str], settings: Settings) -> None:
-    if len(strings) > settings.max_stop_strings:
-        raise InvalidRequestError(
-            f"There are {len(strings)} stop strings, but at most {settings.max_stop_strings} are allowed "
-            "(max_stop_strings).",
-            param="stop",
-        )
-    length = sum(map(len, strings))
-    if length > settings.max_stop_characters:
-        raise InvalidRequestError(
-            f"The stop strings have {length} characters together, but at most {settings.max_stop_characters} "
-            "are allowed (max_stop_characters).",
-            param="stop",
-        )
 
 
 def check_model(name: str, services: Services) -> None:

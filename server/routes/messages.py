@@ -15,10 +15,10 @@ from truedraft.server.http.request_id import request_id_of
 from truedraft.server.http.sse import typed_event
 from truedraft.server.http.work import in_thread, in_thread_if_long
 from truedraft.server.leniency import Leniency
-from truedraft.server.routes.checks import check_model, check_request, prompt_limits
+from truedraft.server.routes.checks import check_fields, check_model, check_request
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.message_blocks import MessageBlocks
-from truedraft.server.routes.submit import start_chat
+from truedraft.server.routes.submit import num_input_tokens, start_chat
 from truedraft.server.routes.writer import respond
 from truedraft.server.schemas.examples import MESSAGES, TOKEN_COUNTS
 from truedraft.server.schemas.messages import (
@@ -31,12 +31,9 @@ from truedraft.server.schemas.messages import (
     TokenCount,
     TokenCountRequest,
 )
-from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services, ServicesDep
 from truedraft.server.text.choice import FinishedChoice
 from truedraft.server.text.messages_as_chat import as_chat
-from truedraft.server.text.prompt import chat_prompt
-from truedraft.server.text.tools import tool_use
 
 EVENT_STREAM = (
     "Named events whose data is JSON with a `type`: `message_start`, `content_block_start`, "
@@ -88,21 +85,14 @@ async def count_tokens(
 ) -> Response:
     """This counts the tokens that the same conversation would have as the input of `/v1/messages`."""
     check_model(body.model, services)
-    leniency = Leniency(strict=services.settings.strict_fields)
+    leniency = await in_thread(request, check_fields, body, services)
     num_tokens = await in_thread(request, _count, body, services, leniency)
     answer = TokenCount(input_tokens=num_tokens).model_dump_json()
     return Response(answer, headers=leniency.headers(), media_type="application/json")
 
 
 def _count(body: TokenCountRequest, services: Services, leniency: Leniency) -> int:
-    """Returns the number of tokens, also of a conversation that is too long for the model."""
-    check_parameters(body, leniency)
-    model = services.model()
-    chat = as_chat(body, model.tokenizer, leniency)
-    tool_use(chat, model.tokenizer, leniency, services.settings.max_grammar_size)
-    limits = prompt_limits(services, model.worker)
-    endless = limits._replace(max_tokens=limits.max_characters)
-    return len(chat_prompt(chat, model.tokenizer, endless, leniency).token_ids)
+    return num_input_tokens(as_chat(body, services.model().tokenizer, leniency), services, leniency)
 
 
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:

@@ -1,6 +1,6 @@
 """``GET /v1/models`` and ``GET /v1/models/{id}``: the served names."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
 
 from truedraft.server.errors import ErrorAnswer
 from truedraft.server.generation.sampling_params import longest_request
@@ -28,6 +28,8 @@ async def list_models(services: ServicesDep) -> ModelList:
 )
 async def get_model(model_id: str, services: ServicesDep) -> ModelCard:
     """Returns the model, if it is served by this name."""
+    if not model_id:  # a list with a slash after it
+        raise HTTPException(404)
     check_model(model_id, services)
     return _card(model_id, services)
 

@@ -11,13 +11,13 @@ from fastapi.responses import Response
 from truedraft.server.errors import ApiError
 from truedraft.server.generation.prepared_request import MEMORY_PER_VALUE, SMALL_ANSWER
 from truedraft.server.http.json_route import JsonRoute
-from truedraft.server.http.openapi import answer_or_stream
+from truedraft.server.http.openapi import BODY_ERRORS, answer_or_stream
 from truedraft.server.http.sse import PING, typed_event
-from truedraft.server.http.work import SHORT_BODY, in_thread_if_long
+from truedraft.server.http.work import SHORT_BODY, in_thread, in_thread_if_long
 from truedraft.server.routes.checks import check_request
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.response_items import Event, OutputItems
-from truedraft.server.routes.submit import start_chat
+from truedraft.server.routes.submit import num_input_tokens, start_chat
 from truedraft.server.routes.writer import respond
 from truedraft.server.schemas.answer import TokenOrigin
 from truedraft.server.schemas.examples import RESPONSES
@@ -25,6 +25,7 @@ from truedraft.server.schemas.logprobs import ChatTokenLogprob
 from truedraft.server.schemas.responses import (
     FailureDetails,
     IncompleteDetails,
+    InputTokens,
     InputTokensDetails,
     OutputTokensDetails,
     ReasoningOptions,
@@ -67,6 +68,24 @@ async def create_response(
     context = await start_chat("responses", body, request, services, leniency)
     writer = ResponsesWriter(context, body, len(await request.body()))
     return await respond(request, context, writer)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    summary="Count the tokens of a conversation",
+    response_model=InputTokens,
+    responses=BODY_ERRORS,
+)
+async def count_input_tokens(
+    body: Annotated[ResponsesRequest, Body(openapi_examples=RESPONSES)],
+    request: Request,
+    services: ServicesDep,
+) -> Response:
+    """This counts the tokens that the same request would have as the input of `/v1/responses`."""
+    leniency = await in_thread_if_long(request, check_request, body, services)
+    num_tokens = await in_thread(request, num_input_tokens, body, services, leniency)
+    answer = InputTokens(input_tokens=num_tokens).model_dump_json()
+    return Response(answer, headers=leniency.headers(), media_type="application/json")
 
 
 class ResponsesWriter:

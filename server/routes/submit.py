@@ -73,6 +73,15 @@ async def start_chat(
     )
 
 
+def num_input_tokens(body: ChatRequest | ResponsesRequest, services: Services, leniency: Leniency) -> int:
+    """Returns the number of tokens of a conversation, also of one that is too long for the model."""
+    model = services.model()
+    tool_use(body, model.tokenizer, leniency, services.settings.max_grammar_size)
+    limits = prompt_limits(services, model.worker)
+    endless = limits._replace(max_tokens=limits.max_characters)
+    return len(chat_prompt(body, model.tokenizer, endless, leniency).token_ids)
+
+
 def start_generation(
     endpoint: Literal["completions", "chat.completions", "responses", "messages"],
     body: SamplingRequest,

@@ -11,7 +11,7 @@ from truedraft.server.http.large_json import write_json
 from truedraft.server.http.openapi import BODY_ERRORS
 from truedraft.server.http.work import in_thread
 from truedraft.server.leniency import Leniency
-from truedraft.server.routes.checks import check_model, prompt_limits
+from truedraft.server.routes.checks import check_fields, check_model, prompt_limits
 from truedraft.server.schemas.chat import TemplateFields
 from truedraft.server.schemas.examples import DETOKENIZE, TOKENIZE
 from truedraft.server.schemas.tokenize import (
@@ -20,7 +20,6 @@ from truedraft.server.schemas.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Model, Services, ServicesDep
 from truedraft.server.text.prompt import (
     PromptLimits,
@@ -49,8 +48,7 @@ async def tokenize(
     if body.model is not None:
         check_model(body.model, services)
     _check_forms(body)
-    leniency = Leniency(strict=services.settings.strict_fields)
-    await in_thread(request, check_parameters, body, leniency)
+    leniency = await in_thread(request, check_fields, body, services)
     model = services.model()
     answer = await in_thread(request, _answer, body, model, services, leniency)
     return Response(answer, headers=leniency.headers(), media_type="application/json")
@@ -67,8 +65,7 @@ async def detokenize(
     """Returns the text of token ids, special tokens included."""
     if body.model is not None:
         check_model(body.model, services)
-    leniency = Leniency(strict=services.settings.strict_fields)
-    check_parameters(body, leniency)
+    leniency = check_fields(body, services)
     model = services.model()
 
     def decode() -> bytes:

@@ -15,7 +15,6 @@ from truedraft.server.schemas.common import (
 from truedraft.server.schemas.logprobs import ChatLogprobs, PromptLogprobs
 from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.tools import (
-    MAX_TOOLS,
     ChatTool,
     FunctionDefinition,
     GivenCall,
@@ -54,10 +53,22 @@ class Message(RequestPart):
         return content_text(self.content) or self.refusal or ""
 
 
+class ThinkingSwitch(RequestPart):
+    """Says whether the model reasons."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] = Field(
+        description="`adaptive` and `auto` leave it to the model."
+    )
+
+    @property
+    def is_on(self) -> bool | None:
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
 class TemplateFields(RequestPart):
     """Fields that control how the chat template writes the messages."""
 
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(
         None, description="Functions that the model may call, written out by the chat template."
     )
     reasoning_effort: ReasoningEffort | None = Field(
@@ -67,6 +78,9 @@ class TemplateFields(RequestPart):
     )
     enable_thinking: bool | None = Field(
         None, description="Whether to reason, for chat templates that can switch it."
+    )
+    thinking: ThinkingSwitch | None = Field(
+        None, description="Whether to reason, as an object of type `enabled` or `disabled`."
     )
     add_generation_prompt: bool | None = Field(
         None,

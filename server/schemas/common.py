@@ -14,8 +14,10 @@ from pydantic import (
     Field,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from truedraft.engine.messages import DraftSampleMethod, Verification
+from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import ResponseFormat, StructuredOutputs
 
@@ -30,6 +32,8 @@ NonEmptyString = Annotated[str, Field(min_length=1)]
 
 
 def _as_list(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("stop_type", "Input should be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 
@@ -53,12 +57,6 @@ class RefusalPart(RequestPart):
     @property
     def text(self) -> str:
         return self.refusal
-
-
-class OtherPart(RequestPart):
-    """An image, audio or file is parsed so that it can be refused by name."""
-
-    type: str
 
 
 def _kind_of_part(value: Any) -> str:
@@ -96,13 +94,13 @@ Content = Annotated[
 
 
 def content_text(content: str | list[TextPart | RefusalPart | OtherPart] | None) -> str:
-    """Returns the text of a content that holds nothing else."""
+    """Returns the text of a content; its thoughts and calls are no text."""
     if isinstance(content, list):
-        return "\n".join(part.text for part in content if not isinstance(part, OtherPart))
+        return "\n".join(part.text for part in content if part.text is not None)
     return content or ""
 
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # transformers' function has arguments of these names; a template's variables may have any other.
 RESERVED_IN_TEMPLATES = frozenset(
@@ -308,7 +306,9 @@ class SamplingRequest(RequestPart):
 class GenerationRequest(SamplingRequest):
     """Completions and chat completions have these fields, too."""
 
-    n: int | None = Field(None, ge=1, le=128, description="Choices per prompt. Default 1.")
+    n: int | None = Field(
+        None, ge=1, description="Choices per prompt, with the prompts at most `max_choices`. Default 1."
+    )
     prompt_logprobs: int | None = Field(
         None, ge=0, description="Log-probabilities of the prompt's tokens, and of this many others at each."
     )

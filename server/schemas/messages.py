@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Discriminator, Field
 
 from truedraft.server.schemas.answer import SpeculationReport, is_none
-from truedraft.server.schemas.common import NonEmptyString, OtherPart, SamplingRequest
+from truedraft.server.schemas.common import NonEmptyString, SamplingRequest
+from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import JsonSchema
-from truedraft.server.schemas.tools import MAX_TOOLS, FunctionName, OtherTool
+from truedraft.server.schemas.tools import FunctionName, OtherTool
 
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
@@ -119,7 +120,7 @@ class ToolDefinition(RequestPart):
 
 def _kind_of_tool(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    return tag("custom" if kind in (None, "custom") else "server")
+    return tag("custom" if kind in (None, "custom", "function") else "server")
 
 
 AnyTool = Annotated[
@@ -164,7 +165,7 @@ class Conversation(RequestPart):
     system: TextContent | None = Field(
         None, description="A system message in front: a string or text blocks."
     )
-    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+    tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = Field(
         None, description="Functions that the model may call. Tools of Anthropic's own types are left out."
     )
     tool_choice: ToolChoice | None = Field(
@@ -186,7 +187,9 @@ class MessagesRequest(Conversation, SamplingRequest):
 
     prompt_field: ClassVar[str] = "messages"
 
-    max_tokens: int = Field(ge=1, description="Largest number of tokens to generate; required.")
+    max_tokens: int = Field(
+        ge=0, description="Largest number of tokens to generate; required. 0 only fills the prefix cache."
+    )
     stop: Annotated[list[NonEmptyString], Field(fail_fast=True)] | None = Field(
         None, alias="stop_sequences", description="Strings that end the text, at most `max_stop_strings`."
     )

@@ -10,18 +10,20 @@ from pydantic import BaseModel, Discriminator, Field
 from truedraft.server.schemas.answer import SpeculationReport, is_none
 from truedraft.server.schemas.common import Content, ReasoningEffort, SamplingRequest, TemplateVariables
 from truedraft.server.schemas.response_items import (
+    ACTION_CALLS,
+    CALL_OUTPUTS,
+    InputAction,
     InputCall,
     InputCallOutput,
     InputCustomCall,
     InputReasoning,
-    InputShellCall,
+    InputServerCall,
     OtherInput,
     OutputItem,
 )
 from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import TextOptions
 from truedraft.server.schemas.tools import (
-    MAX_TOOLS,
     FlatTool,
     FlatToolChoice,
     FunctionDefinition,
@@ -30,11 +32,7 @@ from truedraft.server.schemas.tools import (
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
-# With OpenAI's limits.
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(fail_fast=True, max_length=16),
-]
+Metadata = Annotated[dict[str, str], Field(fail_fast=True)]
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -49,14 +47,11 @@ class InputMessage(RequestPart):
     content: Content = Field(description="A string, or text parts, which are joined by newlines.")
 
 
-OUTPUT_KINDS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-
-
 def _kind_of_item(value: Any) -> str:
     kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
-    if kind in ("message", "function_call", "custom_tool_call", "local_shell_call", "reasoning"):
+    if kind in ("message", "function_call", "custom_tool_call", "mcp_call", "reasoning"):
         return tag(kind)
-    return tag("output") if kind in OUTPUT_KINDS else tag("other")
+    return tag("action" if kind in ACTION_CALLS else "output" if kind in CALL_OUTPUTS else "other")
 
 
 def _kind_of_input(value: Any) -> str | None:
@@ -69,7 +64,8 @@ AnyInput = Annotated[
     Annotated[InputMessage, alternative("message")]
     | Annotated[InputCall, alternative("function_call")]
     | Annotated[InputCustomCall, alternative("custom_tool_call")]
-    | Annotated[InputShellCall, alternative("local_shell_call")]
+    | Annotated[InputAction, alternative("action")]
+    | Annotated[InputServerCall, alternative("mcp_call")]
     | Annotated[InputCallOutput, alternative("output")]
     | Annotated[InputReasoning, alternative("reasoning")]
     | Annotated[OtherInput, alternative("other")],
@@ -115,7 +111,7 @@ class ResponsesRequest(SamplingRequest):
         None, description="Whether to reason, for chat templates that can switch it."
     )
     chat_template_kwargs: TemplateVariables = None
-    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+    tools: Annotated[list[FlatTool], Field(fail_fast=True)] | None = Field(
         None, description="Functions that the model may call, written out by the chat template."
     )
     tool_choice: FlatToolChoice | None = Field(
@@ -131,7 +127,9 @@ class ResponsesRequest(SamplingRequest):
         ge=0,
         description="With the log-probabilities: also report this many of the most likely tokens at each.",
     )
-    metadata: Metadata | None = Field(None, description="Repeated in the answer; it is not stored.")
+    metadata: Metadata | None = Field(
+        None, description="Repeated in the answer, with at most `max_metadata` characters; it is not stored."
+    )
 
     @property
     def functions(self) -> list[FunctionDefinition]:
@@ -149,6 +147,11 @@ class ResponsesRequest(SamplingRequest):
     @property
     def wants_logprobs(self) -> bool:
         return INCLUDE_LOGPROBS in (self.include or [])
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class InputTokensDetails(BaseModel):

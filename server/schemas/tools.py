@@ -1,18 +1,32 @@
 """Tools: functions that a request offers to the model, which of them it may call, and its calls."""
 
+import json
 from json import JSONDecoder
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, model_validator
 from pydantic_core import from_json
 
 from truedraft.server.schemas.answer import is_none
 from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import JsonSchema
 
-MAX_TOOLS = 128
+# Every form of a call writes the name as it is, between quotes or marks.
+NOT_IN_NAMES = "\"'`\\<>"
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+
+def _usable_name(name: str) -> str:
+    if not name.isprintable() or name != name.strip() or not name or set(name) & set(NOT_IN_NAMES):
+        raise ValueError("a name is printable text without quotes, backslashes, '<' and '>'")
+    return name
+
+
+# Names of MCP's servers have dots, slashes and colons, too.
+FunctionName = Annotated[
+    str,
+    AfterValidator(_usable_name),
+    Field(json_schema_extra={"minLength": 1, "pattern": r"""^[^\x00-\x20"'`\\<>]+$"""}),
+]
 
 
 class FunctionDefinition(RequestPart):
@@ -131,6 +145,16 @@ class GivenCall(RequestPart):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_custom_tool(cls, value: Any) -> Any:
+        """Another model's tool took any text, which is written as an argument."""
+        custom = value.get("custom") if isinstance(value, dict) and value.get("type") == "custom" else None
+        if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
+            return value
+        arguments = json.dumps({"input": custom["input"]}, ensure_ascii=False)
+        return {"id": value.get("id"), "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 class FunctionCall(BaseModel):

@@ -6,7 +6,6 @@ Refused is what would change the output. Serving a field means deleting its line
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -17,9 +16,11 @@ from truedraft.server.errors import (
 )
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
-from truedraft.server.schemas.common import OtherPart, SamplingRequest, TextPart
+from truedraft.server.schemas.common import SamplingRequest, TextPart
 from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.foreign_parts import TRACES, OtherPart
 from truedraft.server.schemas.messages import (
+    MessagesInputMessage,
     MessagesRequest,
     SealedThought,
     TextBlock,
@@ -29,12 +30,19 @@ from truedraft.server.schemas.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from truedraft.server.schemas.other_servers import (
+    OTHERS,
+    TEXT_ONLY,
+    UNSUPPORTED,
+    Refused,
+)
 from truedraft.server.schemas.response_items import (
+    InputAction,
     InputCall,
     InputCallOutput,
     InputCustomCall,
     InputReasoning,
-    InputShellCall,
+    InputServerCall,
     OtherInput,
     ReasoningText,
 )
@@ -47,121 +55,66 @@ from truedraft.server.schemas.responses import (
 from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.structured import JsonObjectFormat, StructuredOutputs, TextOptions
 from truedraft.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
-from truedraft.server.schemas.tools import OtherTool
+from truedraft.server.schemas.tools import FunctionDefinition, OtherTool
 
-
-class Refused(NamedTuple):
-    """``instead`` completes the error's sentence. ``neutral`` values ask for nothing; null never does."""
-
-    instead: str
-    neutral: tuple[object, ...] = ()
-
-
-CUTS = "use 'temperature', 'top_p', 'top_k' or 'min_p'"
-PENALTIES = "use 'repetition_penalty', 'presence_penalty' or 'frequency_penalty'"
-LENGTH = "use 'max_tokens', or 'max_output_tokens' on /v1/responses"
-THINKING = "use 'reasoning_effort' or chat_template_kwargs"
-BIAS = "use 'logit_bias'"
-TEXT_ONLY = "this server reads and writes text only"
-ONE_BEAM = "tokens are sampled one after the other; use 'n' for several answers"
-SPLIT_REASONING = "reasoning always comes apart from the text, as 'reasoning_content'"
 STATELESS = "nothing is stored here; send the whole conversation as 'input'"
+STATELESS_CHAT = "nothing is stored here; send the whole conversation as 'messages'"
+SYSTEM_MESSAGE = "send a message of the role 'system'"
 IN_CHATS = "use /v1/chat/completions"
-LOGPROBS = "use 'logprobs'"
-
-# No endpoint serves these.
-UNSUPPORTED: Mapping[str, Refused] = {
-    "add_special_tokens": Refused("send token ids as the 'prompt' of /v1/completions"),
-    "allowed_token_ids": Refused("use 'structured_outputs' or 'logit_bias'"),
-    "audio": Refused(TEXT_ONLY),
-    "bad_words": Refused(BIAS, ([],)),
-    "chat_template": Refused(
-        "the server's setting of that name has it; send a finished text to /v1/completions"
-    ),
-    "custom_logit_processor": Refused("use 'logit_bias' or 'structured_outputs'"),
-    "detokenize": Refused("use 'return_token_ids', which gives the ids too", (True,)),
-    "dry_multiplier": Refused(PENALTIES, (0,)),
-    "dynatemp_range": Refused(CUTS, (0,)),
-    "ebnf": Refused("use structured_outputs.grammar, in Lark's notation"),
-    "epsilon_cutoff": Refused(CUTS, (0,)),
-    "eta_cutoff": Refused(CUTS, (0,)),
-    "function_call": Refused("use 'tool_choice'", ("none", "auto")),
-    "functions": Refused("use 'tools'", ([],)),
-    "grammar": Refused("use structured_outputs.grammar, in Lark's notation", ("",)),
-    "guided_choice": Refused("use structured_outputs.choice"),
-    "guided_decoding_backend": Refused("use 'structured_outputs', which has one backend"),
-    "guided_grammar": Refused("use structured_outputs.grammar, in Lark's notation"),
-    "guided_json": Refused("use structured_outputs.json"),
-    "guided_regex": Refused("use structured_outputs.regex"),
-    "include_reasoning": Refused(SPLIT_REASONING, (True,)),
-    "json_schema": Refused("use 'response_format' or structured_outputs.json"),
-    "length_penalty": Refused(ONE_BEAM, (1,)),
-    "logits_processors": Refused("use 'logit_bias' or 'structured_outputs'", ([],)),
-    "logprob_token_ids": Refused(LOGPROBS),
-    "max_new_tokens": Refused(LENGTH),
-    "mirostat": Refused(CUTS, (0,)),
-    "modalities": Refused(TEXT_ONLY, (["text"],)),
-    "n_predict": Refused(LENGTH),
-    "n_probs": Refused(LOGPROBS, (0,)),
-    "no_repeat_ngram_size": Refused(PENALTIES, (0,)),
-    "reasoning_format": Refused(SPLIT_REASONING, ("auto", "deepseek")),
-    "regex": Refused("use structured_outputs.regex"),
-    "repeat_penalty": Refused("use 'repetition_penalty'", (1,)),
-    "return_tokens_as_token_ids": Refused("use 'return_token_ids'", (False,)),
-    "samplers": Refused(CUTS),
-    "separate_reasoning": Refused(SPLIT_REASONING, (True,)),
-    "spaces_between_special_tokens": Refused("use 'return_token_ids' and decode them", (True,)),
-    "stop_regex": Refused("use 'stop' or structured_outputs.regex", ([],)),
-    "suffix": Refused(
-        "write both sides into the 'prompt', with the model's own fill-in-the-middle tokens", ("",)
-    ),
-    "tfs_z": Refused(CUTS, (1,)),
-    "thinking": Refused(THINKING),
-    "thinking_budget": Refused(THINKING),
-    "thinking_token_budget": Refused(THINKING),
-    "top_a": Refused(CUTS, (0,)),
-    "top_n_sigma": Refused(CUTS, (-1,)),
-    "truncation_side": Refused("use 'truncate_prompt_tokens', which keeps the end", ("left",)),
-    "typical_p": Refused(CUTS, (1,)),
-    "use_beam_search": Refused(ONE_BEAM, (False,)),
-    "web_search_options": Refused("offer a function that searches among the 'tools'"),
-    "xtc_probability": Refused(CUTS, (0,)),
-}
 
 # Only chats have these.
 _CHAT_FIELDS: Mapping[str, Refused] = {
     "add_generation_prompt": Refused(IN_CHATS, (True,)),
     "continue_final_message": Refused(IN_CHATS, (False,)),
-    "documents": Refused(IN_CHATS, ([],)),
+    "documents": Refused(IN_CHATS),
 }
+
+# What any of the other servers takes, with the alternative where there is one.
+_ANYWHERE: Mapping[str, Refused] = {**OTHERS, **UNSUPPORTED}
+
+# Anthropic's own clients send these to any server, which the server's own service would act on.
+_REPORTED_OF_MESSAGES = {"context_management"}
 
 # One kind of object does not have these, while others may. Keys that no table has are reported.
 REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
     CompletionRequest: {
-        **UNSUPPORTED,
+        **_ANYWHERE,
         **_CHAT_FIELDS,
-        "chat_template_kwargs": Refused(IN_CHATS, ({},)),
+        "chat_template_kwargs": Refused(IN_CHATS),
         "enable_thinking": Refused(IN_CHATS),
-        "max_completion_tokens": Refused("use 'max_tokens'"),
+        "input": Refused("use 'prompt', or /v1/responses"),
+        "instructions": Refused(f"write them into the 'prompt', or {IN_CHATS}"),
         "messages": Refused(f"{IN_CHATS}, or 'prompt'"),
         "parallel_tool_calls": Refused(IN_CHATS, (True, False)),
+        # -1 is no limit, which is another length than the default of this endpoint.
+        "n_predict": Refused("use 'max_tokens'"),
+        "num_predict": Refused("use 'max_tokens'"),
         "reasoning_effort": Refused(IN_CHATS, ("none",)),
+        "system": Refused(f"write it into the 'prompt', or {IN_CHATS}"),
         "tool_choice": Refused(IN_CHATS, ("none", "auto")),
-        "tools": Refused(IN_CHATS, ([],)),
+        "tools": Refused(IN_CHATS),
         "top_logprobs": Refused("use 'logprobs' with a number", (0,)),
     },
     ChatRequest: {
-        **UNSUPPORTED,
+        **_ANYWHERE,
         "best_of": Refused("use 'n'", (1,)),
         "echo": Refused("use /v1/completions", (False,)),
+        "background": Refused("use 'stream', and keep the connection", (False,)),
+        "conversation": Refused(STATELESS_CHAT),
+        "input": Refused("use 'messages', or /v1/responses"),
+        "instructions": Refused(SYSTEM_MESSAGE),
         "max_output_tokens": Refused("use 'max_completion_tokens'"),
+        "output_config": Refused("use 'response_format' and 'reasoning_effort'"),
+        "previous_response_id": Refused(STATELESS_CHAT),
         "prompt": Refused("use 'messages', or /v1/completions"),
+        "system": Refused(SYSTEM_MESSAGE),
+        "text": Refused("use 'response_format'"),
     },
     ResponsesRequest: {
-        **UNSUPPORTED,
+        **_ANYWHERE,
         **_CHAT_FIELDS,
         "background": Refused("use 'stream', and keep the connection", (False,)),
-        "context_management": Refused("shorten the 'input', or use 'truncate_prompt_tokens'", ([],)),
+        "context_management": Refused("shorten the 'input', or use 'truncate_prompt_tokens'"),
         "conversation": Refused(STATELESS),
         "logprobs": Refused(f"use include: ['{INCLUDE_LOGPROBS}']", (False,)),
         "max_completion_tokens": Refused("use 'max_output_tokens'"),
@@ -174,11 +127,13 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "prompt_logprobs": Refused(IN_CHATS),
         "reasoning_effort": Refused("use reasoning.effort", ("none",)),
         "response_format": Refused("use text.format", ({"type": "text"},)),
+        "system": Refused("use 'instructions'"),
+        "thinking": Refused("use reasoning.effort or 'enable_thinking'"),
         "return_token_ids": Refused(IN_CHATS, (False,)),
         "truncation": Refused("use 'truncate_prompt_tokens'", ("disabled",)),
     },
     MessagesRequest: {
-        **UNSUPPORTED,
+        **{name: refused for name, refused in _ANYWHERE.items() if name not in _REPORTED_OF_MESSAGES},
         **_CHAT_FIELDS,
         "enable_thinking": Refused("use 'thinking'"),
         "logprobs": Refused(IN_CHATS, (False,)),
@@ -191,7 +146,7 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "reasoning_effort": Refused("use output_config.effort", ("none",)),
         "response_format": Refused("use output_config.format", ({"type": "text"},)),
         "return_token_ids": Refused(IN_CHATS, (False,)),
-        "stop": Refused("use 'stop_sequences'", ([],)),
+        "stop": Refused("use 'stop_sequences'"),
         "top_logprobs": Refused(IN_CHATS, (0,)),
     },
     TokenCountRequest: {},
@@ -200,6 +155,14 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
     Message: {
         "audio": Refused(f"{TEXT_ONLY}; put what was said into 'content'"),
         "function_call": Refused("use 'tool_calls'"),
+    },
+    FunctionDefinition: {
+        "input_schema": Refused("use 'parameters'"),
+        "inputSchema": Refused("use 'parameters'"),
+    },
+    ToolDefinition: {
+        "parameters": Refused("use 'input_schema'"),
+        "inputSchema": Refused("use 'input_schema'"),
     },
     JsonObjectFormat: {"schema": Refused("use the type 'json_schema'")},
     StructuredOutputs: {
@@ -218,12 +181,15 @@ HARMLESS_IN: Mapping[type[BaseModel], frozenset[str]] = {
             InputMessage,
             InputCall,
             InputCustomCall,
-            InputShellCall,
+            InputAction,
+            InputServerCall,
             InputCallOutput,
             InputReasoning,
             ReasoningText,
         ),
-        frozenset({"id", "phase", "status", "summary", "encrypted_content"}),
+        frozenset({"id", "phase", "status", "summary", "encrypted_content"})
+        | {"caller", "created_by", "environment", "max_output_length", "namespace", "server_label"}
+        | {"approval_request_id"},
     ),
     **dict.fromkeys(
         (TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock, ToolDefinition),
@@ -231,14 +197,15 @@ HARMLESS_IN: Mapping[type[BaseModel], frozenset[str]] = {
     ),
 }
 
-# These are traces of what another server's tools did; without them the conversation says the same.
-TRACES = {"file_search_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call"}
-
 # Parts and items cannot be read if they are of these kinds; each has what to send in its place.
 INSTEAD_OF_PARTS: dict[str, str] = {
     "image_url": "this server reads text only; describe the image in a text part",
     "input_audio": "this server reads text only; write down what is said in a text part",
     "file": "this server reads text only; put the file's text into a text part",
+    "additional_tools": "put these tools into 'tools'",
+    "browser_state": "this server reads text only; describe what the browser shows in a text part",
+    "configuration_update": "set what it changes in the request itself",
+    "container_upload": "this server reads text only; put the file's text into a text part",
     "item_reference": "nothing is stored here; send the item itself",
     "compaction": "nothing is stored here; send the conversation itself",
 }
@@ -264,7 +231,7 @@ def _check_keys(model: BaseModel, prefix: str, leniency: Leniency) -> None:
     kind = type(model)
     for name, value in (model.model_extra or {}).items():
         if (refused := _refused_in(kind).get(name)) is not None:
-            if not _is_neutral(value, refused.neutral):
+            if refused.asks_for(value):
                 value_matters = " with this value" if refused.neutral else ""
                 raise _unsupported(prefix + name, refused.instead, value_matters)
         elif value is not None and name not in _harmless_in(kind):
@@ -273,13 +240,29 @@ def _check_keys(model: BaseModel, prefix: str, leniency: Leniency) -> None:
         match inner:
             case OtherTool() | SealedThought():
                 leniency.ignore(prefix + name)
-            case OtherInput(type=kind_of_item) if kind_of_item in TRACES:
+            case OtherInput() | OtherPart() if inner.type in TRACES:
                 leniency.ignore(prefix + name)
+            case OtherPart() if _is_read(inner, model):
+                if inner.thought is not None and model.role != "assistant":  # type: ignore[attr-defined]
+                    leniency.ignore(prefix + name)
             case OtherPart() | OtherInput():
                 instead = INSTEAD_OF_PARTS.get(inner.type, TEXT_ONLY)
                 raise _unsupported(f"{prefix}{name}.type", instead, f" as {inner.type[:40]!r}")
             case _:
                 _check_keys(inner, f"{prefix}{name}.", leniency)
+
+
+def _is_read(part: OtherPart, parent: BaseModel) -> bool:
+    """Returns whether a part of ``parent`` is read: thoughts, calls and results only of messages."""
+    if part.text is not None:
+        return True
+    if not isinstance(parent, Message | InputMessage | MessagesInputMessage):
+        return False
+    return (
+        part.thought is not None
+        or part.result is not None
+        or (part.call is not None and parent.role == "assistant")
+    )
 
 
 def _objects_in(model: BaseModel) -> Iterator[tuple[str, BaseModel]]:
@@ -301,13 +284,6 @@ def _refused_in(kind: type[BaseModel]) -> Mapping[str, Refused]:
 @cache
 def _harmless_in(kind: type[BaseModel]) -> frozenset[str]:
     return frozenset().union(*(HARMLESS_IN.get(base, frozenset()) for base in kind.__mro__))
-
-
-def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
-    # In Python 0 == False; in JSON they are different things.
-    return value is None or any(
-        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
-    )
 
 
 def _check_extra_output(request: SamplingRequest, leniency: Leniency) -> None:

@@ -213,7 +213,7 @@ class ChoiceReader:
             elif output.finish_reason == "stop" and output.token_ids[-1] in self._stop_token_ids:
                 stop_reason = output.token_ids[-1]
         self._remember(output, len(offsets))
-        parts = self._read_message(text, output.token_ids, offsets)
+        parts = self._read_message(text, output.token_ids, offsets, self._cut_off(stop_reason))
         return ChoiceDelta(
             index=self.index,
             text=text,
@@ -241,7 +241,15 @@ class ChoiceReader:
         self.finish_reason = "length"
         return ChoiceDelta(self.index, "", [], "length", prompt_scored=prompt_scored)
 
-    def _read_message(self, text: str, token_ids: Sequence[int], offsets: list[int]) -> list[Part]:
+    def _cut_off(self, stop_reason: str | int | None) -> str | None:
+        """Returns what is known to follow a text that was cut; None for one that the model has ended."""
+        if isinstance(stop_reason, str):
+            return "" if self._include_stop_string else stop_reason
+        return "" if self.finish_reason == "length" else None
+
+    def _read_message(
+        self, text: str, token_ids: Sequence[int], offsets: list[int], cut_off: str | None
+    ) -> list[Part]:
         """The parts that ``text`` completes; a choice that ends by itself with calls ends because of them,
         unless a stop string cuts one."""
         if self._message is None or self._reasoning is None:
@@ -251,7 +259,7 @@ class ChoiceReader:
         mark_ends = [end for token_id, end in zip(token_ids, ends, strict=False) if token_id in marks]
         parts = joined(self._message.push(text, mark_ends))
         if self.finish_reason is not None:
-            parts = joined(parts, self._message.finish())
+            parts = joined(parts, self._message.finish(cut_off))
         self._reasoning.add(offsets)
         if self.finish_reason == "stop" and self._message.num_calls and not self._message.is_in_call:
             self.finish_reason = "tool_calls"

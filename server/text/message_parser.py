@@ -33,8 +33,9 @@ class Arguments:
 
 
 Part = TextPart | CallStart | Arguments
+HEADER_START, RECIPIENT_START = "<|channel|>", " to=functions."
 # Whom a message with a header is for.
-RECIPIENT = re.compile(r"to=functions\.([\w-]+)")
+RECIPIENT = re.compile(r"to=functions\.([^<]+?)(?: *<|$)")
 # A step yields a part, or None where it needs more text.
 Steps = Generator[Part | None, None, None]
 
@@ -65,11 +66,12 @@ def _as_one(run: list[Part]) -> Part:
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
     """``calls``: None if the model may not call anything. ``schemas``: of the tools' arguments, by name.
-    ``is_reasoning``: the prompt has opened the reasoning. ``token_ids``: of texts in marks that are tokens;
-    spelled in other tokens they mark nothing."""
+    ``must_call``: its grammar allows only calls. ``is_reasoning``: the prompt has opened the reasoning.
+    ``token_ids``: of texts in marks that are tokens; spelled in other tokens they mark nothing."""
 
     reasoning: ReasoningMarks | None = None
     calls: CallFormat | None = None
+    must_call: bool = False
     is_reasoning: bool = False
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     token_ids: dict[str, int] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class MessageParser:
         self._held = ""
         self._num_read = 0
         self._is_over = False
+        self._cut_off: str | None = None  # the known beginning of what would have followed a text that is cut
         self._steps = self._read()
         # Characters up to the end of the reasoning and its mark; None while that is not known.
         self.reasoning_end: int | None = None
@@ -108,9 +111,14 @@ class MessageParser:
             parts.append(part)
         return parts
 
-    def finish(self) -> list[Part]:
-        """No more text will come. A call whose name is not complete is left out."""
+    def finish(self, cut_off: str | None = None) -> list[Part]:
+        """No more text will come. A mark that is cut is no text, and a call whose name is cut is left out.
+
+        ``cut_off``: the stop string that ended a text and is not part of it, "" where the length did; None
+        for a text that the model has ended, so that what could have begun a mark did not.
+        """
         self._is_over = True
+        self._cut_off = "" if self._form.must_call and cut_off is None else cut_off
         return self.push("")
 
     def _read(self) -> Steps:
@@ -126,7 +134,8 @@ class MessageParser:
             return
         if calls.at_start:
             yield from self._await(len(calls.first))
-        is_text = calls.at_start and not self._held.startswith(calls.first)
+        is_cut = self._is_over and bool(self._held) and self._cut_at(calls.first) == 0
+        is_text = calls.at_start and not self._held.startswith(calls.first) and not is_cut
         yield from self._read_text("content", "" if is_text else calls.first)
         while not is_text and (not self._is_over or self._held):
             yield from self._read_call(calls)
@@ -140,13 +149,14 @@ class MessageParser:
 
     def _read_messages(self) -> Steps:
         """Each with a header, which says what it is. What has none is content."""
-        has_reasoned = False
+        has_reasoned, is_first = False, True
         while not self._is_over or self._held:
             while (place := self._find(HEADER_END)) < 0 and not self._is_over:
                 yield None
             header = self._take(place) if place >= 0 else ""
-            if place < 0 and self._held.startswith("<|"):
-                self._drop(len(self._held))  # a header that is cut
+            if place < 0 and self._is_header_cut(is_first):
+                self._drop(len(self._held))
+            is_first = False
             self._drop(len(HEADER_END) if place >= 0 else 0)
             if "analysis" in header:
                 has_reasoned = True
@@ -174,6 +184,8 @@ class MessageParser:
                     break
                 yield None
             if not self._held.lstrip().startswith(marks.open):
+                if self._held.strip() and self._cut_at(marks.open) < len(self._held):
+                    self._drop(len(self._held))
                 return
             self._drop(self._held.index(marks.open) + len(marks.open))
         yield from self._skip_space()
@@ -189,7 +201,8 @@ class MessageParser:
             if place >= 0:
                 sure = len(self._held[:place].rstrip())
             elif self._is_over:
-                sure = len(self._held)
+                cut = self._cut_at(end)
+                sure = len(self._held[:cut].rstrip()) if cut < len(self._held) else cut
             else:
                 sure = self._num_sure(end)
                 sure = len(self._held[:sure].rstrip()) if end else sure
@@ -198,7 +211,9 @@ class MessageParser:
             if place >= 0:
                 self._drop(place - sure + len(end))
                 return
-            if not self._is_over:
+            if self._is_over:
+                self._drop(len(self._held))
+            else:
                 yield None
 
     def _read_call(self, calls: CallFormat) -> Steps:
@@ -269,6 +284,33 @@ class MessageParser:
             while place >= 0 and place + end not in self._mark_ends:
                 place = self._held.find(mark, place + 1)
         return place
+
+    def _cut_at(self, mark: str) -> int:
+        """Returns where a mark begins that the text's end has cut; the text's length if there is none."""
+        calls = self._form.calls
+        trigger = calls.trigger if calls is not None and calls.first == mark else ""
+        token = next((token for token in self._form.token_ids if token in mark), None)
+        for place in range(max(0, len(self._held) - len(mark) + 1), len(self._held)):
+            held = self._held[place:]
+            if token is not None:
+                # A token comes whole, so the beginning of its text was spelled.
+                end = mark.index(token) + len(token)
+                is_whole = len(held) >= end and self._num_read + place + end in self._mark_ends
+            else:
+                is_whole = True
+            whole = held + (self._cut_off or "")
+            begins = mark.startswith(whole) or (self._cut_off is not None and whole.startswith(mark))
+            is_decided = self._cut_off is not None or (trigger and held.startswith(trigger))
+            if is_whole and begins and is_decided:
+                return place
+        return len(self._held)
+
+    def _is_header_cut(self, is_first: bool) -> bool:
+        """Returns whether what is held is the beginning of a header; any text after another message is."""
+        if self._held.startswith("<|") or not is_first:
+            return True
+        headers = (HEADER_START, RECIPIENT_START)
+        return self._cut_off is not None and any(header.startswith(self._held) for header in headers)
 
     def _num_sure(self, mark: str) -> int:
         """Characters that are no beginning of the mark."""

@@ -12,6 +12,7 @@ from truedraft.server.errors import InvalidRequestError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import SamplingRequest
+from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.messages import (
     AnyBlock,
     AnyText,
@@ -43,7 +44,7 @@ CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "no
 DISPLAYS = (None, "summarized", "omitted")
 
 # Blocks of these types stand in messages of one role only.
-ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
+ROLES = {"thinking": "assistant", "tool_use": "assistant", "mcp_tool_use": "assistant", "tool_result": "user"}
 
 
 class MessagesChat(ChatRequest):
@@ -129,6 +130,15 @@ def _messages_of(message: MessagesInputMessage, called: set[str], where: str) ->
                         param=f"{place}.tool_use_id",
                     )
                 yield Message(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
+            case OtherPart(call=GivenCall() as call):
+                called.add(call.id)
+                yield Message(role="assistant", content="", tool_calls=[call])
+            case OtherPart(result=(call_id, result)) if call_id in called:
+                yield Message(role="tool", content=result, tool_call_id=call_id)
+            case OtherPart(text=str(text)):
+                yield Message(role=message.role, content=text)
+            case _:
+                pass  # it is reported
 
 
 def _result(block: ToolResultBlock) -> str:
@@ -156,7 +166,7 @@ def _joined(*texts: object) -> str:
 def _text(content: str | Sequence[AnyText]) -> str:
     if isinstance(content, str):
         return content
-    return _joined(*(block.text for block in content if isinstance(block, TextBlock)))
+    return _joined(*(block.text for block in content))
 
 
 def _is_empty(last: Message) -> bool:

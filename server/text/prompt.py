@@ -4,7 +4,7 @@ Uses ``server.text.tokenizer`` for text; knows nothing of sampling. Called by th
 a long prompt takes a while to encode.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from truedraft.server.errors import (
@@ -17,12 +17,14 @@ from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message, TemplateFields
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, content_text
 from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.response_items import (
+    InputAction,
     InputCall,
     InputCallOutput,
     InputCustomCall,
     InputReasoning,
-    InputShellCall,
+    InputServerCall,
     OtherInput,
 )
 from truedraft.server.schemas.responses import InputMessage, ResponsesRequest
@@ -102,10 +104,15 @@ def check_characters(num_characters: int, limits: PromptLimits, param: str) -> N
     """``RequestTooLargeError`` for more text than the server is willing to tokenize."""
     if num_characters > limits.max_characters:
         raise RequestTooLargeError(
-            f"{param} has {num_characters} characters, but at most {limits.max_characters} are allowed "
-            "(max_prompt_characters).",
+            f"The {_named(param)} {num_characters} characters, but at most {limits.max_characters} are "
+            "allowed (max_prompt_characters).",
             param=param,
         )
+
+
+def _named(param: str) -> str:
+    """Returns the subject of a sentence on a field's length, with its verb."""
+    return f"{param} have" if param == "messages" else f"{param} has"
 
 
 def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: str) -> None:
@@ -113,7 +120,7 @@ def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: 
     fewest = tokenizer.fewest_tokens(text)
     if fewest > limits.max_tokens:
         raise ContextLengthError(
-            f"{limits.context}, but the {param} has {len(text)} characters, at least {fewest} tokens.",
+            f"{limits.context}, but the {_named(param)} {len(text)} characters, at least {fewest} tokens.",
             param=param,
         )
 
@@ -123,6 +130,7 @@ def render_chat(
 ) -> str:
     """The conversation as the model's template writes it; ``param`` is the request's field at fault."""
     templates = tokenizer.templates
+    messages = [each for message in messages for each in _unpacked(message)]
     written = _template_messages(_joined_system(messages))
     if templates.call_format is GENERIC:
         written = as_plain_messages(written, options.get("tools"), has_system=templates.has_system)
@@ -176,6 +184,8 @@ def _variables(
     given = request.chat_template_kwargs or {}
     asked = {f"chat_template_kwargs.{name}": (name, value) for name, value in given.items()}
     asked[effort_field] = "reasoning_effort", effort
+    if isinstance(request, TemplateFields) and request.thinking is not None:
+        asked["thinking"] = "enable_thinking", request.thinking.is_on
     asked["enable_thinking"] = "enable_thinking", request.enable_thinking
     return template_variables(asked, tokenizer, leniency)
 
@@ -229,13 +239,13 @@ def input_messages(request: ResponsesRequest) -> list[Message]:
     for item in request.input:
         match item:
             case InputMessage():
-                messages.append(Message(role=item.role, content=content_text(item.content)))
+                messages.append(Message.model_construct(role=item.role, content=item.content))
             case InputReasoning():
                 thought = "\n".join(part.text for part in item.content or [])
                 continue
             case OtherInput():
                 continue  # reported
-            case InputCall() | InputCustomCall() | InputShellCall():
+            case InputCall() | InputCustomCall() | InputAction() | InputServerCall():
                 call = item.call
                 # An assistant's text and calls are items of their own here, and one message for templates.
                 if not messages or messages[-1].role != "assistant" or thought:
@@ -244,6 +254,9 @@ def input_messages(request: ResponsesRequest) -> list[Message]:
                     messages[-1].tool_calls = []
                 messages[-1].tool_calls.append(call)
                 called.add(call.id)
+                if isinstance(item, InputServerCall):
+                    messages[-1].reasoning_content = thought or messages[-1].reasoning_content
+                    messages.append(Message(role="tool", content=item.result, tool_call_id=call.id))
             case InputCallOutput():
                 if item.call_id not in called:
                     raise InvalidRequestError(
@@ -315,6 +328,30 @@ def _joined_system(messages: Sequence[Message]) -> list[Message]:
         return list(messages)
     text = "\n\n".join(message.text for message in messages[:num_leading])
     return [messages[0].model_copy(update={"content": text}), *messages[num_leading:]]
+
+
+def _unpacked(message: Message) -> Iterator[Message]:
+    """Yields a message as chats have it: thoughts and calls that are parts of its content stand next to it,
+    and results are messages in front of it. A call that stands there already is not written twice."""
+    parts = message.content if isinstance(message.content, list) else []
+    others = [part for part in parts if isinstance(part, OtherPart)]
+    if not others:
+        yield message
+        return
+    for part in others:
+        if part.result is not None:
+            yield Message(role="tool", content=part.result[1], tool_call_id=part.result[0])
+    text = content_text(message.content)
+    changed = message.model_copy(update={"content": text})
+    if message.role == "assistant":
+        known = message.tool_calls or []
+        ids = {call.id for call in known}
+        calls = [*known, *(part.call for part in others if part.call is not None and part.call.id not in ids)]
+        thoughts = "\n".join(part.thought for part in others if part.thought)
+        changed.tool_calls = calls or None
+        changed.reasoning_content = message.reasoning_content or thoughts or None
+    if text or message.role == "assistant" or not any(part.result for part in others):
+        yield changed
 
 
 def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -92,6 +92,13 @@ def tool_use(
             param="continue_final_message",
         )
     check_size([each for each in functions if named in (None, each.name)], max_size)
+    for name, place in zip(names, request.tool_places, strict=True):
+        ending = calls.before_arguments.lstrip()[:1]
+        if ending in name:
+            raise InvalidRequestError(
+                f"The name '{name}' has {ending!r}, by which this model's calls end a name.",
+                param=f"{'.'.join(place.split('.')[:-1])}.name",
+            )
     offered = [
         (cleaned(function, place, calls, leniency), place)
         for function, place in zip(functions, request.tool_places, strict=True)
@@ -138,6 +145,7 @@ def message_format(use: ToolUse | None, reasoning: Reasoning | None) -> MessageF
     return MessageFormat(
         reasoning=reasoning.marks if reasoning else None,
         calls=use.calls if use else None,
+        must_call=use is not None and use.required,
         is_reasoning=reasoning is not None and reasoning.is_open,
         schemas={each.name: arguments_schema(each) for each in use.functions} if use else {},
         token_ids=(use.token_ids if use else {}) | (reasoning.token_ids if reasoning else {}),

@@ -136,7 +136,6 @@ def test_codex(scripted: Scripted, home: Path) -> None:
 
 
 def test_claude_code(scripted: Scripted, home: Path) -> None:
-    needs_node()
     scripted.call("Bash", command=COMMAND, description="Says it.")
     before = scripted.answered(MESSAGES)
     printed = run(
@@ -144,12 +143,7 @@ def test_claude_code(scripted: Scripted, home: Path) -> None:
         NODE / "claude",
         *("--print", "Say it.", "--output-format", "stream-json", "--verbose"),
         *("--allowedTools", "Bash"),
-        ANTHROPIC_BASE_URL=scripted.server.url,
-        ANTHROPIC_AUTH_TOKEN="none",
-        ANTHROPIC_MODEL=MODEL,
-        ANTHROPIC_SMALL_FAST_MODEL=MODEL,
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-        DISABLE_AUTOUPDATER="1",
+        **of_claude_code(scripted),
     )
     events = [json.loads(line) for line in printed.splitlines()]
     results = [event["tool_use_result"]["stdout"] for event in events if "tool_use_result" in event]
@@ -157,6 +151,34 @@ def test_claude_code(scripted: Scripted, home: Path) -> None:
     last = events[-1]
     assert (last["subtype"], last["is_error"], last["result"]) == ("success", False, "Done.")
     check_turn(scripted, MESSAGES, before)
+
+
+def of_claude_code(scripted: Scripted) -> dict[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": scripted.server.url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": MODEL,
+        "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+
+
+def test_sessions_of_claude_code_begin_with_the_same_prompt(scripted: Scripted, home: Path) -> None:
+    """Its instructions and tools are computed once: two prompts differ first in what the user says."""
+    scripted.say(("", "Done."))
+    asked = ("Say it.", "What is here?")
+    num_before = len(scripted.server.messages_to_worker("Generate"))
+    for text in asked:
+        run(home, NODE / "claude", "--print", text, **of_claude_code(scripted))
+    sent = scripted.server.messages_to_worker("Generate")[num_before:]
+    ids = [json.loads(line.partition("prompt_token_ids=")[2].partition("]")[0] + "]") for line in sent]
+    prompts = [scripted.server.post("/detokenize", {"tokens": each}).json()["prompt"] for each in ids]
+    first, second = (next(each for each in prompts if text in each) for text in asked)
+    shared = len(os.path.commonprefix([first, second]))
+    assert first[shared:].startswith(asked[0])
+    assert second[shared:].startswith(asked[1])
+    assert shared > 10_000
 
 
 @pytest.mark.parametrize(

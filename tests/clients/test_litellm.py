@@ -89,4 +89,4 @@ def test_errors_are_sorted(server: Server) -> None:
         litellm.completion(model="openai/another", messages=MESSAGES, **settings(server))
     # LiteLLM falls back to a model with a longer context if it can tell that this is what is lacking.
     with pytest.raises(litellm.ContextWindowExceededError):
-        chat(server, max_tokens=5000)
+        chat(server, messages=[{"role": "user", "content": "fox " * 5000}])

@@ -107,6 +107,8 @@ def test_fields_that_would_change_the_output(
     server: RunningServer, path: str, name: str, value: object
 ) -> None:
     prompt: dict[str, Any] = {"prompt": "x", "messages": MESSAGES, "input": "x"}
+    if (path, name) == (CHAT, "thinking"):
+        return  # some vendors' chats have it
     field = {CHAT: "messages", COMPLETIONS: "prompt"}.get(path, "input")
     error = refused(server, path, {field: prompt[field], name: value})
     assert (error["code"], error["param"]) == ("unsupported_parameter", name)

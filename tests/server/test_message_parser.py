@@ -156,14 +156,15 @@ def test_reasoning_that_is_cut() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_that_is_cut_anywhere(name: str) -> None:
-    """What comes of it is a beginning of the call, or the beginning of its mark."""
+    """What comes of it is a beginning of the call, or text that the model has ended before its trigger."""
     form = FORMATS[name]
     whole = written(form, [("weather", ARGUMENTS)])
     _, _, [(_, all_arguments)] = said(read(MessageFormat(calls=form), [whole])[0])
     for length in range(len(whole)):
         _, content, calls = said(read(MessageFormat(calls=form), [whole[:length]])[0])
         if length < len(form.first):
-            assert (content, calls) == (whole[:length], [])
+            text = whole[:length] if length < len(form.trigger) else ""
+            assert (content, calls) == (text, [])
         for called, arguments in calls:
             assert called == "weather"
             assert form.arguments == "tags" or all_arguments.startswith(arguments)

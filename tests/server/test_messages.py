@@ -414,7 +414,7 @@ def test_choices_become_grammars(speaking: RunningServer) -> None:
         ({"messages": [USER | {"content": [tool_use()]}]}, "role 'assistant'", "invalid_value"),
         ({"messages": [{"role": "assistant", "content": [result()]}]}, "role 'user'", "invalid_value"),
         ({"messages": [USER | {"content": [{"type": "thinking", "thinking": ""}]}]}, "'assistant'", None),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name", "invalid_value"),
+        ({"tools": [{"name": "a\\b", "input_schema": {}}]}, "tools.0.name", "invalid_value"),
         ({"tools": [{"name": "a"}]}, "tools.0.input_schema", "missing_required_parameter"),
         ({"tools": [ADD, ADD]}, "two tools named 'add'", "invalid_value"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),

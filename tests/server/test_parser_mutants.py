@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from tests.server import test_choice
+from tests.server import test_choice, test_cut_marks
 from tests.server import test_message_parser as tests
 from truedraft.server.text import message_parser
 from truedraft.server.text.chat_parts import DeltaWriter
 from truedraft.server.text.families import REASONING_MARKS
-from truedraft.server.text.message_parser import MessageParser
+from truedraft.server.text.message_parser import MessageFormat, MessageParser
 
 Gate = Callable[[], None]
 
@@ -32,6 +32,10 @@ deltas = partial(tests.test_deltas_add_up, "hermes")
 no_call = partial(tests.test_what_is_no_call_is_content, "hermes", "a <tool_cal")
 
 
+cut_call = partial(test_cut_marks.test_calls_of_every_form, "hermes", False)
+ended = partial(
+    test_cut_marks.test_what_a_model_has_ended_is_text, MessageFormat(calls=tests.FORMATS["hermes"]), "a <"
+)
 quoted = partial(tests.test_calls_of_every_family_cut_everywhere, "gemma4", "")
 messages = partial(
     tests.test_messages_with_headers_cut_everywhere, tests.THOUGHT + tests.FINAL, ("Hm, 2 < 3.", "", [])
@@ -62,7 +66,16 @@ MUTANTS = {
         MessageParser, "_read_text", "self._num_sure(end)", "len(self._held)", calls
     ),
     "what could begin a mark is lost at the end": Mutant(
-        MessageParser, "_read_text", "sure = len(self._held)\n", "sure = 0; self._held = ''\n", no_call
+        MessageParser, "_read_text", "cut = self._cut_at(end)", "cut = 0", no_call
+    ),
+    "a mark that is cut is text": Mutant(
+        MessageParser, "_read_text", "cut = self._cut_at(end)", "cut = len(self._held)", cut_call
+    ),
+    "a mark that is cut is no mark where nothing follows": Mutant(
+        MessageParser, "_cut_at", 'self._cut_off or ""', "self._cut_off or '?'", cut_call
+    ),
+    "any beginning of a mark is one, whatever follows": Mutant(
+        MessageParser, "_cut_at", 'self._cut_off or ""', "''", ended
     ),
     "space before a mark is given at once": Mutant(
         MessageParser, "_read_text", "len(self._held[:sure].rstrip()) if end else sure", "sure", reasoning

@@ -230,7 +230,7 @@ def test_extensions_work_here_too(server: RunningServer) -> None:
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),
-        ({"messages": []}, "messages"),
+        ({"messages": [{}]}, "messages"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
