@@ -59,10 +59,15 @@ class ChiSquareResult:
 def outputs(
     core: EngineCore, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> Iterator[TokenOutput]:
-    """Decode all prompts together, with their numbers as request ids; ``EngineFailedError`` if one fails."""
+    """Decodes all prompts together, with their numbers as request ids."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    for number, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
-        core.add(Generate(str(number), prompt, prompt_params))
+    return answers(core, [Generate(str(i), *one) for i, one in enumerate(zip(prompts, each, strict=True))])
+
+
+def answers(core: EngineCore, requests: Sequence[Generate]) -> Iterator[TokenOutput]:
+    """Decodes the requests together; ``EngineFailedError`` if one fails."""
+    for request in requests:
+        core.add(request)
     while core.has_work:
         for output in core.step():
             if isinstance(output, Failed):

@@ -1,0 +1,419 @@
+"""Asks of every token of random requests whether it follows the target's law, given the text before it.
+
+Each request has a prompt, a seed, a draft length and parameters of its own, drawn from all that requests may
+ask for, and its text is longer than the longest draft. What the target says is computed anew, by passes over
+whole texts without drafts. A token's place in its law, counted from the likeliest token on, is a number
+between 0 and 1 (the randomised probability integral transform), and these are uniform if the text follows the
+law, at each position of a round (Diebold, Gunther and Tay, 1998). They are tested with Anderson and Darling's
+statistic. A token that the law rules out is a failure by itself. Used by ``check``.
+"""
+
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from llguidance import LLMatcher
+from msgspec.structs import replace
+
+from truedraft.engine.commands.check_exactness import answers, run
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.sequence import Sequence as TextSequence
+from truedraft.engine.library.completion import Completion
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.messages import Generate, RoundOrigin, SamplingParams, Verification
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.runtime.history import history_of
+from truedraft.engine.sampling.adjust import adjust_logits
+from truedraft.engine.sampling.ops import in_width
+from truedraft.engine.sampling.processors import SamplingTensors, to_probs
+
+# A correct engine fails by chance once in a hundred thousand checks of a rule.
+SIGNIFICANCE = 1e-5
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
+NUM_TOKENS = max(DRAFT_LENGTHS) + 4
+LONGEST_PROMPT = 24
+# Positions of a round from this one on are tested together.
+LAST_POSITION = 5
+# Fewer numbers than these are not tested: the statistic's distribution is that of many.
+MIN_TESTED = 40
+# A position tells nothing where the law leaves no choice, or an order where it hardly tells tokens apart.
+CERTAIN, ALIKE = 0.99, 0.01
+# The tests of one round's positions, as they are named.
+FIRST, BONUS, ALL, LATER, NEIGHBOURS = "undrafted", "bonus", "all", "2 and later", "neighbours"
+# Each leaves choices at every token.
+GRAMMARS = [LLMatcher.grammar_from_regex(regex) for regex in (r"( ?[a-zA-Z]{1,3}[,.]?)+", r"( [b-yB-Y]+)+")]
+# So many logits are kept at a time.
+MAX_LOGITS = 1 << 25
+MAX_BATCH, BLOCK_SIZE = 64, 16
+# Found by simulation: 9 of 10 are found if the share moved is the root of this times the limit over the number.
+POWER = 0.6
+Order = tuple[str, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """Holds what the texts under one rule say. ``p_value`` is the smallest one of ``num_tests``, times their
+    number; ``worst`` names that test. ``impossible`` are tokens that the law rules out, in words.
+    ``largest_gap``: how far log-probabilities are from those of the passes over whole texts. ``found``: this
+    share of the law moved at the second drafted position and later ones is found in 9 of 10 checks."""
+
+    verification: str
+    num_texts: int
+    num_tokens: int
+    num_tests: int
+    p_value: float
+    worst: str
+    found: float
+    impossible: list[str]
+    largest_gap: float
+    resolution: float
+    acceptance_rate: float
+
+    @property
+    def failure(self) -> str:
+        """What is wrong, in words; empty if nothing is."""
+        if self.impossible:
+            return f"{self.verification}: {self.impossible[0]}, and {len(self.impossible) - 1} more"
+        if self.largest_gap > self.resolution:
+            return f"{self.verification}: log-probabilities differ by {self.largest_gap:.2g}"
+        if self.p_value <= SIGNIFICANCE:
+            return f"{self.verification}: another distribution, {self.worst}, p = {self.p_value:.1e}"
+        return ""
+
+
+@dataclass
+class Text:
+    """A request, what came of it, and in which rounds."""
+
+    request: Generate
+    sequence: TextSequence
+    completion: Completion
+    origins: list[RoundOrigin]
+
+    @property
+    def number(self) -> str:
+        return self.request.request_id
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completion.token_ids
+
+    @property
+    def ends_well(self) -> bool:
+        """Tells whether it ends with the first token that ends it, or where there is no room. The sequence
+        has followed it."""
+        sequence, stops = self.sequence, self.sequence.stop_token_ids
+        *others, last = self.token_ids
+        is_full = len(sequence.token_ids) == sequence.max_num_tokens
+        return stops.isdisjoint(others) and (last in stops or is_full)
+
+    def follow(self, at: int) -> None:
+        """Moves the sequence, which has the tokens before, over the next one."""
+        token = self.token_ids[at]
+        self.sequence.token_ids.append(token)
+        if self.sequence.matcher is not None and token not in self.sequence.stop_token_ids:
+            self.sequence.matcher.advance([token])
+
+
+def check_law(
+    core: EngineCore,
+    prompts: list[list[int]],
+    verification: Verification,
+    num_texts: int,
+    resolution: float,
+    seed: int = 0,
+) -> LawResult:
+    """Samples ``num_texts`` texts and judges them. ``resolution``: what log-probabilities may differ by."""
+    rng = random.Random(f"{verification} {seed}")
+    texts = sampled(core, list(random_requests(core, prompts, verification, num_texts, rng)))
+    return judge(core, texts, verification, resolution, rng)
+
+
+def random_requests(
+    core: EngineCore, prompts: list[list[int]], verification: Verification, number: int, rng: random.Random
+) -> Iterator[Generate]:
+    """Yields requests that the engine accepts."""
+    num_tokens = min(NUM_TOKENS, core.admission.room(LONGEST_PROMPT))
+    plain = SamplingParams(max_tokens=num_tokens, temperature=0, num_speculative_tokens=0, ignore_eos=True)
+    known = run(core, [prompt[:LONGEST_PROMPT] for prompt in prompts], plain)
+    likely = [
+        token for token, _ in Counter(token for text in known for token in text.token_ids).most_common(16)
+    ]
+    speculates = core.snapshot().num_speculative_tokens > 0
+    for place in range(number):
+        which = rng.randrange(len(prompts))
+        params = random_params(rng, likely, num_tokens, verification)
+        seed = rng.getrandbits(48)
+        params = replace(params, seed=seed, num_speculative_tokens=rng.choice(DRAFT_LENGTHS) * speculates)
+        predicts = speculates and rng.random() < 0.15
+        request = Generate(
+            str(place),
+            prompts[which][: rng.randint(1, LONGEST_PROMPT)]
+            if rng.random() < 0.5
+            else prompts[which][:LONGEST_PROMPT],
+            params,
+            prediction_token_ids=known[which].token_ids if predicts else None,
+        )
+        try:
+            core.admission.sequences(request)
+        except RequestError:
+            params = replace(params, grammar=None, method=None, draft_sample_method=None)
+            request = replace(request, params=params)
+        yield request
+
+
+def random_params(
+    rng: random.Random, likely: list[int], num_tokens: int, verification: Verification
+) -> SamplingParams:
+    """Draws each parameter or leaves it out, so that most requests have some of them and none has all."""
+
+    def is_asked(chance: float = 0.3) -> bool:
+        return rng.random() < chance
+
+    has_grammar, has_stops = is_asked(0.15), is_asked(0.4)
+    biased = rng.sample(likely, min(3, len(likely))) if is_asked() else []
+    return SamplingParams(
+        max_tokens=num_tokens,
+        temperature=0.0 if is_asked(0.05) else rng.uniform(0.6, 1.6),
+        top_k=rng.randint(2, 40) if is_asked() else 0,
+        top_p=rng.uniform(0.3, 0.98) if is_asked() else 1.0,
+        min_p=rng.uniform(0.02, 0.3) if is_asked(0.2) else 0.0,
+        presence_penalty=rng.uniform(-1, 2) if is_asked() else 0.0,
+        frequency_penalty=rng.uniform(-1, 2) if is_asked() else 0.0,
+        repetition_penalty=rng.uniform(0.8, 1.6) if is_asked() else 1.0,
+        logit_bias={token: rng.choice((-100.0, rng.uniform(-3, 5))) for token in biased},
+        min_tokens=rng.randint(1, num_tokens) if has_stops and not has_grammar else 0,
+        stop_token_ids=rng.sample(likely, min(4, len(likely))) if has_stops else [],
+        ignore_eos=not has_grammar and is_asked(0.5),
+        logprobs=rng.randint(0, 2) if is_asked() else None,
+        verification=verification,
+        # What C does not do is left to the rule that C does not know, so that the others run there.
+        draft_sample_method="greedy" if verification == "block" and is_asked() else None,
+        origins=True,
+        grammar=rng.choice(GRAMMARS) if has_grammar else None,
+    )
+
+
+def sampled(core: EngineCore, requests: list[Generate]) -> list[Text]:
+    """Returns the texts of requests that run together."""
+    texts = [Text(each, core.admission.sequences(each)[0], Completion(), []) for each in requests]
+    for output in answers(core, requests):
+        text = texts[int(output.request_id)]
+        text.completion.add(output)
+        text.origins += output.origins or []
+    return texts
+
+
+class Places:
+    """Collects tokens' places in their laws: numbers between 0 and 1, by order and position."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._uniform = rng.random
+        self.numbers: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self._last: dict[tuple[int, str], tuple[int, float]] = {}
+
+    def add(self, text: int, at: int, positions: set[str], order: str, before: float, own: float) -> None:
+        """``before`` is the mass of what the order has before the token, ``own`` that of the token and its
+        equals. The difference of neighbours, around the circle, is uniform if one tells nothing of the other.
+        """
+        number = before + self._uniform() * own
+        for position in positions:
+            self.numbers[order, position].append(number)
+        last_at, last = self._last.get((text, order), (-2, 0.0))
+        if last_at == at - 1:
+            self.numbers[order, NEIGHBOURS].append((number - last) % 1.0)
+        self._last[text, order] = at, number
+
+    def tests(self) -> dict[str, float]:
+        """Returns the p-value of each position and order with enough numbers."""
+        return {
+            f"position {position} by {order}": uniformity(numbers)
+            for (order, position), numbers in self.numbers.items()
+            if len(numbers) >= MIN_TESTED
+        }
+
+
+def judge(
+    core: EngineCore, texts: list[Text], verification: Verification, resolution: float, rng: random.Random
+) -> LawResult:
+    """Compares every token of the texts with the target's law."""
+    places, impossible, gap = Places(rng), list[str](), 0.0
+    vocab_size = core.target.vocab_size
+    batch = max(1, min(MAX_BATCH, MAX_LOGITS // (NUM_TOKENS * vocab_size)))
+    for begin in range(0, len(texts), batch):
+        part = texts[begin : begin + batch]
+        logits = whole_logits(core.target.model, vocab_size, part)
+        has_draft = core.draft is not None and core.admission.encoder_decoder is None
+        drafts = whole_logits(core.draft.model, vocab_size, part) if has_draft else []
+        positions = [positions_of(text.origins, is_block=verification == "block") for text in part]
+        for at in range(max(len(text.token_ids) for text in part)):
+            rows = [row for row, text in enumerate(part) if len(text.token_ids) > at]
+            members = [part[row] for row in rows]
+            raw = torch.stack([logits[row][at] for row in rows])
+            drafted = torch.stack([drafts[row][at] for row in rows]) if drafts else None
+            law = law_of(core, members, raw)
+            gap = max(gap, gap_of(members, raw, at))
+            impossible += ruled_out(core, members, raw, law, at, resolution)
+            chosen = torch.tensor([text.token_ids[at] for text in members])[:, None]
+            for order, scores, is_told in orders(core, members, raw, law, drafted):
+                own = scores.gather(1, chosen)
+                ahead, equal = ((law * where).sum(1).tolist() for where in (scores > own, scores == own))
+                told = (is_told & (law.gather(1, chosen)[:, 0] > 0)).tolist()
+                for number, row in enumerate(rows):
+                    if told[number]:
+                        places.add(begin + row, at, positions[row][at], order, ahead[number], equal[number])
+            for text in members:
+                text.follow(at)
+    impossible += [
+        f"request {text.number} does not end where it must" for text in texts if not text.ends_well
+    ]
+    tests = places.tests()
+    worst = min(tests, key=lambda name: tests[name], default="")
+    completions = [text.completion for text in texts]
+    num_drafted = sum(completion.num_draft_tokens for completion in completions)
+    return LawResult(
+        verification=verification,
+        num_texts=len(texts),
+        num_tokens=sum(len(completion.token_ids) for completion in completions),
+        num_tests=len(tests),
+        p_value=min(1.0, tests.get(worst, 1.0) * len(tests)),
+        worst=worst,
+        found=detectable(len(places.numbers["likelihood", LATER]), len(tests)),
+        impossible=impossible,
+        largest_gap=gap,
+        resolution=resolution,
+        acceptance_rate=sum(each.num_accepted_tokens for each in completions) / max(1, num_drafted),
+    )
+
+
+def positions_of(origins: Sequence[RoundOrigin], is_block: bool) -> list[set[str]]:
+    """Returns for each token which positions of rounds it is tested at. Whether a round reaches a position
+    must not depend on the token there: the block rule looks at all drafts before it accepts the first, so
+    that its positions count from where rounds begin, whether or not they reach them."""
+    ends = list(accumulate((origin.num_tokens for origin in origins), initial=0))
+    positions: list[set[str]] = [{ALL} for _ in range(ends[-1])]
+    for first, end, origin in zip(ends, ends[1:], origins, strict=False):
+        for number in range(origin.num_drafted):
+            place = first + number
+            if place < (len(positions) if is_block else end):
+                positions[place] |= {str(min(number + 1, LAST_POSITION)), *([LATER] if number else [])}
+        if origin.num_tokens > origin.num_drafted:
+            positions[end - 1].add(BONUS if origin.num_drafted else FIRST)
+    return positions
+
+
+@torch.inference_mode()
+def whole_logits(model: Model, vocab_size: int, texts: list[Text]) -> list[torch.Tensor]:
+    """Returns the logits of each text's tokens, [tokens, vocab_size], by one pass over an empty cache."""
+    ids = [text.sequence.token_ids + text.token_ids[:-1] for text in texts]
+    num_blocks = -(-max(map(len, ids)) // BLOCK_SIZE)
+    spans = []
+    for row, (text, own) in enumerate(zip(texts, ids, strict=True)):
+        table = BlockTable(text.sequence.num_encoder_tokens)
+        table.block_ids = list(range(row * num_blocks, (row + 1) * num_blocks))
+        table.state_slot = row
+        # A draft may know fewer ids.
+        spans.append(Span(table, [min(one, model.vocab_size - 1) for one in own], len(text.token_ids)))
+    runner = ModelRunner.build(model, len(texts) * num_blocks, BLOCK_SIZE, num_state_slots=len(texts))
+    logits = in_width(runner.forward(spans).logits.float().cpu(), vocab_size)
+    return list(logits.split([len(text.token_ids) for text in texts]))
+
+
+def law_of(
+    core: EngineCore, texts: list[Text], logits: torch.Tensor, params: list[SamplingParams] | None = None
+) -> torch.Tensor:
+    """Returns what each text's next token is drawn from, float64 [texts, V], as plain decoding has it.
+    ``params`` stand in for the texts' own cuts."""
+    histories = [history_of(text.sequence, core.target.model.rules) for text in texts]
+    adjusted = adjust_logits(logits[:, None], histories, torch.zeros(len(texts), 0, dtype=torch.int64), 0)
+    cuts = SamplingTensors.build(params or [text.request.params for text in texts], logits.device)
+    probs = to_probs(adjusted, cuts)[:, 0].double()
+    for row, text in enumerate(texts):
+        if text.sequence.greedy:
+            probs[row] = F.one_hot(adjusted[row, 0].argmax(), probs.shape[1])
+    return probs / probs.sum(1, keepdim=True)
+
+
+def orders(
+    core: EngineCore, texts: list[Text], raw: torch.Tensor, law: torch.Tensor, drafted: torch.Tensor | None
+) -> Iterator[Order]:
+    """Yields orders of tokens, as scores [texts, V], and for which texts they tell tokens apart. Likely
+    deviations have an order each: a flatter law, parameters that are ignored, drafts that are believed, and
+    texts that end too early or too late."""
+    is_open = law.amax(1) < CERTAIN
+
+    def is_unlike(other: torch.Tensor) -> torch.Tensor:
+        return is_open & ((law - other).abs().sum(1) / 2 > ALIKE)
+
+    yield "likelihood", law, is_open
+    without = raw.double().softmax(1)
+    yield "parameters", law / without, is_unlike(without)
+    if drafted is not None:
+        believed = law_of(core, texts, drafted)
+        yield "draft", believed / law, is_unlike(believed)
+    ends = torch.zeros_like(law)
+    for row, text in enumerate(texts):
+        ends[row, sorted(text.sequence.stop_token_ids)] = 1
+    mass = (law * ends).sum(1)
+    yield "ends", ends, (mass > ALIKE) & (mass < CERTAIN)
+
+
+def gap_of(texts: list[Text], raw: torch.Tensor, at: int) -> float:
+    """Returns how far the log-probabilities that texts ask for are from those of ``raw`` logits."""
+    asking = [row for row, text in enumerate(texts) if text.request.params.logprobs is not None]
+    gap, logprobs = 0.0, raw[asking].log_softmax(-1)
+    for own, row in zip(logprobs, asking, strict=True):
+        told = texts[row].completion.logprobs[at]
+        for token, logprob in [(told.token_id, told.logprob), *told.top]:
+            gap = max(gap, abs(float(own[token]) - logprob))
+    return gap
+
+
+def ruled_out(
+    core: EngineCore, texts: list[Text], raw: torch.Tensor, law: torch.Tensor, at: int, resolution: float
+) -> list[str]:
+    """Returns in words which texts have a token of probability zero. One that is at a cut, as far as floating
+    point resolves, is excused."""
+    found = []
+    for row, text in enumerate(texts):
+        token, params = text.token_ids[at], text.request.params
+        if law[row, token] > 0:
+            continue
+        eased = raw[row : row + 1].clone()
+        eased[0, token] += 2 * resolution
+        cuts = replace(
+            params, top_p=min(1.0, params.top_p + resolution), min_p=params.min_p * (1 - resolution)
+        )
+        if not resolution or law_of(core, [text], eased, [cuts])[0, token] == 0:
+            found.append(f"token {at + 1} of request {text.number} has probability zero")
+    return found
+
+
+def uniformity(numbers: Sequence[float]) -> float:
+    """Returns the p-value of Anderson and Darling's statistic for numbers that should be uniform. Its tail is
+    that of the first term of its series; a tenth is added to stay above the exact one."""
+    x = torch.tensor(sorted(numbers), dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+    weights = 2 * torch.arange(len(x)) + 1
+    statistic = -len(x) - float((weights * (x.log() + (1 - x.flip(0)).log())).mean())
+    return tail(statistic)
+
+
+def tail(statistic: float) -> float:
+    return min(1.0, 1.1 * math.sqrt(3) * math.erfc(math.sqrt(max(0.0, statistic))))
+
+
+def detectable(number: int, num_tests: int) -> float:
+    """Returns which share of a law can be moved from its second half to its first and be found in 9 of 10
+    cases, by one of ``num_tests`` tests with ``number`` tokens."""
+    statistic = 0.0
+    while tail(statistic) * max(1, num_tests) > SIGNIFICANCE:
+        statistic += 0.1
+    return min(1.0, math.sqrt(POWER * statistic / max(1, number)))
