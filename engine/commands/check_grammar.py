@@ -36,6 +36,15 @@ class GrammarResult:
     mask_microseconds: tuple[float, float]
     reason: str = ""
 
+    @property
+    def failure(self) -> str:
+        return self.greedy.failure
+
+    @property
+    def in_words(self) -> str:
+        median, most = self.mask_microseconds
+        return self.reason or f"{self.greedy.in_words}; a mask in {median:.0f} µs, {most:.0f} µs at most"
+
 
 def check_grammar(
     core: EngineCore, prompts: list[list[int]], lengths: Sequence[int], max_tokens: int, resolution: float
@@ -45,7 +54,7 @@ def check_grammar(
     try:
         core.admission.sequences(Generate("", prompts[0], params))
     except RequestError as error:
-        return GrammarResult(GreedyResult(0, 0, []), (0.0, 0.0), str(error))
+        return GrammarResult(GreedyResult(), (0.0, 0.0), str(error))
     greedy = check_greedy(core, prompts, lengths, max_tokens, resolution, GRAMMAR)
     assert core.admission.grammars is not None
     matcher = core.admission.grammars.matcher(GRAMMAR)
