@@ -2,10 +2,10 @@
 
 It loads the pair as the server would, compares the tokenizers, tests exactness (``check_exactness``,
 ``check_positions``, ``check_law``), says what quantised weights cost (``check_weights``) and measures
-(``check_speed``), n-grams on a text that repeats itself, too. A target without a draft is checked with n-grams.
-What else the target could draft with here is tried for comparison (``check_drafts``). Nothing is measured of a
-pair that is not exact. Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the engine's own,
-from flags and ``TRUEDRAFT_*``.
+(``check_speed``), n-grams on a text that repeats itself, too. A target without a draft is checked with
+n-grams. What else the target could draft with here is tried for comparison (``check_drafts``). Nothing is
+measured of a pair that is not exact. Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the
+engine's own, from flags and ``TRUEDRAFT_*``.
 """
 
 import json
@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine, drafting_method
 from truedraft.engine.commands.check_drafts import NGRAM, DraftResult, advice, memory_of, others_to_try
-from truedraft.engine.commands.check_exactness import EngineFailedError, check_greedy
+from truedraft.engine.commands.check_exactness import EngineFailedError, Resolution, check_greedy
 from truedraft.engine.commands.check_grammar import check_grammar
 from truedraft.engine.commands.check_law import check_law
 from truedraft.engine.commands.check_positions import LongTexts, check_positions, long_texts
@@ -178,9 +178,10 @@ def _compare(
     speculates = core.snapshot().num_speculative_tokens > 0
     lengths = GREEDY_LENGTHS if speculates else (0,)
     num_tokens = min(GREEDY_TOKENS, core.admission.room(max(map(len, prompts))))
-    # C gives the same bits however many tokens it computes.
     rounding = RESOLUTIONS[str(core.target.model.dtype)]
-    resolution = 0.0 if isinstance(core.target.fast_pass, NativeDecoder) else rounding
+    # Passes in C give the same bits however many tokens they compute; of rounded weights no tie is excused.
+    gaps = 0.0 if isinstance(core.target.fast_pass, NativeDecoder) else rounding
+    resolution = Resolution(0.0 if expected.weights is not None else gaps, gaps)
     progress.begin("Greedy text")
     greedy = check_greedy(core, prompts, lengths, num_tokens, resolution)
     progress.begin("Long texts together with short ones")
@@ -193,7 +194,7 @@ def _compare(
     sampling = []
     for rule in RULES:
         progress.begin(f"Samples under {rule} verification")
-        sampling.append(check_law(core, prompts, rule, num_samples, resolution))
+        sampling.append(check_law(core, prompts, rule, num_samples, resolution.gaps))
     return Comparisons(expected.weights, greedy, positions, grammar, sampling)
 
 

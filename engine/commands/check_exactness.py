@@ -6,6 +6,7 @@ Knows token ids only; used by ``check``.
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +17,14 @@ from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOut
 
 class EngineFailedError(Exception):
     """The engine gave up on a request, which no sound model makes it do."""
+
+
+class Resolution(NamedTuple):
+    """Says how close two logits may be to change places, and how far apart log-probabilities may be. With 0
+    nothing is excused, and bits must be the same."""
+
+    ties: float
+    gaps: float
 
 
 @dataclass(frozen=True)
@@ -74,11 +83,10 @@ def check_greedy(
     prompts: list[list[int]],
     lengths: Sequence[int],
     max_tokens: int,
-    resolution: float,
+    resolution: Resolution,
     grammar: str | None = None,
 ) -> GreedyResult:
-    """Compares speculative with plain decoding of the same engine, at temperature 0. Without a ``resolution``
-    nothing is excused, and log-probabilities must have the same bits."""
+    """Compares speculative with plain decoding of the same engine, at temperature 0."""
     params = SamplingParams(
         max_tokens=max_tokens, temperature=0, logprobs=2, num_speculative_tokens=0, grammar=grammar
     )
@@ -91,7 +99,7 @@ def check_greedy(
 
 
 def compared(
-    result: GreedyResult, plain: list[Completion], others: list[Completion], resolution: float, how: str
+    result: GreedyResult, plain: list[Completion], others: list[Completion], resolution: Resolution, how: str
 ) -> GreedyResult:
     """Adds to ``result`` what ``others`` of the same prompts show; ``how`` says how they were computed."""
     num_tokens, near_ties, differences = result.num_tokens, result.near_ties, list(result.differences)
@@ -103,11 +111,11 @@ def compared(
             gaps.append(abs(one.logprob - other.logprob))
         if place is None:
             continue
-        if _margin(expected, place) <= resolution:
+        if _margin(expected, place) <= resolution.ties:
             near_ties += 1
         else:
             differences.append(f"prompt {number}, {how}: token {place + 1} differs")
-    if is_wide(gaps, resolution):
+    if is_wide(gaps, resolution.gaps):
         differences.append(f"{how}: log-probabilities differ by up to {max(gaps):.2g}")
     largest = max([result.largest_gap, *gaps])
     return GreedyResult(num_tokens, near_ties, differences, largest, result.name)
@@ -117,12 +125,12 @@ def in_words(largest_gap: float) -> str:
     return f"within {largest_gap:.1g}" if largest_gap else "bit for bit"
 
 
-def is_wide(gaps: Sequence[float], resolution: float) -> bool:
-    """Tells whether log-probabilities are further apart than floating point resolves. Bits must be the same
-    everywhere where they must be; elsewhere a rounded number may choose other experts now and then."""
+def is_wide(gaps: Sequence[float], limit: float) -> bool:
+    """Tells whether log-probabilities are further apart than floating point explains. Bits must be the same
+    for all tokens; where they may differ, a rounded number may choose other experts now and then."""
     if not gaps:
         return False
-    return (statistics.fmean(gaps) if resolution else max(gaps)) > resolution
+    return (statistics.fmean(gaps) if limit else max(gaps)) > limit
 
 
 def _first_difference(expected: list[int], got: list[int]) -> int | None:

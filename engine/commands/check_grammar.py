@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from truedraft.engine.commands.check_exactness import GreedyResult, check_greedy
+from truedraft.engine.commands.check_exactness import GreedyResult, Resolution, check_greedy
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
@@ -47,7 +47,11 @@ class GrammarResult:
 
 
 def check_grammar(
-    core: EngineCore, prompts: list[list[int]], lengths: Sequence[int], max_tokens: int, resolution: float
+    core: EngineCore,
+    prompts: list[list[int]],
+    lengths: Sequence[int],
+    max_tokens: int,
+    resolution: Resolution,
 ) -> GrammarResult:
     """Greedy JSON of a schema, with forced tokens and looked-up ones drafted, against none."""
     params = SamplingParams(max_tokens=max_tokens, grammar=GRAMMAR)

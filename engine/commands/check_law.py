@@ -94,9 +94,8 @@ class LawResult:
         verdict = "FAILED" if self.failure else "passed"
         return (
             f"{self.verification:<10} p = {self.p_value:.3g} ({verdict}, limit {SIGNIFICANCE:g}; "
-            f"{self.num_texts} texts of random parameters, {self.num_tokens} tokens, "
-            f"{self.acceptance_rate:.0%} of drafts accepted, {len(self.impossible)} impossible tokens; "
-            f"{self.found:.0%} of the law moved at drafted tokens would be found)"
+            f"{self.num_tokens} tokens of {self.num_texts} random requests, {self.acceptance_rate:.0%} "
+            f"accepted; a shift of {self.found:.0%} would show)"
         )
 
 

@@ -12,7 +12,14 @@ from typing import Any
 import msgspec
 import torch
 
-from truedraft.engine.commands.check_exactness import GreedyResult, compared, in_words, is_wide, run
+from truedraft.engine.commands.check_exactness import (
+    GreedyResult,
+    Resolution,
+    compared,
+    in_words,
+    is_wide,
+    run,
+)
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.messages import SamplingParams
@@ -31,7 +38,7 @@ NUM_RUNS = 4
 @dataclass(frozen=True)
 class LongTexts:
     """``prompts`` begin with the shortest; ``expected`` are the reference's log-probabilities of a prompt's
-    tokens but the first, and of all that could follow, [vocab]. ``crossed`` and ``skipped`` are boundaries."""
+    tokens but the first, and of all that could follow it. ``crossed`` and ``skipped`` are boundaries."""
 
     prompts: list[list[int]]
     expected: list[tuple[list[float], torch.Tensor]]
@@ -114,7 +121,7 @@ def _score_bytes(config: Any, length: int) -> int:
 
 
 def check_positions(
-    core: EngineCore, texts: LongTexts, num_drafted: int, resolution: float, reference: str, far: float
+    core: EngineCore, texts: LongTexts, num_drafted: int, resolution: Resolution, reference: str, far: float
 ) -> PositionsResult:
     """Compares as ``check_greedy`` does. ``reference`` names what the expected log-probabilities are
     from, and the engine's may be as ``far`` from them."""

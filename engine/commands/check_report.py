@@ -90,7 +90,7 @@ def _gains(speeds: list[Speed], ngrams: list[Speed], setting: Setting, method: s
     if pays:
         yield f"{name} makes it {overall[best]:.2f} times as fast ({_tokens(best)})."
     elif speeds:
-        yield f"{name} makes it slower: {overall[best]:.2f} times as fast at best. Leave it out (--draft none)."
+        yield f"{name} makes it slower: {overall[best]:.2f} times at best. Leave it out (--draft none)."
     else:
         yield "No draft model drafts."
     if ngrams:

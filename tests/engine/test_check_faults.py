@@ -1,0 +1,186 @@
+"""``truedraft check`` calls planted faults of verification NOT EXACT, and an honest engine exact.
+
+The faults are planted in the C sources of rounds, and in what the block rule runs through. They concern what
+only requests with some parameters meet, at some positions of a round.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.engine.test_native import plant
+from truedraft.engine.build import build_engine
+from truedraft.engine.commands.check import PROMPTS
+from truedraft.engine.commands.check_law import LawResult, check_law
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Verification
+from truedraft.engine.native import compiler
+from truedraft.engine.proposers.translated.pairing import load_tokenizer
+from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.sampling import adjust, verify
+
+Patch = pytest.MonkeyPatch
+NUM_TEXTS = 400
+
+
+class InC(NamedTuple):
+    """A place in the C sources, what is planted there, and a rule that meets it."""
+
+    right: str
+    wrong: str
+    rule: Verification = "rejection"
+
+
+PROCESS = "process_adjusted(sequence, scratch, probs, logits);"
+ADJUST = "adjust_logits(sequence, position, logits, vocab);"
+
+
+def with_own(change: str, call: str, condition: str = "position > 0") -> str:
+    """Makes ``call`` with a copy of the row that is changed at some positions."""
+    own = call.replace("(sequence,", "(&own,")
+    return f"{{ Row own = *sequence; if ({condition}) {{ {change} }} {own} }}"
+
+
+def from_the_second_on(change: str, rule: Verification = "rejection") -> InC:
+    return InC(PROCESS, with_own(change, PROCESS), rule)
+
+
+def adjusted_from_the_second_on(change: str, rule: Verification = "rejection") -> InC:
+    return InC(ADJUST, with_own(change, ADJUST), rule)
+
+
+ACCEPT = "if (draft >= 0 && number"
+IN_C = {
+    "one draft in a hundred is accepted whatever the target says": InC(
+        ACCEPT, "if (draft >= 0 && number < 0.01) return 1;\n    " + ACCEPT
+    ),
+    "every third draft and later ones are accepted": InC(
+        ACCEPT, "if (draft >= 0 && position >= 2) return 1;\n    " + ACCEPT
+    ),
+    "penalties do not see the drafts of their round": InC(
+        "        count_token(sequence, draft);\n    }\n"
+        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);",
+        "    }",
+    ),
+    "top-p is ignored": from_the_second_on("own.top_p = 1.0f;"),
+    "top-p is ignored by coupled rows": from_the_second_on("own.top_p = 1.0f;", "coupled"),
+    "top-k is ignored": from_the_second_on("own.top_k = 0;"),
+    "top-k keeps one more": from_the_second_on("own.top_k += own.top_k > 0;"),
+    "top-k keeps one less": from_the_second_on("own.top_k -= own.top_k > 2;"),
+    "min-p is ignored": from_the_second_on("own.min_p = 0.0f;", "coupled"),
+    "the temperature is ignored": from_the_second_on("own.temperature = 1.0f;"),
+    "biases are ignored": adjusted_from_the_second_on("own.num_biases = 0;"),
+    "biases are lost at the bonus token": InC(
+        ADJUST,
+        with_own("own.num_biases = 0;", ADJUST, "position > 0 && position == scratch->num_drafted[row]"),
+    ),
+    "the presence penalty is ignored": adjusted_from_the_second_on("own.presence = 0.0f;"),
+    "the frequency penalty is ignored": adjusted_from_the_second_on("own.frequency = 0.0f;", "coupled"),
+    "the repetition penalty is ignored": adjusted_from_the_second_on("own.repetition = 1.0f;"),
+    "the minimum does not count drafts": InC(
+        "row->num_tokens + position < row->min", "row->num_tokens < row->min"
+    ),
+    "the minimum is ignored": adjusted_from_the_second_on("own.min_num_tokens = 0;", "coupled"),
+    "masks come a token late": InC(
+        "row->mask + position * row->mask_words", "row->mask + (position - (position > 0)) * row->mask_words"
+    ),
+    "noise comes again at the next position": InC(
+        "gumbel_argmax(emitted, probs, &sequence->seed, &place",
+        "const int64_t first = place - (position > 0);\n"
+        "        gumbel_argmax(emitted, probs, &sequence->seed, &first",
+        "coupled",
+    ),
+    "numbers that accept also recover": InC(
+        "uniform(&number, &sequence->seed, &place, RECOVER_STREAM, 1);",
+        "uniform(&number, &seed, &place, ACCEPT_STREAM, 1);",
+    ),
+    "rejected drafts are drawn again from the target": InC(
+        "sample_residual(probs, draft_probs, 1.0,", "sample_residual(probs, NULL, 1.0,"
+    ),
+    "drafts are accepted at twice their chance": InC(
+        ": 1.0f) < probs[draft]", ": 1.0f) < 2.0f * probs[draft]"
+    ),
+    "a stop token inside a draft is overrun": InC("if (emitted[j] == row->stop_ids[stop]) return 0;", ""),
+}
+
+
+def block_weights_reset(patch: Patch) -> None:
+    honest = verify.longest_block
+
+    def reset(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        longest, weights = honest(*given)
+        return longest, torch.ones_like(weights)
+
+    patch.setattr(verify, "longest_block", reset)
+
+
+def penalties_ignore_the_drafted_prefix(patch: Patch) -> None:
+    honest = adjust._counts
+
+    def counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, positions: int) -> torch.Tensor:
+        return honest(base, drafted[:, :0], 0, 1).repeat(1, positions, 1)
+
+    patch.setattr(adjust, "_counts", counts)
+
+
+def lengths_stand_by_their_weight(patch: Patch) -> None:
+    honest = verify.block_stand_probs
+
+    def stand(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, _ = honest(*given)
+        return weights, weights
+
+    patch.setattr(verify, "block_stand_probs", stand)
+
+
+BY_TORCH: dict[str, tuple[Callable[[Patch], None], Verification]] = {
+    "the block rule's weight is reset": (block_weights_reset, "block"),
+    "the block rule's lengths stand by their weights": (lengths_stand_by_their_weight, "block"),
+    "penalties of the block rule do not see drafts": (penalties_ignore_the_drafted_prefix, "block"),
+}
+
+
+def engine(**config: Any) -> EngineCore:
+    return build_engine(
+        EngineConfig(device="cpu", method="draft_model", num_speculative_tokens=4, num_threads=1, **config)
+    )
+
+
+def prompts() -> list[list[int]]:
+    target = EngineConfig().target
+    assert target is not None
+    tokenizer = load_tokenizer(target)
+    assert tokenizer is not None
+    return [list(tokenizer.encode(text)) for text in PROMPTS]
+
+
+def judged(core: EngineCore, rule: Verification, seed: int = 0) -> LawResult:
+    return check_law(core, prompts(), rule, NUM_TEXTS, 0.0, seed)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", IN_C)
+def test_a_fault_in_c_is_called(name: str, fresh_library: Patch, tmp_path: Path) -> None:
+    fault = IN_C[name]
+    fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, fault.right, fault.wrong, tmp_path))
+    core = engine()
+    assert isinstance(core.runner, NativeRunner)
+    result = judged(core, fault.rule)
+    assert result.failure, result.in_words
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_a_fault_of_the_block_rule_is_called(name: str, monkeypatch: Patch) -> None:
+    plant_it, rule = BY_TORCH[name]
+    plant_it(monkeypatch)
+    result = judged(engine(), rule)
+    assert result.failure, result.in_words
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+def test_an_honest_engine_is_exact(rule: Verification) -> None:
+    assert not judged(engine(), rule, seed=1).failure
