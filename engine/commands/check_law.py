@@ -13,7 +13,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from truedraft.engine.sampling.processors import SamplingTensors, to_probs
 SIGNIFICANCE = 1e-5
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 NUM_TOKENS = max(DRAFT_LENGTHS) + 4
-LONGEST_PROMPT = 24
+LONGEST_PROMPT, NUM_LIKELY = 24, 16
 # Positions of a round from this one on are tested together.
 LAST_POSITION = 5
 # Fewer numbers than these are not tested: the statistic's distribution is that of many.
@@ -62,9 +62,9 @@ Order = tuple[str, torch.Tensor, torch.Tensor]
 class LawResult:
     """Holds what the texts under one rule say. ``p_value`` is the smallest one of ``num_tests``, times their
     number; ``worst`` names that test. ``impossible`` are tokens that the law rules out, in words.
-    ``largest_gap``: how far log-probabilities
-    are from those of the passes over whole texts, ``are_far``: too far. ``found``: this
-    share of the law moved at the second drafted position and later ones is found in 9 of 10 checks."""
+    ``largest_gap``: how far log-probabilities are from those of the passes over whole texts; ``are_far``: too
+    far. ``found``: a shift of this share of the law, at the second drafted position and later ones, is found
+    in 9 of 10 checks."""
 
     verification: str
     num_texts: int
@@ -150,33 +150,31 @@ def check_law(
 def random_requests(
     core: EngineCore, prompts: list[list[int]], verification: Verification, number: int, rng: random.Random
 ) -> Iterator[Generate]:
-    """Yields requests that the engine accepts."""
-    num_tokens = min(NUM_TOKENS, core.admission.room(LONGEST_PROMPT))
+    """Yields requests that the engine accepts. Their prompts share beginnings, of which it keeps some."""
+    longest = max(1, min(LONGEST_PROMPT, core.admission.room(0) // 2))
+    num_tokens = max(1, min(NUM_TOKENS, core.admission.room(longest)))
     plain = SamplingParams(max_tokens=num_tokens, temperature=0, num_speculative_tokens=0, ignore_eos=True)
-    known = run(core, [prompt[:LONGEST_PROMPT] for prompt in prompts], plain)
-    likely = [
-        token for token, _ in Counter(token for text in known for token in text.token_ids).most_common(16)
-    ]
+    beginnings = [prompt[:longest] for prompt in prompts]
+    known = [text.token_ids for text in run(core, beginnings, plain)]
+    likely = [token for token, _ in Counter(chain(*known)).most_common(NUM_LIKELY)]
     speculates = core.snapshot().num_speculative_tokens > 0
     for place in range(number):
         which = rng.randrange(len(prompts))
         params = random_params(rng, likely, num_tokens, verification)
-        seed = rng.getrandbits(48)
-        params = replace(params, seed=seed, num_speculative_tokens=rng.choice(DRAFT_LENGTHS) * speculates)
-        predicts = speculates and rng.random() < 0.15
+        prompt = (beginnings[which] + known[which])[: rng.randint(1, longest)]
+        predicted = known[which][max(0, len(prompt) - len(beginnings[which])) :]
+        is_predicted = speculates and rng.random() < 0.15
         request = Generate(
             str(place),
-            prompts[which][: rng.randint(1, LONGEST_PROMPT)]
-            if rng.random() < 0.5
-            else prompts[which][:LONGEST_PROMPT],
-            params,
-            prediction_token_ids=known[which].token_ids if predicts else None,
+            prompt,
+            replace(params, num_speculative_tokens=rng.choice(DRAFT_LENGTHS) * speculates),
+            prediction_token_ids=predicted if is_predicted else None,
         )
         try:
             core.admission.sequences(request)
         except RequestError:
-            params = replace(params, grammar=None, method=None, draft_sample_method=None)
-            request = replace(request, params=params)
+            plainer = replace(request.params, grammar=None, draft_sample_method=None)
+            request = replace(request, params=plainer)
         yield request
 
 
@@ -202,6 +200,7 @@ def random_params(
         logit_bias={token: rng.choice((-100.0, rng.uniform(-3, 5))) for token in biased},
         min_tokens=rng.randint(1, num_tokens) if has_stops and not has_grammar else 0,
         stop_token_ids=rng.sample(likely, min(4, len(likely))) if has_stops else [],
+        seed=rng.getrandbits(48),
         ignore_eos=not has_grammar and is_asked(0.5),
         logprobs=rng.randint(0, 2) if is_asked() else None,
         verification=verification,

@@ -4,6 +4,7 @@ The faults are planted in the C sources of rounds, and in what the block rule ru
 only requests with some parameters meet, at some positions of a round.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +13,23 @@ import pytest
 import torch
 
 from tests.engine.test_native import plant
+from tests.families import save_random
+from tests.hybrids import HYBRIDS
+from tests.models import save_perturbed
 from truedraft.engine.build import build_engine
+from truedraft.engine.commands import check
 from truedraft.engine.commands.check import PROMPTS
 from truedraft.engine.commands.check_law import LawResult, check_law
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.state_slots import StateSlots
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Verification
 from truedraft.engine.native import compiler
 from truedraft.engine.proposers.translated.pairing import load_tokenizer
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.sampling import adjust, verify
+from truedraft.server.cli.settings_sources import read_options
 
 Patch = pytest.MonkeyPatch
 NUM_TEXTS = 400
@@ -144,6 +152,18 @@ BY_TORCH: dict[str, tuple[Callable[[Patch], None], Verification]] = {
 }
 
 
+def snapshots_are_not_copied(patch: Patch) -> None:
+    """A prefix hit takes over a slot with the states of whoever had it."""
+    take_over = StateSlots.take_over
+
+    def taken(self: StateSlots, table: BlockTable, block_hash: bytes) -> None:
+        copy, self.copy = self.copy, lambda source, target: None
+        take_over(self, table, block_hash)
+        self.copy = copy
+
+    patch.setattr(StateSlots, "take_over", taken)
+
+
 def engine(**config: Any) -> EngineCore:
     return build_engine(
         EngineConfig(device="cpu", method="draft_model", num_speculative_tokens=4, num_threads=1, **config)
@@ -184,3 +204,40 @@ def test_a_fault_of_the_block_rule_is_called(name: str, monkeypatch: Patch) -> N
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_an_honest_engine_is_exact(rule: Verification) -> None:
     assert not judged(engine(), rule, seed=1).failure
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("hybrid")
+    target = save_random(folder / "target", *HYBRIDS["Qwen3.5, two value heads for each key head"])
+    return target, save_perturbed(folder / "draft", target, seed=2, noise=0.02)
+
+
+def verdict(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> str:
+    quick = ["--samples", "100", "--seconds", "1e-9", "--repeats", "1", "--no-compare", "--json"]
+    options = ["--device", "cpu", "--target", pair[0], "--draft", pair[1], *quick]
+    check.main(read_options(check.CheckSettings, options))
+    words: str = json.loads(capsys.readouterr().out)["verdict"]
+    return words
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_a_hybrid_is_exact(hybrid: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(hybrid, capsys).startswith("Exact.")
+
+
+def test_a_wrong_snapshot_is_called(
+    hybrid: tuple[str, str], monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshots_are_not_copied(monkeypatch)
+    assert verdict(hybrid, capsys).startswith("NOT EXACT")
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_a_state_with_rejected_drafts_is_called(
+    hybrid: tuple[str, str], fresh_library: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = "scratch->num_certain[i] = row->num_computed + 1;\n        copy_ids"
+    planted = plant(compiler.SOURCES, right, right.replace("+ 1;", "+ 1 + num_drafted;"), tmp_path)
+    fresh_library.setattr(compiler, "SOURCES", planted)
+    assert verdict(hybrid, capsys).startswith("NOT EXACT")
