@@ -45,11 +45,12 @@ LAST_POSITION = 5
 # Fewer numbers than these are not tested: the statistic's distribution is that of many.
 MIN_TESTED = 40
 # A position tells nothing where the law leaves no choice, or an order where it hardly tells tokens apart.
-CERTAIN, ALIKE = 0.99, 0.01
+CERTAIN, ALIKE, TINY = 0.99, 0.01, 1e-30
 # The tests of one round's positions, as they are named.
 FIRST, BONUS, ALL, LATER, NEIGHBOURS = "undrafted", "bonus", "all", "2 and later", "neighbours"
-# Each leaves choices at every token.
-GRAMMARS = [LLMatcher.grammar_from_regex(regex) for regex in (r"( ?[a-zA-Z]{1,3}[,.]?)+", r"( [b-yB-Y]+)+")]
+# Each leaves choices at every token, and allows other tokens after each.
+REGEXES = r"( [a-z]{1,3}[0-9]|[A-Z][.,])+", r"([b-y]{1,2}[A-Z ])+"
+GRAMMARS = [LLMatcher.grammar_from_regex(regex) for regex in REGEXES]
 # So many logits are kept at a time.
 MAX_LOGITS = 1 << 25
 MAX_BATCH, BLOCK_SIZE = 64, 16
@@ -61,7 +62,7 @@ Order = tuple[str, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class LawResult:
     """Holds what the texts under one rule say. ``p_value`` is the smallest one of ``num_tests``, times their
-    number; ``worst`` names that test. ``impossible`` are tokens that the law rules out, in words.
+    number; ``worst`` names that test. ``impossible`` is what cannot be, in words.
     ``largest_gap``: how far log-probabilities are from those of the passes over whole texts; ``are_far``: too
     far. ``found``: a shift of this share of the law, at the second drafted position and later ones, is found
     in 9 of 10 checks."""
@@ -143,8 +144,23 @@ def check_law(
 ) -> LawResult:
     """Samples ``num_texts`` texts and judges them. ``resolution``: what log-probabilities may differ by."""
     rng = random.Random(f"{verification} {seed}")
-    texts = sampled(core, list(random_requests(core, prompts, verification, num_texts, rng)))
-    return judge(core, texts, verification, resolution, rng)
+    requests = list(random_requests(core, prompts, verification, num_texts, rng))
+    texts = sampled(core, requests)
+    differences: list[str] = []
+    if verification == "coupled" and not resolution:
+        plain = sampled(core, [undrafted(request) for request in requests])
+        differences = [
+            f"request {one.number} gets other tokens without drafts"
+            for one, other in zip(texts, plain, strict=True)
+            if one.token_ids != other.token_ids
+        ]
+    return judge(core, texts, verification, resolution, rng, differences)
+
+
+def undrafted(request: Generate) -> Generate:
+    """Returns what gets the same tokens under the coupled rule, as its seed is the same."""
+    params = replace(request.params, num_speculative_tokens=0)
+    return replace(request, params=params, prediction_token_ids=None)
 
 
 def random_requests(
@@ -186,18 +202,19 @@ def random_params(
     def is_asked(chance: float = 0.3) -> bool:
         return rng.random() < chance
 
-    has_grammar, has_stops = is_asked(0.15), is_asked(0.4)
-    biased = rng.sample(likely, min(3, len(likely))) if is_asked() else []
+    has_grammar, has_stops = is_asked(0.2), is_asked(0.4)
+    # With several penalties a token that is favoured comes once in a round, and without them again and again.
+    biased = rng.sample(likely, min(4, len(likely))) if is_asked(0.4) else []
     return SamplingParams(
         max_tokens=num_tokens,
         temperature=0.0 if is_asked(0.05) else rng.uniform(0.6, 1.6),
         top_k=rng.randint(2, 40) if is_asked() else 0,
         top_p=rng.uniform(0.3, 0.98) if is_asked() else 1.0,
         min_p=rng.uniform(0.02, 0.3) if is_asked(0.2) else 0.0,
-        presence_penalty=rng.uniform(-1, 2) if is_asked() else 0.0,
-        frequency_penalty=rng.uniform(-1, 2) if is_asked() else 0.0,
-        repetition_penalty=rng.uniform(0.8, 1.6) if is_asked() else 1.0,
-        logit_bias={token: rng.choice((-100.0, rng.uniform(-3, 5))) for token in biased},
+        presence_penalty=rng.uniform(-1, 2) if is_asked(0.4) else 0.0,
+        frequency_penalty=rng.uniform(-1, 2) if is_asked(0.4) else 0.0,
+        repetition_penalty=rng.uniform(0.8, 1.8) if is_asked() else 1.0,
+        logit_bias={token: rng.uniform(0, 7) if is_asked(0.7) else -100.0 for token in biased},
         min_tokens=rng.randint(1, num_tokens) if has_stops and not has_grammar else 0,
         stop_token_ids=rng.sample(likely, min(4, len(likely))) if has_stops else [],
         seed=rng.getrandbits(48),
@@ -251,10 +268,15 @@ class Places:
 
 
 def judge(
-    core: EngineCore, texts: list[Text], verification: Verification, resolution: float, rng: random.Random
+    core: EngineCore,
+    texts: list[Text],
+    verification: Verification,
+    resolution: float,
+    rng: random.Random,
+    differences: list[str],
 ) -> LawResult:
-    """Compares every token of the texts with the target's law."""
-    places, impossible, gaps = Places(rng), list[str](), list[float]()
+    """Compares every token of the texts with the target's law. ``differences`` are known to be impossible."""
+    places, impossible, gaps = Places(rng), differences, list[float]()
     vocab_size = core.target.vocab_size
     batch = max(1, min(MAX_BATCH, MAX_LOGITS // (NUM_TOKENS * vocab_size)))
     for begin in range(0, len(texts), batch):
@@ -356,19 +378,21 @@ def orders(
     core: EngineCore, texts: list[Text], raw: torch.Tensor, law: torch.Tensor, drafted: torch.Tensor | None
 ) -> Iterator[Order]:
     """Yields orders of tokens, as scores [texts, V], and for which texts they tell tokens apart. Likely
-    deviations have an order each: a flatter law, parameters that are ignored, drafts that are believed, and
-    texts that end too early or too late."""
+    deviations have an order each: a flatter law, random numbers that are not new, biases and penalties
+    that are ignored, drafts that are believed, and texts that end too early or too late."""
     is_open = law.amax(1) < CERTAIN
 
     def is_unlike(other: torch.Tensor) -> torch.Tensor:
         return is_open & ((law - other).abs().sum(1) / 2 > ALIKE)
 
     yield "likelihood", law, is_open
-    without = raw.double().softmax(1)
-    yield "parameters", law / without, is_unlike(without)
+    yield "id", torch.arange(law.shape[1]).expand_as(law), is_open
+    cuts = SamplingTensors.build([text.request.params for text in texts], raw.device)
+    unchanged = to_probs(raw[:, None], cuts)[:, 0].double()
+    yield "bias and penalties", law / unchanged.clamp(min=TINY), is_unlike(unchanged)
     if drafted is not None:
         believed = law_of(core, texts, drafted)
-        yield "draft", believed / law, is_unlike(believed)
+        yield "draft", believed / law.clamp(min=TINY), is_unlike(believed)
     ends = torch.zeros_like(law)
     for row, text in enumerate(texts):
         ends[row, sorted(text.sequence.stop_token_ids)] = 1
