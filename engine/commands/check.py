@@ -89,7 +89,7 @@ class CheckSettings(EngineConfig, BaseSettings):
     samples: int = Field(
         500,
         ge=100,
-        description="Texts that are sampled under each rule, with random parameters; twice as many under block.",
+        description="Texts sampled under each rule, with random parameters; twice as many under block.",
     )
     repeats: int = Field(5, ge=1, description="Timed runs of each variant.")
     seconds: float = Field(

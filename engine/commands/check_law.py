@@ -2,7 +2,7 @@
 
 Each request has a prompt, a seed, a draft length and parameters of its own, drawn from all that requests may
 ask for, and its text is longer than the longest draft. What the target says is computed anew, by passes over
-whole texts without drafts. A token's place in its law, counted from the likeliest token on, is a number
+whole texts without drafts. A token's place in its law, counted from the most likely token on, is a number
 between 0 and 1 (the randomised probability integral transform), and these are uniform if the text follows the
 law, at each position of a round (Diebold, Gunther and Tay, 1998). They are tested with Anderson and Darling's
 statistic. A token that the law rules out is a failure by itself. Used by ``check``.
@@ -282,8 +282,9 @@ def judge(
     for begin in range(0, len(texts), batch):
         part = texts[begin : begin + batch]
         logits = whole_logits(core.target.model, vocab_size, part)
-        has_draft = core.draft is not None and core.admission.encoder_decoder is None
-        drafts = whole_logits(core.draft.model, vocab_size, part) if has_draft else []
+        drafts: list[torch.Tensor] = []
+        if core.draft is not None and core.admission.encoder_decoder is None:
+            drafts = whole_logits(core.draft.model, vocab_size, part)
         positions = [positions_of(text.origins, is_block=verification == "block") for text in part]
         for at in range(max(len(text.token_ids) for text in part)):
             rows = [row for row, text in enumerate(part) if len(text.token_ids) > at]
@@ -356,7 +357,7 @@ def whole_logits(model: Model, vocab_size: int, texts: list[Text]) -> list[torch
         spans.append(Span(table, [min(one, model.vocab_size - 1) for one in own], len(text.token_ids)))
     runner = ModelRunner.build(model, len(texts) * num_blocks, BLOCK_SIZE, num_state_slots=len(texts))
     logits = in_width(runner.forward(spans).logits.float().cpu(), vocab_size)
-    return list(logits.split([len(text.token_ids) for text in texts]))
+    return list(torch.split(logits, [len(text.token_ids) for text in texts]))  # type: ignore[no-untyped-call]
 
 
 def law_of(

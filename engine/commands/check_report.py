@@ -45,9 +45,9 @@ class Comparisons:
     @property
     def findings(self) -> list[tuple[str, Finding]]:
         """Returns them by their names in the report."""
-        weights: list[tuple[str, Finding]] = [] if self.weights is None else [("rounded", self.weights)]
-        named = [("greedy", self.greedy), ("together", self.positions), ("grammar", self.grammar)]
-        return [*weights, *named, *(("sampling", result) for result in self.sampling)]
+        found: list[tuple[str, Finding]] = [] if self.weights is None else [("rounded", self.weights)]
+        found += ("greedy", self.greedy), ("together", self.positions), ("grammar", self.grammar)
+        return [*found, *(("sampling", result) for result in self.sampling)]
 
     @property
     def failures(self) -> list[str]:

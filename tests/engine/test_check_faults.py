@@ -32,7 +32,7 @@ from truedraft.engine.sampling import adjust, verify
 from truedraft.server.cli.settings_sources import read_options
 
 Patch = pytest.MonkeyPatch
-NUM_TEXTS = 500  # as by default
+NUM_TEXTS = 500  # the default
 
 
 class InC(NamedTuple):
