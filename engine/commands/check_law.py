@@ -8,12 +8,14 @@ law, at each position of a round (Diebold, Gunther and Tay, 1998). They are test
 statistic. A token that the law rules out is a failure by itself. Used by ``check``.
 """
 
+import dataclasses
 import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,11 @@ MIN_TESTED = 40
 CERTAIN, ALIKE, TINY = 0.99, 0.01, 1e-30
 # The tests of one round's positions, as they are named.
 FIRST, BONUS, ALL, LATER, NEIGHBOURS = "undrafted", "bonus", "all", "2 and later", "neighbours"
+# What a request without them has.
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "biases": {"logit_bias": {}},
+    "penalties": {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+}
 # Each leaves choices at every token, and allows other tokens after each.
 REGEXES = r"( [a-z]{1,3}[0-9]|[A-Z][.,])+", r"([b-y]{1,2}[A-Z ])+"
 GRAMMARS = [LLMatcher.grammar_from_regex(regex) for regex in REGEXES]
@@ -211,8 +218,8 @@ def random_params(
         top_k=rng.randint(2, 40) if is_asked() else 0,
         top_p=rng.uniform(0.3, 0.98) if is_asked() else 1.0,
         min_p=rng.uniform(0.02, 0.3) if is_asked(0.2) else 0.0,
-        presence_penalty=rng.uniform(-1, 2) if is_asked(0.4) else 0.0,
-        frequency_penalty=rng.uniform(-1, 2) if is_asked(0.4) else 0.0,
+        presence_penalty=rng.uniform(-0.5, 2) if is_asked(0.4) else 0.0,
+        frequency_penalty=rng.uniform(-0.5, 2) if is_asked(0.4) else 0.0,
         repetition_penalty=rng.uniform(0.8, 1.8) if is_asked() else 1.0,
         logit_bias={token: rng.uniform(0, 7) if is_asked(0.7) else -100.0 for token in biased},
         min_tokens=rng.randint(1, num_tokens) if has_stops and not has_grammar else 0,
@@ -364,11 +371,14 @@ def law_of(
     core: EngineCore, texts: list[Text], logits: torch.Tensor, params: list[SamplingParams] | None = None
 ) -> torch.Tensor:
     """Returns what each text's next token is drawn from, float64 [texts, V], as plain decoding has it.
-    ``params`` stand in for the texts' own cuts."""
-    histories = [history_of(text.sequence, core.target.model.rules) for text in texts]
+    ``params`` stand in for the texts' own."""
+    params = params or [text.request.params for text in texts]
+    histories = [
+        dataclasses.replace(history_of(text.sequence, core.target.model.rules), params=own)
+        for text, own in zip(texts, params, strict=True)
+    ]
     adjusted = adjust_logits(logits[:, None], histories, torch.zeros(len(texts), 0, dtype=torch.int64), 0)
-    cuts = SamplingTensors.build(params or [text.request.params for text in texts], logits.device)
-    probs = to_probs(adjusted, cuts)[:, 0].double()
+    probs = to_probs(adjusted, SamplingTensors.build(params, logits.device))[:, 0].double()
     for row, text in enumerate(texts):
         if text.sequence.greedy:
             probs[row] = F.one_hot(adjusted[row, 0].argmax(), probs.shape[1])
@@ -388,9 +398,9 @@ def orders(
 
     yield "likelihood", law, is_open
     yield "id", torch.arange(law.shape[1]).expand_as(law), is_open
-    cuts = SamplingTensors.build([text.request.params for text in texts], raw.device)
-    unchanged = to_probs(raw[:, None], cuts)[:, 0].double()
-    yield "bias and penalties", law / unchanged.clamp(min=TINY), is_unlike(unchanged)
+    for name, neutral in NEUTRAL.items():
+        without = law_of(core, texts, raw, [replace(text.request.params, **neutral) for text in texts])
+        yield name, law / without.clamp(min=TINY), is_unlike(without)
     if drafted is not None:
         believed = law_of(core, texts, drafted)
         yield "draft", believed / law.clamp(min=TINY), is_unlike(believed)
