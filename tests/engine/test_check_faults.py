@@ -195,7 +195,7 @@ def some_slow(names: Iterable[str]) -> list[Any]:
 
 
 def failure(rule: Verification, seed: int = 0) -> str:
-    """Returns what ``check`` would call the bundled pair's samples. A grammar that gives up is called, too."""
+    """Returns what ``check`` would call the bundled pair, also for a grammar that gives up."""
     num_texts = NUM_TEXTS * (2 if rule == "block" else 1)
     try:
         return check_law(engine(), prompts(), rule, num_texts, 0.0, seed).failure
