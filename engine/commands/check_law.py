@@ -125,6 +125,11 @@ class Text:
         return self.completion.token_ids
 
     @property
+    def offsets(self) -> list[int]:
+        """Returns how many tokens of its round are before each token."""
+        return [number for origin in self.origins for number in range(origin.num_tokens)]
+
+    @property
     def ends_well(self) -> bool:
         """Tells whether it ends with the first token that ends it, or where there is no room. The sequence
         has followed it."""
@@ -302,7 +307,7 @@ def judge(
             gaps += gaps_of(members, raw, at)
             impossible += ruled_out(core, members, raw, law, at, resolution)
             chosen = torch.tensor([text.token_ids[at] for text in members])[:, None]
-            for order, scores, is_told in orders(core, members, raw, law, drafted):
+            for order, scores, is_told in orders(core, members, at, raw, law, drafted):
                 own = scores.gather(1, chosen)
                 ahead, equal = ((law * where).sum(1).tolist() for where in (scores > own, scores == own))
                 told = (is_told & (law.gather(1, chosen)[:, 0] > 0)).tolist()
@@ -368,15 +373,24 @@ def whole_logits(model: Model, vocab_size: int, texts: list[Text]) -> list[torch
 
 
 def law_of(
-    core: EngineCore, texts: list[Text], logits: torch.Tensor, params: list[SamplingParams] | None = None
+    core: EngineCore,
+    texts: list[Text],
+    logits: torch.Tensor,
+    params: list[SamplingParams] | None = None,
+    uncounted: list[int] | None = None,
 ) -> torch.Tensor:
     """Returns what each text's next token is drawn from, float64 [texts, V], as plain decoding has it.
-    ``params`` stand in for the texts' own."""
+    ``params`` stand in for the texts' own. The last tokens of each text may be ``uncounted``."""
     params = params or [text.request.params for text in texts]
     histories = [
         dataclasses.replace(history_of(text.sequence, core.target.model.rules), params=own)
         for text, own in zip(texts, params, strict=True)
     ]
+    if uncounted is not None:
+        histories = [
+            dataclasses.replace(history, token_ids=history.token_ids[: len(history.token_ids) - number])
+            for history, number in zip(histories, uncounted, strict=True)
+        ]
     adjusted = adjust_logits(logits[:, None], histories, torch.zeros(len(texts), 0, dtype=torch.int64), 0)
     probs = to_probs(adjusted, SamplingTensors.build(params, logits.device))[:, 0].double()
     for row, text in enumerate(texts):
@@ -386,11 +400,17 @@ def law_of(
 
 
 def orders(
-    core: EngineCore, texts: list[Text], raw: torch.Tensor, law: torch.Tensor, drafted: torch.Tensor | None
+    core: EngineCore,
+    texts: list[Text],
+    at: int,
+    raw: torch.Tensor,
+    law: torch.Tensor,
+    drafted: torch.Tensor | None,
 ) -> Iterator[Order]:
     """Yields orders of tokens, as scores [texts, V], and for which texts they tell tokens apart. Likely
     deviations have an order each: a flatter law, random numbers that are not new, biases and penalties
-    that are ignored, drafts that are believed, and texts that end too early or too late."""
+    that are ignored or do not see the round's drafts, drafts that are believed, and texts that end too early
+    or too late."""
     is_open = law.amax(1) < CERTAIN
 
     def is_unlike(other: torch.Tensor) -> torch.Tensor:
@@ -401,6 +421,8 @@ def orders(
     for name, neutral in NEUTRAL.items():
         without = law_of(core, texts, raw, [replace(text.request.params, **neutral) for text in texts])
         yield name, law / without.clamp(min=TINY), is_unlike(without)
+    at_start = law_of(core, texts, raw, uncounted=[text.offsets[at] for text in texts])
+    yield "counts of the round", law / at_start.clamp(min=TINY), is_unlike(at_start)
     if drafted is not None:
         believed = law_of(core, texts, drafted)
         yield "draft", believed / law.clamp(min=TINY), is_unlike(believed)
