@@ -116,16 +116,6 @@ IN_C = {
 }
 
 
-def block_weights_reset(patch: Patch) -> None:
-    honest = verify.longest_block
-
-    def reset(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        longest, weights = honest(*given)
-        return longest, torch.ones_like(weights)
-
-    patch.setattr(verify, "longest_block", reset)
-
-
 def penalties_ignore_the_drafted_prefix(patch: Patch) -> None:
     honest = adjust._counts
 
@@ -146,7 +136,6 @@ def lengths_stand_by_their_weight(patch: Patch) -> None:
 
 
 BY_TORCH: dict[str, tuple[Callable[[Patch], None], Verification]] = {
-    "the block rule's weight is reset": (block_weights_reset, "block"),
     "the block rule's lengths stand by their weights": (lengths_stand_by_their_weight, "block"),
     "penalties of the block rule do not see drafts": (penalties_ignore_the_drafted_prefix, "block"),
 }
