@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from truedraft.engine.commands.check_exactness import GreedyResult, check_greedy
+from truedraft.engine.commands.check_exactness import GreedyResult, Resolution, check_greedy
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
@@ -36,16 +36,29 @@ class GrammarResult:
     mask_microseconds: tuple[float, float]
     reason: str = ""
 
+    @property
+    def failure(self) -> str:
+        return self.greedy.failure
+
+    @property
+    def in_words(self) -> str:
+        median, most = self.mask_microseconds
+        return self.reason or f"{self.greedy.in_words}; a mask in {median:.0f} µs, {most:.0f} µs at most"
+
 
 def check_grammar(
-    core: EngineCore, prompts: list[list[int]], lengths: Sequence[int], max_tokens: int, resolution: float
+    core: EngineCore,
+    prompts: list[list[int]],
+    lengths: Sequence[int],
+    max_tokens: int,
+    resolution: Resolution,
 ) -> GrammarResult:
     """Greedy JSON of a schema, with forced tokens and looked-up ones drafted, against none."""
     params = SamplingParams(max_tokens=max_tokens, grammar=GRAMMAR)
     try:
         core.admission.sequences(Generate("", prompts[0], params))
     except RequestError as error:
-        return GrammarResult(GreedyResult(0, 0, []), (0.0, 0.0), str(error))
+        return GrammarResult(GreedyResult(), (0.0, 0.0), str(error))
     greedy = check_greedy(core, prompts, lengths, max_tokens, resolution, GRAMMAR)
     assert core.admission.grammars is not None
     matcher = core.admission.grammars.matcher(GRAMMAR)

@@ -1,8 +1,8 @@
 """Tells whether a text stays the same among others, beyond every boundary that the target's config names.
 
 A short text, and for each boundary (a window, an original context, ...) a text that crosses it while it goes
-on, are decoded together with drafts; then each by itself, without. What follows each prompt is compared with
-transformers' layers, too, before the engine comes. Used by ``check``.
+on, are decoded together with drafts; then each by itself, without. The log-probabilities of all their tokens
+are compared with transformers' layers, too, which compute them before the engine comes. Used by ``check``.
 """
 
 import time
@@ -12,7 +12,14 @@ from typing import Any
 import msgspec
 import torch
 
-from truedraft.engine.commands.check_exactness import GreedyResult, compared, run
+from truedraft.engine.commands.check_exactness import (
+    GreedyResult,
+    Resolution,
+    compared,
+    in_words,
+    is_wide,
+    run,
+)
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.messages import SamplingParams
@@ -22,30 +29,42 @@ from truedraft.engine.models.positions import boundaries
 SHORT_LENGTH, NEIGHBOUR_LENGTH = 12, 150
 # Tokens before a boundary at the end of the prompt, and tokens that are decoded then.
 BEFORE, NUM_TOKENS = 4, 16
+# Log-probabilities that are compared of each token that follows a prompt.
+NUM_TOP = 5
 # A text is computed this often, in prompts' time: by the reference, and in each of three runs.
 NUM_RUNS = 4
 
 
 @dataclass(frozen=True)
 class LongTexts:
-    """``prompts`` begin with the shortest; ``expected`` are the reference's logits after each, [vocab];
-    ``crossed`` and ``skipped`` are boundaries."""
+    """``prompts`` begin with the shortest; ``expected`` are the reference's log-probabilities of a prompt's
+    tokens but the first, and of all that could follow it. ``crossed`` and ``skipped`` are boundaries."""
 
     prompts: list[list[int]]
-    expected: list[torch.Tensor]
+    expected: list[tuple[list[float], torch.Tensor]]
     crossed: list[int]
     skipped: list[int]
 
 
 @dataclass(frozen=True)
 class PositionsResult:
+    """``reference`` computed ``num_scored`` log-probabilities, which are within ``largest_gap``."""
+
     greedy: GreedyResult
     crossed: list[int]
     skipped: list[int]
+    reference: str = ""
+    num_scored: int = 0
+    largest_gap: float = 0.0
+
+    @property
+    def failure(self) -> str:
+        return self.greedy.failure
 
     @property
     def in_words(self) -> str:
-        words = ""
+        words = f"{self.greedy.in_words}; {self.num_scored} more are {in_words(self.largest_gap)} those of "
+        words += self.reference
         if self.crossed:
             words += f"; beyond {', '.join(f'{boundary:,}' for boundary in self.crossed)} tokens"
         if self.skipped:
@@ -88,10 +107,12 @@ def _add(texts: LongTexts, target: FreshModel, length: int) -> None:
     texts.expected.append(_reference(target, texts.prompts[-1]))
 
 
-def _reference(target: FreshModel, prompt: list[int]) -> torch.Tensor:
+def _reference(target: FreshModel, prompt: list[int]) -> tuple[list[float], torch.Tensor]:
     history = target.history(SamplingParams(max_tokens=1), prompt, [], frozenset())
     logits = target.logits(history.token_ids, target.vocab_size, history.num_encoder_tokens)
-    return logits[-1].cpu()
+    log_probs = logits.log_softmax(-1).cpu()
+    of_prompt = [] if target.has_encoder else log_probs[range(len(prompt) - 1), prompt[1:]].tolist()
+    return of_prompt, log_probs[-1]
 
 
 def _score_bytes(config: Any, length: int) -> int:
@@ -100,23 +121,30 @@ def _score_bytes(config: Any, length: int) -> int:
 
 
 def check_positions(
-    core: EngineCore, texts: LongTexts, num_drafted: int, resolution: float
+    core: EngineCore, texts: LongTexts, num_drafted: int, resolution: Resolution, reference: str, far: float
 ) -> PositionsResult:
-    """Compares as ``check_greedy`` does."""
+    """Compares as ``check_greedy`` does. ``reference`` names what the expected log-probabilities are
+    from, and the engine's may be as ``far`` from them."""
     params = SamplingParams(
         max_tokens=min(NUM_TOKENS, core.admission.room(max(map(len, texts.prompts)))),
         temperature=0,
         ignore_eos=True,
-        logprobs=2 if resolution else None,
+        logprobs=NUM_TOP,
         num_speculative_tokens=num_drafted,
     )
     together = run(core, texts.prompts, params)
     plain = msgspec.structs.replace(params, num_speculative_tokens=0)
     alone = [run(core, [prompt], plain)[0] for prompt in texts.prompts]
     cached = run(core, texts.prompts, params)
-    result = compared(GreedyResult(0, 0, []), alone, together, resolution, "beside the others")
+    result = GreedyResult(name="a text beside others")
+    result = compared(result, alone, together, resolution, "beside the others")
     result = compared(result, alone, cached, resolution, "beside the others again")
-    for number, (logits, completion) in enumerate(zip(texts.expected, alone, strict=True)):
-        if float(logits.max() - logits[completion.token_ids[0]]) > resolution:
-            result.differences.append(f"prompt {number}: the first token is not the reference's")
-    return PositionsResult(result, texts.crossed, texts.skipped)
+    gaps: list[float] = []
+    scoring = msgspec.structs.replace(plain, prompt_logprobs=0 if texts.expected[0][0] else None)
+    for (of_prompt, last), completion in zip(texts.expected, run(core, texts.prompts, scoring), strict=True):
+        told = [one.logprob for one in completion.prompt_logprobs or () if one is not None]
+        gaps += [abs(one - other) for one, other in zip(of_prompt, told, strict=True)]
+        gaps += [abs(logprob - float(last[token])) for token, logprob in completion.logprobs[0].top]
+    if is_wide(gaps, far):
+        result.differences.append(f"log-probabilities are {max(gaps):.2g} from those of {reference}")
+    return PositionsResult(result, texts.crossed, texts.skipped, reference, len(gaps), max(gaps))

@@ -1,102 +1,109 @@
 """Says what ``truedraft check`` has found: the report, its verdict, and how a terminal shows them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from rich.text import Text
 
 from truedraft.engine.commands.check_drafts import NGRAM, DraftResult
-from truedraft.engine.commands.check_exactness import SIGNIFICANCE, TESTED, ChiSquareResult, GreedyResult
+from truedraft.engine.commands.check_exactness import GreedyResult
 from truedraft.engine.commands.check_grammar import GrammarResult
+from truedraft.engine.commands.check_law import LawResult
 from truedraft.engine.commands.check_positions import PositionsResult
 from truedraft.engine.commands.check_speed import PAYS_FROM, Speed
 from truedraft.engine.commands.check_weights import WeightsResult
+from truedraft.engine.messages import HEADS
 from truedraft.engine.proposers.translated.pairing import TokenizerResult
 from truedraft.engine.terminal import console, printable, table
 
 # Characters of a draft's name in a table.
 NAME_WIDTH = 30
+Setting: TypeAlias = int | Literal["auto"]
+
+
+class Finding(Protocol):
+    """Says what was compared, and what is not as it must be: nothing if the pair is exact."""
+
+    @property
+    def failure(self) -> str: ...
+
+    @property
+    def in_words(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Holds what was compared with plain decoding."""
+    """Holds what was compared with plain decoding, and with what computes the target elsewhere."""
 
+    weights: WeightsResult | None
     greedy: GreedyResult
     positions: PositionsResult
     grammar: GrammarResult
-    sampling: list[ChiSquareResult]
+    sampling: list[LawResult]
+
+    @property
+    def findings(self) -> list[tuple[str, Finding]]:
+        """Returns them by their names in the report."""
+        found: list[tuple[str, Finding]] = [] if self.weights is None else [("rounded", self.weights)]
+        found += ("greedy", self.greedy), ("together", self.positions), ("grammar", self.grammar)
+        return [*found, *(("sampling", result) for result in self.sampling)]
 
     @property
     def failures(self) -> list[str]:
-        """What is not as it is without drafts, in words; empty where the pair is exact."""
-        failed = [
-            f"{result.verification} (p = {result.p_value:.1e})"
-            for result in self.sampling
-            if not result.passed
-        ]
-        reasons = ["greedy decoding differs"] if self.greedy.differences else []
-        reasons += ["a text depends on its neighbours"] if self.positions.greedy.differences else []
-        reasons += ["greedy text of a grammar differs"] if self.grammar.greedy.differences else []
-        reasons += [f"samples have another distribution under {', '.join(failed)}"] if failed else []
-        return reasons
+        return [finding.failure for _, finding in self.findings if finding.failure]
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Comparisons):
+    """Holds the comparisons, and what drafting gains: ``ngrams`` on a text that repeats itself, ``drafts``
+    whatever the target could draft with, the given draft first, and ``advice``, which of them to use."""
+
     target: str
     draft: str | None
     method: str
     device: str
     dtype: str
     tokenizers: TokenizerResult | None
-    weights: WeightsResult | None
-    greedy: GreedyResult
-    positions: PositionsResult
-    grammar: GrammarResult
-    sampling: list[ChiSquareResult]
     speeds: list[Speed]
-    ngrams: list[Speed]  # on a text that repeats itself, greedily
-    drafts: list[DraftResult]  # what the target could draft with, the given draft first
-    advice: str  # which of them to use
+    ngrams: list[Speed]
+    drafts: list[DraftResult]
+    advice: str
     exact: bool
     verdict: str
 
 
-Setting: TypeAlias = int | Literal["auto"]
-
-
-def verdict_of(failures: list[str], speeds: list[Speed], ngrams: list[Speed], setting: Setting) -> str:
-    """Says in a sentence whether the pair is exact and pays; ``setting`` is ``num_speculative_tokens``."""
+def verdict_of(
+    failures: list[str], speeds: list[Speed], ngrams: list[Speed], setting: Setting, method: str
+) -> str:
+    """Says whether the pair is exact and pays; ``setting`` is ``num_speculative_tokens``."""
     if failures:
-        return f"NOT EXACT: {'; '.join(failures)}"
-    return _of_drafts(speeds, setting) + _of_ngrams(ngrams)
+        return f"NOT EXACT: {'; '.join(failures)}."
+    return " ".join(["Exact.", *_gains(speeds, ngrams, setting, method)])
 
 
-def _of_drafts(speeds: list[Speed], setting: Setting) -> str:
-    if not speeds:
-        return "exact; no draft model drafts"
+def _gains(speeds: list[Speed], ngrams: list[Speed], setting: Setting, method: str) -> Iterator[str]:
     overall = DraftResult("", speeds).by_length
-    best = max(overall, key=lambda length: overall[length])
-    if overall[best] < PAYS_FROM:
-        return (
-            f"exact, but speculation loses: {overall[best]:.2f} times as fast at best; "
-            "leave out the draft (--draft none) and save its memory"
-        )
-    verdict = f"exact; speculation pays: {overall[best]:.2f} times as fast at {best} tokens"
-    if setting in (best, "auto"):
-        return verdict + ("; leave the length to auto" if setting == "auto" else "")
-    return f"{verdict} ({overall[int(setting)]:.2f} at {setting}); use --num-speculative-tokens auto"
+    best = max(overall, key=lambda length: overall[length], default=0)
+    pays = bool(speeds) and overall[best] >= PAYS_FROM
+    name = "The head" if method in HEADS else "Copying earlier text" if method == NGRAM else "The draft model"
+    if pays:
+        yield f"{name} makes it {overall[best]:.2f} times as fast ({_tokens(best)})."
+    elif speeds:
+        yield f"{name} makes it slower: {overall[best]:.2f} times at best. Leave it out (--draft none)."
+    else:
+        yield "No draft model drafts."
+    if ngrams:
+        speed = max(ngrams, key=lambda speed: speed.speedup)
+        yield f"N-grams alone, on a text that repeats itself: {speed.speedup:.2f} times."
+    if pays and setting == "auto":
+        yield "Keep the length at auto."
+    elif pays and setting != best:
+        yield f"With {_tokens(int(setting))} it is {overall[int(setting)]:.2f} times: set the length to auto."
 
 
-def _of_ngrams(speeds: list[Speed]) -> str:
-    if not speeds:
-        return ""
-    best = max(speeds, key=lambda speed: speed.speedup)
-    return (
-        f"; n-grams, which auto drafts where they pay: {best.speedup:.2f} times as fast at "
-        f"{best.num_speculative_tokens} tokens on a text that repeats itself"
-    )
+def _tokens(number: int) -> str:
+    return f"{number} token{'s' * (number > 1)}"
 
 
 def print_report(report: Report) -> None:
@@ -112,38 +119,10 @@ def print_report(report: Report) -> None:
     fact("draft", report.draft or report.method)
     fact("device", f"{report.device}, {report.dtype}")
     if report.tokenizers is not None:
-        fact("tokenizers", report.tokenizers.verdict)
-        for line in report.tokenizers.special_tokens:
-            fact("", line)
+        fact("tokenizers", "\n".join([report.tokenizers.verdict, *report.tokenizers.special_tokens]))
         fact("drafts", report.tokenizers.drafts)
-    if report.weights is not None:
-        fact("rounded", f"log-probability {report.weights.in_words}")
-
-    def compared(name: str, greedy: GreedyResult, more: str = "") -> None:
-        words = "identical to plain decoding" if not greedy.differences else "DIFFERENT from plain decoding"
-        ties = f"; {greedy.near_ties} near ties left aside" if greedy.near_ties else ""
-        style = "red" if greedy.differences else "green"
-        fact(name, f"{words}, {greedy.num_tokens} tokens compared{ties}{more}", style)
-        for line in greedy.differences:
-            fact("", line)
-
-    compared("greedy", report.greedy)
-    compared("together", report.positions.greedy, report.positions.in_words)
-    if report.grammar.reason:
-        fact("grammar", report.grammar.reason)
-    else:
-        median, most = report.grammar.mask_microseconds
-        compared("grammar", report.grammar.greedy, f"; a mask in {median:.0f} µs, {most:.0f} µs at most")
-    for result in report.sampling:
-        fact(
-            "sampling",
-            f"{result.verification:<10} p = {result.p_value:.3g} "
-            f"({'passed' if result.passed else 'FAILED'}, limit {SIGNIFICANCE:g}; "
-            f"{result.num_samples} samples, {result.num_cells} cells, "
-            f"temperature {result.temperature:g}, top-k {TESTED.top_k}, "
-            f"{result.acceptance_rate:.0%} accepted)",
-            "green" if result.passed else "red",
-        )
+    for name, finding in report.findings:
+        fact(name, finding.in_words, "red" if finding.failure else "green")
     out.print(facts)
     if report.speeds:
         _print_speeds(report.speeds)

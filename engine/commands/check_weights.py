@@ -30,28 +30,40 @@ second said at what moment the cat had left the jetty."""
 MAX_TOKENS = 256
 # float32 weights, and a quarter as much for what is computed with them.
 BYTES_PER_PARAMETER = 5
+# Nats a token.
+MAX_LOSS = 0.1
 
 
 @dataclass(frozen=True)
 class WeightsResult:
-    """Mean log-probability of a token: as served, with float32 caches in place of float16 ones, and all in
-    float32; None where caches are in float32 anyway, and if there is no memory for the last."""
+    """Holds the mean log-probability of a token: as served, with float32 caches in place of float16 ones, and
+    all in float32, from which those served have a mean ``distance``. None where caches are in float32 anyway,
+    and if there is no memory for the last."""
 
     num_tokens: int
     served: float
     wide_cache: float | None
     reference: float | None
+    distance: float | None
+    may_differ: bool = False  # the setting ``quantize`` has rounded them
+
+    @property
+    def failure(self) -> str:
+        """Rounding that kernels do to inputs, caches and sums is far below this limit."""
+        if self.distance is None or self.may_differ or self.distance < MAX_LOSS:
+            return ""
+        return f"log-probabilities are {self.distance:.2g} from those of the checkpoint's own weights"
 
     @property
     def in_words(self) -> str:
-        words = (
-            f"{self.served:.4f} a token (perplexity {math.exp(-self.served):.2f}), {self.num_tokens} tokens"
-        )
+        words = f"log-probability {self.served:.4f} a token (perplexity {math.exp(-self.served):.2f})"
+        words += f", {self.num_tokens} tokens"
         if self.wide_cache is not None:
             words += f"; with caches in float32 {self.wide_cache:.4f}"
-        if self.reference is None:
+        if self.reference is None or self.distance is None:
             return f"{words}; not compared with float32, which needs more memory than is free"
-        return f"{words}; in float32 {self.reference:.4f} ({math.exp(-self.reference):.2f})"
+        words += f"; in float32 {self.reference:.4f} ({math.exp(-self.reference):.2f})"
+        return f"{words}, {self.distance:.1g} away in the mean"
 
 
 def check_weights(
@@ -65,10 +77,10 @@ def check_weights(
     else:
         ids = list(tokenizer.encode(TEXT))
     ids = ids[: min(MAX_TOKENS, target.served.max_position or MAX_TOKENS)]
-    served, wide, reference = _mean_log_prob(target, ids), None, None
+    of_tokens, wide, reference, distance = _log_probs(target, ids), None, None, None
     if (cache_dtype := target.served.cache_dtype) == torch.float16:
         target.served.keep_cache_in(torch.float32)
-        wide = _mean_log_prob(target, ids)
+        wide = float(_log_probs(target, ids).mean())
         target.served.keep_cache_in(cache_dtype)
     if target.served.num_parameters * BYTES_PER_PARAMETER < free_memory(torch.device("cpu")):
         in_float32 = FreshModel(
@@ -77,11 +89,13 @@ def check_weights(
                 options, dtype=torch.float32, compact_weights=False, quantize="none", cache_dtype="float32"
             ),
         )
-        reference = _mean_log_prob(in_float32, ids)
-    return WeightsResult(len(ids) - 1, served, wide, reference)
+        exact = _log_probs(in_float32, ids)
+        reference, distance = float(exact.mean()), float((exact - of_tokens).abs().mean())
+    served = float(of_tokens.mean())
+    return WeightsResult(len(ids) - 1, served, wide, reference, distance, options.quantize != "none")
 
 
-def _mean_log_prob(model: FreshModel, ids: list[int]) -> float:
-    """Returns the mean over all tokens but the first."""
-    log_probs = model.logits(ids, model.vocab_size)[:-1].log_softmax(-1)
-    return float(log_probs.gather(1, torch.tensor(ids[1:], device=log_probs.device)[:, None]).mean())
+def _log_probs(model: FreshModel, ids: list[int]) -> torch.Tensor:
+    """Returns those of all tokens but the first."""
+    log_probs = model.logits(ids, model.vocab_size)[:-1].log_softmax(-1).cpu()
+    return log_probs.gather(1, torch.tensor(ids[1:])[:, None])

@@ -157,7 +157,7 @@ def _text_counts(histories: list[History], vocab_size: int, device: torch.device
     ]
     texts = prompts + [history.output for history in histories]
     counts = [torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size) for ids in texts]
-    return send(torch.stack(counts).float().unflatten(0, (2, len(histories))), device)
+    return send(torch.stack(counts).float().view(2, len(histories), -1), device)
 
 
 def _counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, num_positions: int) -> torch.Tensor:

@@ -71,7 +71,7 @@ def serve_help() -> str:
 
 
 # Commands whose first word may be the target, without its flag.
-TARGET_FIRST = {"chat": ["[target]"]}
+TARGET_FIRST = {"chat": ["[target]"], "check": ["[target]"]}
 
 
 def command_help(command: str, kind: type[BaseModel]) -> str:

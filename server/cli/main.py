@@ -67,7 +67,7 @@ examples:
   truedraft serve ./my-model --draft ./my-small-model --port 9000
   truedraft chat ./my-model.gguf
   truedraft generate "Once upon a time"
-  truedraft check --target ./my-model --draft ./my-small-model
+  truedraft check ./my-model --draft ./my-small-model
   truedraft verify-trace answer.json
   truedraft bench --base-url http://127.0.0.1:8000/v1 --concurrency 1,16 --rate 4
 """
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from truedraft.engine.commands.check import CheckSettings
             from truedraft.engine.commands.check import main as check
 
-            return in_terminal("check", lambda: check, CheckSettings, flags)
+            return in_terminal("check", lambda: check, CheckSettings, target_first(flags))
         case ["train-draft", *flags]:
             from truedraft.engine.commands.train_draft import TrainSettings
             from truedraft.engine.commands.train_draft import main as train_draft

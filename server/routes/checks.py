@@ -41,12 +41,7 @@ def check_fields(body: RequestPart, services: Services) -> Leniency:
         ("stop", len(stops), "stop strings", "max_stop_strings"),
         ("stop", sum(map(len, stops)), "characters of stop strings", "max_stop_characters"),
         ("tools", len(getattr(body, "tools", None) or []), "tools", "max_tools"),
-        (
-            "metadata",
-            sum(len(each) for pair in metadata.items() for each in pair),
-            "characters",
-            "max_metadata",
-        ),
+        ("metadata", size, "characters of metadata", "max_metadata"),
     )
     for param, number, what, limit in held:
         most = getattr(settings, limit)

@@ -2,28 +2,34 @@
 
 import io
 import json
-from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from scipy import stats
 
 from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import TOKENIZERS, save_tokenizer
 from tests.models import save_random_llama
 from truedraft.engine.build import build_engine
-from truedraft.engine.commands import check, check_drafts, check_grammar, check_report, check_speed
+from truedraft.engine.commands import (
+    check,
+    check_drafts,
+    check_grammar,
+    check_law,
+    check_report,
+    check_speed,
+)
 from truedraft.engine.commands.check_drafts import DraftResult
-from truedraft.engine.commands.check_exactness import chi_square
+from truedraft.engine.commands.check_exactness import Resolution
 from truedraft.engine.commands.check_speed import Costs, Speed
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.messages import SamplingParams
+from truedraft.engine.messages import RoundOrigin, SamplingParams
 from truedraft.engine.proposers.translated.pairing import compare_tokenizers
 from truedraft.engine.sampling import sampler as sampler_module
 from truedraft.engine.sampling.verify import RowVerdict, Verdict
@@ -49,7 +55,7 @@ def test_an_exact_pair_passes(models: Models, capsys: pytest.CaptureFixture[str]
     code, report = run_check(models.target, models.close_draft, capsys)
     assert code == 0
     assert report["exact"]
-    assert report["verdict"].startswith("exact")
+    assert report["verdict"].startswith("Exact. ")
     assert report["greedy"]["differences"] == []
     assert "end-of-sequence" in report["grammar"]["reason"]
     assert [result["verification"] for result in report["sampling"]] == ["rejection", "block", "coupled"]
@@ -96,7 +102,7 @@ def test_the_report_for_people(models: Models, capsys: pytest.CaptureFixture[str
         == 0
     )
     output = capsys.readouterr().out
-    for words in ("padded sizes 16 and 24", "identical to plain decoding", "p = ", "speed-up", "exact"):
+    for words in ("padded sizes 16 and 24", "identical to plain decoding", "p = ", "speed-up", "Exact. "):
         assert words in output
 
 
@@ -108,7 +114,7 @@ def test_without_a_draft(models: Models, capsys: pytest.CaptureFixture[str]) -> 
     assert report["greedy"]["num_tokens"] > 0
     assert [speed["num_speculative_tokens"] for speed in report["ngrams"]] == [2, 4, 8]
     assert all(0 <= speed["acceptance_rate"] <= 1 < speed["tokens_per_second"] for speed in report["ngrams"])
-    assert "no draft model drafts; n-grams, which auto drafts where they pay" in report["verdict"]
+    assert report["verdict"].startswith("Exact. No draft model drafts. N-grams alone, on a text that")
 
 
 def test_nothing_is_measured_where_speculation_is_off(
@@ -118,7 +124,7 @@ def test_nothing_is_measured_where_speculation_is_off(
     assert check.main(read_options(check.CheckSettings, options)) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["speeds"], report["ngrams"], report["drafts"]) == ([], [], [])
-    assert report["verdict"] == "exact; no draft model drafts"
+    assert report["verdict"] == "Exact. No draft model drafts."
 
 
 def test_what_cannot_be_loaded(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +156,7 @@ def accept_every_greedy_draft(logits: torch.Tensor, drafted: list[list[int]]) ->
     [
         ("verify_rejection", accept_everything, "another distribution under rejection"),
         ("verify_block", accept_everything, "another distribution under block"),
-        ("verify_greedy", accept_every_greedy_draft, "greedy decoding differs"),
+        ("verify_greedy", accept_every_greedy_draft, "greedy text differs"),
     ],
 )
 def test_a_broken_engine_is_not_exact(
@@ -168,16 +174,42 @@ def test_a_broken_engine_is_not_exact(
     assert words in report["verdict"]
 
 
-def test_chi_square_agrees_with_scipy() -> None:
-    law = {(0,): 0.5, (1,): 0.3, (2,): 0.2}
-    counts = Counter({(0,): 520, (1,): 290, (2,): 190})
-    p_value, num_cells = chi_square(counts, law)
-    assert p_value == pytest.approx(stats.chisquare([520, 290, 190], [500, 300, 200]).pvalue)
-    assert num_cells == 3
+def test_uniformity_agrees_with_simulation() -> None:
+    """The share of uniform samples with a p-value below a limit is about the limit."""
+    generator = np.random.default_rng(3)
+    p_values = np.array([check_law.uniformity(generator.random(60)) for _ in range(20_000)])
+    for limit in (0.05, 0.01):
+        assert 0.8 * limit < (p_values < limit).mean() < 1.2 * limit
+    assert check_law.uniformity(generator.random(400) ** 1.3) < 1e-3
+    assert check_law.uniformity(0.5 + 0.4 * (generator.random(400) - 0.5)) < 1e-9
 
 
-def test_chi_square_sees_the_impossible() -> None:
-    assert chi_square(Counter({(0,): 990, (7,): 10}), {(0,): 1.0})[0] == 0
+def test_a_shift_that_would_show_does() -> None:
+    """In 9 of 10 samples, as the report says."""
+    generator = np.random.default_rng(5)
+    number, num_tests = 1000, 30
+    slope = 4 * check_law.detectable(number, num_tests)
+    found = 0
+    for _ in range(100):
+        candidates = generator.random((2, 4 * number))
+        numbers = candidates[0, candidates[1] * (1 + slope) < 1 + slope * (1 - 2 * candidates[0])][:number]
+        found += check_law.uniformity(numbers) * num_tests < check_law.SIGNIFICANCE
+    assert found >= 85
+
+
+def test_positions_are_those_that_rounds_reach() -> None:
+    """Three drafts of which one is accepted, then two that both are, after a token of the prompt's pass."""
+    origins = [
+        RoundOrigin("none", 0, 0, 1),
+        RoundOrigin("draft_model", 3, 1, 2),
+        RoundOrigin("draft_model", 2, 2, 3),
+    ]
+
+    def places(is_block: bool) -> list[set[str]]:
+        return [each - {"all", "2 and later"} for each in check_law.positions_of(origins, is_block)]
+
+    assert places(False) == [{"undrafted"}, {"1"}, {"2"}, {"1"}, {"2"}, {"bonus"}]
+    assert places(True) == [{"undrafted"}, {"1"}, {"2"}, {"3", "1"}, {"2"}, {"bonus"}]
 
 
 class FakeTokenizer:
@@ -243,17 +275,22 @@ def speed(length: int, ratio: float) -> Speed:
 @pytest.mark.parametrize(
     ("ratios", "setting", "words"),
     [
-        ({2: 1.2, 4: 1.4}, 4, "exact; speculation pays: 1.40 times as fast at 4 tokens"),
-        ({2: 1.5, 4: 0.9}, "auto", "1.50 times as fast at 2 tokens; leave the length to auto"),
+        ({2: 1.2, 4: 1.4}, 4, "Exact. The draft model makes it 1.40 times as fast (4 tokens)."),
+        (
+            {2: 1.5, 4: 0.9},
+            "auto",
+            "Exact. The draft model makes it 1.50 times as fast (2 tokens). Keep the length at auto.",
+        ),
         (
             {2: 1.5, 4: 0.9},
             4,
-            "1.50 times as fast at 2 tokens (0.90 at 4); use --num-speculative-tokens auto",
+            "Exact. The draft model makes it 1.50 times as fast (2 tokens). With 4 tokens it is 0.90 times: "
+            "set the length to auto.",
         ),
         (
             {2: 0.9, 4: 0.8},
             "auto",
-            "exact, but speculation loses: 0.90 times as fast at best; leave out the draft",
+            "Exact. The draft model makes it slower: 0.90 times at best. Leave it out (--draft none).",
         ),
     ],
 )
@@ -261,25 +298,25 @@ def test_the_verdict_says_what_to_do(
     ratios: dict[int, float], setting: int | Literal["auto"], words: str
 ) -> None:
     speeds = [speed(length, ratio) for length, ratio in ratios.items()]
-    assert words in check_report.verdict_of([], speeds, [], setting)
+    assert check_report.verdict_of([], speeds, [], setting, "draft_model") == words
 
 
 def test_a_grammar_whose_text_differs_is_not_exact() -> None:
-    greedy = check_report.GreedyResult(1, 0, [])
-    grammar = check_report.GrammarResult(check_report.GreedyResult(1, 0, ["token 1 differs"]), (1.0, 1.0))
-    compared = check_report.Comparisons(greedy, check_report.PositionsResult(greedy, [], []), grammar, [])
-    assert compared.failures == ["greedy text of a grammar differs"]
-    assert (
-        check_report.verdict_of(compared.failures, [], [], "auto")
-        == "NOT EXACT: greedy text of a grammar differs"
-    )
+    greedy = check_report.GreedyResult(1)
+    differs = check_report.GreedyResult(1, 0, ["token 1 differs"], name="greedy text of a grammar")
+    grammar = check_report.GrammarResult(differs, (1.0, 1.0))
+    positions = check_report.PositionsResult(greedy, [], [])
+    compared = check_report.Comparisons(None, greedy, positions, grammar, [])
+    assert compared.failures == ["greedy text of a grammar differs: token 1 differs"]
+    verdict = check_report.verdict_of(compared.failures, [], [], "auto", "draft_model")
+    assert verdict == "NOT EXACT: greedy text of a grammar differs: token 1 differs."
 
 
 def test_text_of_a_grammar() -> None:
     """Forced tokens are drafted; without a tokenizer the report says why nothing is compared."""
     core = build_engine(EngineConfig(device="cpu"))
     prompt = list(range(5))
-    result = check_grammar.check_grammar(core, [prompt], (0, 4), 16, 1e-3)
+    result = check_grammar.check_grammar(core, [prompt], (0, 4), 16, Resolution(0.0, 0.0))
     assert (result.greedy.num_tokens, result.greedy.differences, result.reason) == (32, [], "")
     assert 0 < result.mask_microseconds[0] <= result.mask_microseconds[1]
     assert sum(core.snapshot().accepted_tokens_per_position) > 0
