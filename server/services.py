@@ -18,6 +18,7 @@ from fastapi import Depends, Request
 from truedraft.engine.messages import Ready
 from truedraft.server.errors import NotReadyError
 from truedraft.server.http.work import Work
+from truedraft.server.observability.loop_lag import LoopMonitor, log_late
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.settings import Settings
 from truedraft.server.text.grammar.validator import GrammarValidator
@@ -56,6 +57,7 @@ class Services:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self._is_draining = False
+        self._loop_monitor = LoopMonitor(late_after=settings.loop_lag_warning, on_late=log_late)
         metrics.requests.ready.set_function(lambda: self.not_ready_reason() is None)
         metrics.requests.running.set_function(lambda: engine.num_running)
         metrics.requests.waiting.set_function(lambda: engine.num_waiting)
@@ -63,10 +65,12 @@ class Services:
 
     async def start(self) -> None:
         """Begin to load both; returns at once, so that the port opens before the models are there."""
+        self._loop_monitor.start()
         self._tokenizer = in_daemon_thread(self._load_tokenizer)
         self.engine.start()
 
     async def stop(self) -> None:
+        self._loop_monitor.stop()
         await self.engine.stop()
         await self.grammar_validator.stop()
         self.work.stop()

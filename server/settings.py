@@ -117,6 +117,13 @@ class ServerSettings(BaseModel):
     log_format: Literal["text", "json"] = Field(
         "text", description="json: every line of the log is an object, with a request's figures as numbers."
     )
+    loop_lag_warning: float = Field(
+        1.0,
+        ge=0.05,
+        le=3600,
+        description="Seconds that the event loop may be held up before a warning names the function that"
+        " holds it. Another follows whenever that time has doubled.",
+    )
     otel: bool = Field(
         False,
         description="Export traces of requests, and metrics, by OpenTelemetry to "
