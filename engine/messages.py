@@ -79,8 +79,9 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
     ``prediction_token_ids`` is what the client expects every sequence to say, or most of it; None if it did
     not say. It is drafted from if ``params.method`` leaves that open or asks for it.
-    Lower ``priority`` goes first. With ``cache_prompt`` the request shares computed prefixes with others
-    of the same ``cache_salt``.
+    Lower ``priority`` goes first, and of the same priority lower ``place``. The sequences of one ``tenant``
+    do not shut out those of another; its name means nothing to the worker. With ``cache_prompt`` the request
+    shares computed prefixes with others of the same ``cache_salt``.
     """
 
     request_id: str
@@ -91,6 +92,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     cache_prompt: bool = True
     cache_salt: str = ""
+    place: int = 0
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -275,7 +278,7 @@ class Stats(msgspec.Struct, frozen=True):
     num_waiting: int
     num_speculative_tokens: float
     cache_usage: dict[str, float]
-    num_preemptions: int
+    num_preemptions: int  # for want of cache blocks
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache
     num_prefix_hits: int
     drafts: dict[str, DraftCounts]
@@ -283,6 +286,7 @@ class Stats(msgspec.Struct, frozen=True):
     accepted_tokens_per_position: list[int]
     phase_seconds: dict[str, float]
     num_rows: dict[str, int] = {}
+    num_yields: int = 0  # sequences put back for a tenant that had none running
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

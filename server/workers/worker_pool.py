@@ -22,9 +22,6 @@ from truedraft.server.workers.worker_client import EngineState, WorkerClient
 
 logger = logging.getLogger("truedraft.worker")
 
-# Above every place in a line of ``FairShare``, and small enough for priorities of 32 bits.
-MAX_PLACE = 2**31
-
 # Prompt tokens in a worker's prefix cache that outweigh one of its open sequences.
 TOKENS_PER_SEQUENCE = 256
 
@@ -101,15 +98,15 @@ class WorkerPool:
     def abandon(self) -> None:
         self._requests.fail_all(ShuttingDownError("The server is shutting down."))
 
-    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
-        self._requests.check_room(num_sequences, num_tokens)
+    def check_room(self, num_sequences: int, num_tokens: int = 0, key: str = "") -> None:
+        self._requests.check_room(num_sequences, num_tokens, key)
 
     def submit(self, requests: Sequence[Generate], key: str = "") -> EngineStream:
         state = self.state
         if state.status != "ready":
             raise NotReadyError(state.reason)
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self.check_room(sum(request.n for request in requests), num_tokens)
+        self.check_room(sum(request.n for request in requests), num_tokens, key)
         requests = [self._in_line(request, key) for request in requests]
         stream = EngineStream(requests, self._abort)
         try:
@@ -122,11 +119,10 @@ class WorkerPool:
         return stream
 
     def _in_line(self, request: Generate, key: str) -> Generate:
-        """Returns the request with a priority made of its own first, and then of its key's place."""
-        place = self._requests.priority(request, key)
-        if not place:
+        """Returns the request with its key, and its place in that one's line."""
+        if not key:
             return request
-        return msgspec.structs.replace(request, priority=request.priority * MAX_PLACE + place)
+        return msgspec.structs.replace(request, tenant=key, place=self._requests.place(request, key))
 
     def _assign(self, request: Generate) -> None:
         """Assigns a request to the ready worker where it costs least; there must be one."""
