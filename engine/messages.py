@@ -33,6 +33,10 @@ NgramChoice = Literal["most_recent", "most_frequent"]
 HeadOutput = Literal["own", "int4"]
 
 
+# The code of ``Failed`` of a worker whose files of weights were changed while it read them.
+WEIGHTS_CHANGED: Final = "weights_changed"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """A request draws its tokens by these. Ranges are checked by the front end, limits by the engine.
 

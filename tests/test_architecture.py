@@ -39,6 +39,7 @@ BORDER = (
     "engine.machine.limits",
     "engine.machine.openmp",
     "engine.terminal",
+    "engine.text.abandoned",
     "engine.text.detokenizer",
     "engine.text.schema.cleaning",
     "engine.text.schema.formats",
@@ -83,7 +84,7 @@ FLOORS = {
     ),
     "server": (
         {"errors", "settings", "version"},
-        {"leniency", "turns"},
+        {"leniency", "stages", "turns"},
         {"schemas"},
         {"text"},
         {"observability"},

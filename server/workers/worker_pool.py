@@ -8,7 +8,7 @@ HTTP routes. Built by ``server.cli.launch``.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -47,6 +47,7 @@ class WorkerPool:
         self._requests = OpenRequests(limits or QueueLimits())
         self._looks_at_prefixes = shares_prefixes and len(workers) > 1
         self._known_prefixes = [KnownPrefixes() for _ in workers]
+        self.when_weights_changed: Callable[[], None] = lambda: None
 
     @property
     def state(self) -> EngineState:
@@ -154,6 +155,9 @@ class WorkerPool:
 
     def request_failed(self, request_id: str, error: ApiError) -> None:
         self._requests.fail(request_id, error)
+
+    def weights_changed(self) -> None:
+        self.when_weights_changed()
 
     def worker_ready(self, number: int) -> None:
         for request in self._requests.unassigned():

@@ -23,6 +23,7 @@ from truedraft.server.schemas.structured import (
     StructuredOutputs,
 )
 from truedraft.server.schemas.tools import FunctionDefinition
+from truedraft.server.stages import timed
 from truedraft.server.text.grammar.tool_schemas import loosen
 from truedraft.server.text.grammar.validator import GrammarValidator
 from truedraft.server.text.tokenizer import Tokenizer
@@ -80,7 +81,20 @@ async def structured_grammar(
     wanted = _wanted(request, tools)
     if wanted is None:
         return NO_GRAMMAR
+    with timed("grammar"):
+        return await _grammar_of(wanted, tokenizer, checks, leniency, tools, reasoning, key, run)
 
+
+async def _grammar_of(
+    wanted: Wanted,
+    tokenizer: Tokenizer,
+    checks: GrammarValidator,
+    leniency: Leniency,
+    tools: ToolUse | None,
+    reasoning: Reasoning | None,
+    key: str,
+    run: RunInThread,
+) -> Grammar:
     async def error_alone(function: FunctionDefinition) -> str:
         assert tools is not None
         try:
