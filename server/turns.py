@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 
 from truedraft.server.errors import QueueFullError
 
-# The place of what has had a turn before: ahead of all that is new.
-GOING_ON = -1
-
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
     weight: int
     place: int  # what its line will have been served when it goes, if nothing lighter comes
+    charge: int  # what its line is served with it
     granted: asyncio.Future[None]
 
 
@@ -40,10 +38,9 @@ class Turns:
     What weighs more than most of that counts as most of it, so that small work still fits in. The line
     of the key that was served least goes first, and in it the lightest; what waits gets lighter as others of
     its line are served: so a small piece waits for none of the large ones before it, and a large one not
-    for ever. What goes on with work that has had its turn goes before what is new in its line, and is not
-    charged again. A key with work that has not ended leaves the last of ``parallel`` and a part of
-    ``capacity`` to keys that have none. ``max_waiting`` bounds the lines together; a key within its even
-    share of that is let in anyhow.
+    for ever. What goes on with work that has had its turn is not charged again. A key with work that has not
+    ended leaves the last of ``parallel`` and a part of ``capacity`` to keys that have none. ``max_waiting``
+    bounds the lines together; a key within its even share of that is let in anyhow.
     """
 
     def __init__(self, what: str, capacity: int, parallel: int, max_waiting: int) -> None:
@@ -64,13 +61,13 @@ class Turns:
         self, weight: int, key: str = "", *, may_refuse: bool = True, goes_on: bool = False
     ) -> "Turn":
         """Wait for the turn, which has to be ended; ``QueueFullError`` if too much waits. What ``goes_on``
-        has waited before, and is not refused."""
+        has had a turn before: it is not charged or refused."""
         weight = min(weight, self._most_for_one_key)
         line = self._lines.setdefault(key, _Line(key))
         if not line.waiting:
             line.served = max(line.served, self._now)
-        place = GOING_ON if goes_on else line.served + weight
-        waiter = _Waiter(weight, place, asyncio.get_running_loop().create_future())
+        granted = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(weight, line.served + weight, 0 if goes_on else weight, granted)
         line.waiting.append(waiter)
         self._go_on()
         try:
@@ -103,8 +100,7 @@ class Turns:
             waiter = line.next_waiter()
             line.waiting.remove(waiter)
             self._now = line.served
-            if waiter.place != GOING_ON:
-                line.served += waiter.weight
+            line.served += waiter.charge
             if waiter.granted.done():
                 continue  # given up a moment ago
             self.weight_at_work += waiter.weight

@@ -39,12 +39,12 @@ class Work:
 
     def __init__(self, settings: RequestSettings) -> None:
         self.request_timeout = settings.request_timeout
-        num_threads = min(32, len(os.sched_getaffinity(0)) + 4)
-        self._threads = ThreadPoolExecutor(num_threads, "work")
+        self.num_threads = min(32, len(os.sched_getaffinity(0)) + 4)
+        self._threads = ThreadPoolExecutor(self.num_threads, "work")
         self.turns = Turns(
             "the server to read and write what others sent",
             settings.work_memory,
-            num_threads,
+            self.num_threads,
             settings.max_queued_sequences,
         )
         self._num_abandoned: Counter[str] = Counter()

@@ -50,7 +50,6 @@ REFUSAL_CODES = frozenset(
 SIGNALS = {
     signal.SIGBUS: " (SIGBUS): a file that it reads while it serves was cut off or cannot be read any more. "
     "Replace files of weights by renaming another one over them",
-    signal.SIGKILL: " (SIGKILL), by the system if it ran out of memory",
 }
 
 # A worker that served this long before it died is restarted without delay. Loading does not count.
@@ -186,11 +185,8 @@ class WorkerClient:
             if time.monotonic() - self._ready_since >= STABLE_SECONDS:
                 backoff, num_in_a_row = self._first_backoff_seconds, 0
             num_in_a_row += 1
-            if (
-                not self._first_load_over.is_set()
-                or self._weights_changed
-                and self._on_changed_weights == "stop"
-            ):
+            must_stop = self._weights_changed and self._on_changed_weights == "stop"
+            if must_stop or not self._first_load_over.is_set():
                 self._state = self._state_after("failed", reason)
             elif num_in_a_row > self._max_restarts:
                 again = f"It had been restarted {self._max_restarts} times (max_worker_restarts)."
