@@ -54,7 +54,7 @@ PROVOKING: dict[str, tuple[str, str, str]] = {
     ),
     "TruedraftEventLoopBlocked": (
         f'truedraft_event_loop_lag_seconds_bucket{{{SERVER}, le="1.0"}}',
-        "0+600x26 15599+600x3",
+        "0+600x27 16799+600x2",
         "0+600x30",
     ),
     "TruedraftCacheFull": (

@@ -203,7 +203,7 @@ def test_probes_are_answered_above_the_limit(
         (["Transfer-Encoding: xchunked"], 501, "unknown_transfer_coding"),
         (["Transfer-Encoding: identity"], 501, "unknown_transfer_coding"),
         (["Transfer-Encoding: chunked", "Transfer-Encoding: chunked"], 400, "invalid_http"),
-        (["Transfer-Encoding: chunked, chunked"], 501, "unknown_transfer_coding"),
+        (["Transfer-Encoding: chunked, chunked"], 400, "invalid_http"),
     ],
     ids=str,
 )

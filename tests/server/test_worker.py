@@ -426,7 +426,7 @@ def test_workers_that_die_while_they_load_count_however_long_that_takes(
 def test_what_follows_when_weights_are_written_over(
     monkeypatch: pytest.MonkeyPatch, setting: Literal["restart", "stop"]
 ) -> None:
-    """A worker that loads other weights than the one before it says so to whoever has a tokenizer of theirs."""
+    """A worker that loads other weights than the one before it says so to who has a tokenizer of theirs."""
     client = WorkerClient(EngineConfig(target="m.gguf"), WorkerMetrics(), on_changed_weights=setting)
     num_runs = 0
     owner = Mock()
