@@ -282,7 +282,7 @@ class Stats(msgspec.Struct, frozen=True):
     num_waiting: int
     num_speculative_tokens: float
     cache_usage: dict[str, float]
-    num_preemptions: int  # for want of cache blocks
+    num_preemptions: int  # sequences put back because cache blocks had run out
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache
     num_prefix_hits: int
     drafts: dict[str, DraftCounts]

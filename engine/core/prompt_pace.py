@@ -4,7 +4,7 @@ from truedraft.engine.core.step import Kind, StepPlan, StepResult
 
 # A step takes so many tokens of prompts at least, if there are any.
 FEWEST_TOKENS = 16
-# As many are tried at first. It takes few steps to learn what is right.
+# Steps begin with so many; it takes few of them to learn what is right.
 FIRST_TOKENS = 256
 
 

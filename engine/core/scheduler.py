@@ -73,8 +73,8 @@ class Scheduler:
         self._catch_up_budget = 0  # tokens that draft caches may still catch up with in this step
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.num_preemptions = 0  # for want of blocks
-        self.num_yields = 0  # for a tenant that had nothing running
+        self.num_preemptions = 0  # sequences put back because blocks had run out
+        self.num_yields = 0  # sequences put back for a tenant that had none running
         self.num_prefix_queries = 0  # prompt tokens looked up in the cache
         self.num_prefix_hits = 0  # prompt tokens found there
         self._arrivals = count()
@@ -245,7 +245,7 @@ class Scheduler:
             most = budget if is_newcomer else budget - kept
             shares_prompt = sequence.request_id in computing and self._uses_prefix_cache(sequence)
             if most <= 0 or shares_prompt:
-                continue  # for a prompt that is being computed; others need not wait for that, too
+                continue  # it waits for a prompt that is being computed, which others need not wait for
             admitted = self._admit(sequence, most)
             if admitted is None:
                 break

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 30.0
 # So many run at most. An API key that has one leaves the last one to others.
 MAX_PROCESSES = 3
 # Another one is started where all that run have been at work for so long.
-PATIENCE_SECONDS = 0.5
+HELD_UP_SECONDS = 0.5
 LOOK_SECONDS = 0.05
 # A process that a template has brought down itself ends so.
 TOO_LONG = -signal.SIGPROF
@@ -149,13 +149,13 @@ class TemplateProcesses:
 
     def _take(self, key: str) -> TemplateProcess:
         """Waits for a process; those that do not run yet are for when the others are held up."""
-        is_patient_until = time.monotonic() + PATIENCE_SECONDS
+        may_start_at = time.monotonic() + HELD_UP_SECONDS
         with self._changed:
             while True:
-                others = key and self._num_at_work[key] > 0
+                is_served = key and self._num_at_work[key] > 0
                 is_alone = not self._num_at_work.total()
-                may_start = is_alone or time.monotonic() >= is_patient_until
-                if len(self._idle) > bool(others):
+                may_start = is_alone or time.monotonic() >= may_start_at
+                if len(self._idle) > bool(is_served):
                     for process in sorted(self._idle, key=lambda one: one.pid is None):
                         if may_start or process.pid is not None:
                             self._idle.remove(process)

@@ -106,8 +106,8 @@ class WorkerClient:
         self._timeouts = timeouts
         self._max_restarts = max_restarts
         self._on_changed_weights = on_changed_weights
-        self._weights_changed = False  # under the worker that has just ended
-        self._fingerprint = ""  # of the last worker that was ready
+        self._weights_changed = False  # they did while the last worker read them
+        self._fingerprint = ""  # the last worker's that was ready
         self._first_backoff_seconds = first_backoff_seconds
         self._max_backoff_seconds = max_backoff_seconds
         self._state = EngineState("loading", "The models are loading.")

@@ -224,7 +224,7 @@ class Held:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TemplateProcesses, list[Held]]]:
-    monkeypatch.setattr(template_process, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(template_process, "HELD_UP_SECONDS", 0.0)
     made = TemplateProcesses()
     held = [Held() for _ in made._idle]
     made._idle = list(held)  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ def test_others_are_started_only_where_one_is_held_up(
     pool: tuple[TemplateProcesses, list[Held]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes, held = pool
-    monkeypatch.setattr(template_process, "PATIENCE_SECONDS", 1000.0)
+    monkeypatch.setattr(template_process, "HELD_UP_SECONDS", 1000.0)
     for number in range(5):
         assert ask_as("", processes, n=number) == {"n": number}
     assert [each.begun.is_set() for each in held] == [True, False, False]
