@@ -56,7 +56,7 @@ LONG = (Row("1 prompt of 4,000 tokens", prompts_of(1, 4000, max_tokens=2), leave
 
 LOADS: dict[str, Row | None] = {
     "alone": None,
-    "64 long prompts": Row("", prompts_of(64, 900, max_tokens=900)),
+    "64 long prompts": Row("", prompts_of(64, 900, max_tokens=100)),
     "n = 128": Row("", {"prompt": STORY, "n": 128, "max_tokens": 900} | ENDLESS),
     "256 requests": Row("", {"prompt": STORY, "max_tokens": 900} | ENDLESS, times=256),
 }
@@ -114,11 +114,13 @@ def light_times(server: Server, seconds: float) -> list[float]:
     return times
 
 
-def measure_light(settings: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure_light(settings: Sequence[str], parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     given = ("--api-keys", f"{HOSTILE},{NEIGHBOUR}", "--host", "127.0.0.1", "--num-threads", "1", *settings)
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *given) as server:
         light_times(server, 1.0)
         for name, row in LOADS.items():
+            if not all(part in name for part in parts):
+                continue
             with loaded(server, row):
                 times = light_times(server, LIGHT_SECONDS)
             yield {
@@ -142,7 +144,7 @@ def main() -> int:
     settings = PUBLIC if arguments.public else ()
     found = []
     if arguments.light:
-        for result in measure_light(settings):
+        for result in measure_light(settings, arguments.rows):
             print(
                 "{load:20} {number:5} requests  p50 {p50:.3f}  p99 {p99:.3f}  most {most:.3f}".format(
                     **result
