@@ -47,7 +47,7 @@ REFUSAL_CODES = frozenset(
 )
 
 # What signals of a worker's end tell.
-SIGNALS = {
+SIGNALS: dict[int, str] = {
     signal.SIGBUS: " (SIGBUS): a file that it reads while it serves was cut off or cannot be read any more. "
     "Replace files of weights by renaming another one over them",
 }

@@ -50,7 +50,6 @@ ROWS = (
         leave_after=20,
     ),
     Row("64 prompts of 900 tokens", prompts_of(64, 900, max_tokens=100), leave_after=20),
-    Row("256 requests", {"prompt": STORY, "max_tokens": 200} | ENDLESS, times=256, leave_after=20),
 )
 LONG = (Row("1 prompt of 4,000 tokens", prompts_of(1, 4000, max_tokens=2), leave_after=20),)
 
@@ -70,7 +69,7 @@ def loaded(server: Server, row: Row | None) -> Iterator[None]:
 
     def send() -> None:
         assert row is not None
-        with httpx.Client(timeout=300) as client:
+        with httpx.Client(timeout=300, verify=False) as client:
             while not has_ended.is_set():
                 body = {"model": MODEL, "stream": True} | row.body
                 url = f"{server.url}{row.path}"
