@@ -237,15 +237,18 @@ class Scheduler:
                 budget -= part.num_tokens
         if not has_place:
             return scheduled
-        computing = {sequence.request_id for sequence in prompts}
+        ends = {sequence.request_id: False for sequence in prompts}  # whether its prompt does in this step
+        ends |= {part.sequence.request_id: part.completes for part in scheduled}
         for sequence in [*newcomers, *(one for one in self.waiting if one not in newcomers)]:
             if budget <= 0 or len(self.running) >= self.max_num_sequences:
                 break
             is_newcomer = len(sequence.token_ids) <= long or sequence in newcomers
             most = budget if is_newcomer else budget - kept
-            shares_prompt = sequence.request_id in computing and self._uses_prefix_cache(sequence)
+            shares_prompt = sequence.request_id in ends and self._uses_prefix_cache(sequence)
+            if shares_prompt and ends[sequence.request_id]:
+                break  # it starts with the next step, when the prompt is there
             if most <= 0 or shares_prompt:
-                continue  # it waits for a prompt that is being computed, which others need not wait for
+                continue  # it waits for a prompt that takes longer, which others need not wait for
             admitted = self._admit(sequence, most)
             if admitted is None:
                 break
@@ -254,7 +257,7 @@ class Scheduler:
             budget -= num_tokens
             kept -= min(kept, num_tokens) if is_newcomer else 0
             if not sequence.is_decoding:
-                computing.add(sequence.request_id)
+                ends[sequence.request_id] = admitted.completes
         return scheduled
 
     def _reserve_rounds(self, rows: list[ScheduledSequence], max_rounds: int) -> int:
