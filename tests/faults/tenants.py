@@ -113,11 +113,13 @@ def light_times(server: Server, seconds: float) -> list[float]:
     return times
 
 
-def measure_light(settings: Sequence[str], parts: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure_light(
+    settings: Sequence[str], loads: dict[str, Row | None], parts: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     given = ("--api-keys", f"{HOSTILE},{NEIGHBOUR}", "--host", "127.0.0.1", "--num-threads", "1", *settings)
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *given) as server:
         light_times(server, 1.0)
-        for name, row in LOADS.items():
+        for name, row in loads.items():
             if not all(part in name for part in parts):
                 continue
             with loaded(server, row):
@@ -140,10 +142,13 @@ def main() -> int:
     parser.add_argument("--public", action="store_true", help="with configs/public.yaml")
     parser.add_argument("--json", type=Path, help="file to write the results to")
     arguments = parser.parse_args()
-    settings = PUBLIC if arguments.public else ()
+    settings, loads, rows = PUBLIC if arguments.public else (), LOADS, ROWS
+    if arguments.model:
+        named = ("--target", arguments.model, "--draft", "none", "--served-model-name", MODEL)
+        settings, loads, rows = (*settings, *named), {"alone": None, LONG[0].name: LONG[0]}, LONG
     found = []
     if arguments.light:
-        for result in measure_light(settings, arguments.rows):
+        for result in measure_light(settings, loads, arguments.rows):
             print(
                 "{load:20} {number:5} requests  p50 {p50:.3f}  p99 {p99:.3f}  most {most:.3f}".format(
                     **result
@@ -151,11 +156,9 @@ def main() -> int:
             )
             found.append(result)
     else:
-        rows = [replace(row, settings=settings) for row in ROWS]
-        if arguments.model:
-            named = ("--target", arguments.model, "--draft", "none", "--served-model-name", MODEL)
-            rows = [replace(row, settings=(*settings, *named)) for row in LONG]
-        for result in results([row for row in rows if all(part in row.name for part in arguments.rows)]):
+        named_rows = [row for row in rows if all(part in row.name for part in arguments.rows)]
+        chosen = [replace(row, settings=settings) for row in named_rows]
+        for result in results(chosen):
             figures = " ".join(f"{name} {result[name]:.2f}" for name in ("s", *LIMITS, "failed"))
             print(f"{result['name']:40} {result['answers']:14} {figures}", flush=True)
             found.append(result)
