@@ -262,6 +262,7 @@ def make_core(
             proposers=proposers,
             # What an encoder makes of a beginning depends on what follows.
             prefix_caching=config.prefix_caching and models.encoder_decoder is None,
+            prompt_seconds=config.prompt_seconds,
         ),
         admission=Admission(
             vocab_size=target.vocab_size,

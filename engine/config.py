@@ -198,6 +198,13 @@ class BatchingSettings(BaseModel):
         "than half of them and nothing can change in between: small models then spend "
         "less time around their passes. 0: every round is a step.",
     )
+    prompt_seconds: float = Field(
+        0.2,
+        ge=0,
+        description="Seconds that prompts should take of a step at most. Where they take longer, less of a "
+        "long prompt is computed in a step, so that other requests' tokens are not late; 16 tokens in any "
+        "case, and as long as decoding takes itself. 0: as much as max_num_batched_tokens allows.",
+    )
     stream_interval: float = Field(
         0.01,
         ge=0,

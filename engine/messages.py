@@ -33,6 +33,10 @@ NgramChoice = Literal["most_recent", "most_frequent"]
 HeadOutput = Literal["own", "int4"]
 
 
+# The code of ``Failed`` of a worker whose files of weights were changed while it read them.
+WEIGHTS_CHANGED: Final = "weights_changed"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """A request draws its tokens by these. Ranges are checked by the front end, limits by the engine.
 
@@ -79,8 +83,9 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
     ``prediction_token_ids`` is what the client expects every sequence to say, or most of it; None if it did
     not say. It is drafted from if ``params.method`` leaves that open or asks for it.
-    Lower ``priority`` goes first. With ``cache_prompt`` the request shares computed prefixes with others
-    of the same ``cache_salt``.
+    Lower ``priority`` goes first, and of the same priority lower ``place``. The sequences of one ``tenant``
+    do not shut out those of another; its name means nothing to the worker. With ``cache_prompt`` the request
+    shares computed prefixes with others of the same ``cache_salt``.
     """
 
     request_id: str
@@ -91,6 +96,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     cache_prompt: bool = True
     cache_salt: str = ""
+    place: int = 0
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -277,7 +284,7 @@ class Stats(msgspec.Struct, frozen=True):
     num_waiting: int
     num_speculative_tokens: float
     cache_usage: dict[str, float]
-    num_preemptions: int
+    num_preemptions: int  # sequences put back because cache blocks had run out
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache
     num_prefix_hits: int
     drafts: dict[str, DraftCounts]
@@ -285,6 +292,7 @@ class Stats(msgspec.Struct, frozen=True):
     accepted_tokens_per_position: list[int]
     phase_seconds: dict[str, float]
     num_rows: dict[str, int] = {}
+    num_yields: int = 0  # sequences put back for a tenant that had none running
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

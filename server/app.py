@@ -16,10 +16,11 @@ from starlette.middleware.cors import CORSMiddleware
 from truedraft.server.errors import kinds_of_errors
 from truedraft.server.http.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
 from truedraft.server.http.auth import KeyAuthMiddleware
-from truedraft.server.http.body_limit import BodyLimitMiddleware
+from truedraft.server.http.body_limit import BodyLimitMiddleware, HeldBodies
 from truedraft.server.http.error_handlers import install_error_handlers
 from truedraft.server.http.openapi import DESCRIPTION, TAGS, install_openapi
 from truedraft.server.http.request_id import RequestIdMiddleware
+from truedraft.server.http.work import Work
 from truedraft.server.observability import tracing
 from truedraft.server.observability.access_log import AccessLogMiddleware
 from truedraft.server.observability.metrics import Metrics
@@ -74,7 +75,7 @@ def create_app(
         _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)
     install_openapi(app, settings)
-    _add_middleware(app, settings, metrics)
+    _add_middleware(app, settings, metrics, services.work)
     return app
 
 
@@ -88,9 +89,17 @@ def _add_series(router: APIRouter, metrics: Metrics) -> None:
             )
 
 
-def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics, work: Work) -> None:
     """Innermost first: a preflight must pass CORS without a key, and every answer gets a request id."""
-    app.add_middleware(BodyLimitMiddleware, settings=settings, count_error=metrics.count_error)
+    held = HeldBodies(settings.max_held_bodies)
+    metrics.requests.held_bytes.set_function(lambda: held.num_bytes)
+    app.add_middleware(
+        BodyLimitMiddleware,
+        settings=settings,
+        count_error=metrics.count_error,
+        held=held,
+        num_abandoned=work.num_abandoned,
+    )
     if settings.api_keys:
         keys = [key.get_secret_value() for key in settings.api_keys]
         app.add_middleware(KeyAuthMiddleware, api_keys=keys, count_error=metrics.count_error)
@@ -118,7 +127,7 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
         count_error=metrics.count_error,
         count_answer=metrics.count_answer,
     )
-    app.add_middleware(AccessLogMiddleware)
+    app.add_middleware(AccessLogMiddleware, observe_stage=metrics.observe_stage)
     if settings.otel and is_exported("TRACES", os.environ):
         app.add_middleware(TracingMiddleware, provider=tracing.make_provider(), model=settings.model_name)
 

@@ -57,11 +57,22 @@ class Services:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self._is_draining = False
-        self._loop_monitor = LoopMonitor(late_after=settings.loop_lag_warning, on_late=log_late)
+        self._loop_monitor = LoopMonitor(
+            lambda lag: metrics.requests.loop_lag.observe(lag.seconds),
+            late_after=settings.loop_lag_warning,
+            on_late=log_late,
+        )
         metrics.requests.ready.set_function(lambda: self.not_ready_reason() is None)
         metrics.requests.running.set_function(lambda: engine.num_running)
         metrics.requests.waiting.set_function(lambda: engine.num_waiting)
+        metrics.requests.waiting_for_turn.set_function(lambda: self.work.turns.num_waiting)
         metrics.exposed.worker_pids = lambda: [worker.pid for worker in engine.workers]
+
+        engine.when_weights_changed = self._load_anew
+
+    def _load_anew(self) -> None:
+        """Other weights may have another tokenizer. No request is taken until it is there."""
+        self._tokenizer = in_daemon_thread(self._load_tokenizer)
 
     async def start(self) -> None:
         """Begin to load both; returns at once, so that the port opens before the models are there."""

@@ -27,6 +27,7 @@ from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
 ENV_PREFIX = "TRUEDRAFT_"
 BUNDLED_MODEL_NAME = "truedraft-demo"
 DEFAULT_PREFIX = "truedraft_"
+OnChangedWeights = Literal["restart", "stop"]
 
 
 def _split_commas(value: object) -> object:
@@ -98,6 +99,12 @@ class ServerSettings(BaseModel):
         ge=0,
         description="Restarts in a row after which the server gives up and exits with an error. Only "
         "workers that served for less than a minute count.",
+    )
+    on_changed_weights: OnChangedWeights = Field(
+        "restart",
+        description="What follows when a file that is read while serving (a GGUF file's embeddings) is "
+        "written over in place. restart: the worker says so and is replaced by one that loads the new file; "
+        "system_fingerprint changes. stop: the server ends with an error.",
     )
     workers: int | None = Field(
         None,

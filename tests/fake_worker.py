@@ -101,7 +101,7 @@ class FakeSequence:
     prompt: list[int]
     script: Iterator[int]
     num_cached_tokens: int
-    priority: int
+    priority: tuple[int, int]
     output: list[int] = field(default_factory=list)
     prediction: PredictionCursor | None = None
 
@@ -250,7 +250,7 @@ class FakeWorker:
                     request.prompt_token_ids,
                     self.script(self.reply_to(request), ignore_eos=request.params.ignore_eos),
                     self.take_over(request),
-                    request.priority,
+                    (request.priority, request.place),
                     prediction=_cursor(request),
                 )
             )

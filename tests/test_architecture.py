@@ -42,6 +42,7 @@ BORDER = (
     "engine.machine.limits",
     "engine.machine.openmp",
     "engine.terminal",
+    "engine.text.abandoned",
     "engine.text.detokenizer",
     "engine.text.schema",
     "engine.text.stop_strings",
@@ -94,7 +95,7 @@ FLOORS = {
     ),
     "server": (
         {"errors", "settings", "version"},
-        {"leniency", "turns"},
+        {"leniency", "stages", "turns"},
         {"schemas"},
         {"text"},
         {"observability"},

@@ -108,6 +108,8 @@ class Admission:
                 forced_end=self._forced_end(params),
                 target_blocks=BlockTable(num_encoder_tokens),
                 priority=request.priority,
+                place=request.place,
+                tenant=request.tenant,
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
                 prediction=PredictionCursor(prediction) if "prediction" in sources else None,

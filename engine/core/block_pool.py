@@ -70,6 +70,10 @@ class BlockPool:
         has_slot = table.state_slot is not None or self.has_slots(1)
         return has_slot and self.blocks_for(num_tokens) - len(table.block_ids) <= self.num_free
 
+    def num_owned(self, table: BlockTable) -> int:
+        """Counts the blocks that no other table has."""
+        return sum(self._num_users[block] == 1 for block in table.block_ids)
+
     def has_slots(self, num_tables: int) -> bool:
         """Tells whether ``num_tables`` more can have slots for states, where they need them."""
         return self.states is None or self.states.num_free >= num_tables

@@ -47,6 +47,7 @@ class EngineCore:
         result = self.runner.run(plan)  # draft, score, verify: one round, or several where they are short
         outputs = commit(plan, result, self.scheduler, self.stats)  # append, truncate, publish, finish, count
         self.planner.observe(plan, result)  # acceptance and costs
+        self.scheduler.pace.observe(plan, result)
         if self.vocabulary is not None:
             self.vocabulary.observe(plan, result)
         return outputs
@@ -93,6 +94,7 @@ class EngineCore:
             num_speculative_tokens=self._num_speculative_tokens,
             cache_usage=scheduler.cache_usage(),
             num_preemptions=scheduler.num_preemptions,
+            num_yields=scheduler.num_yields,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
             drafts=stats.drafts,

@@ -1,10 +1,12 @@
 """Decides which sequences take part in a step, and with how many tokens, in plain integers.
 
-By priority, then first come, first served. Running sequences go first, so that a long prompt never stalls
-the streams; prompts are computed in chunks with what is left of the step's token budget, less what earlier
-sequences have left in the cache. An encoder reads its prompt whole, so a step's last one may exceed the
-budget. When blocks run out, the last in order gives its own back and is computed anew later; its random
-numbers depend on positions only, so nothing it says changes.
+By priority, then first come, first served; a tenant that has nothing running goes before the others' second
+sequences, and one of these gives way to it where there is no room. Sequences that decode go first, so that a
+long prompt never stalls the streams; prompts are computed in chunks with what is left of the step's token
+budget, less what earlier sequences have left in the cache. Long ones leave a part of that to short ones that
+have just come. An encoder reads its prompt whole, so a step's last one may exceed the budget. When blocks run
+out, the last in order gives its own back and is computed anew later; its random numbers depend on positions
+only, so nothing it says changes.
 """
 
 import time
@@ -18,6 +20,7 @@ from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.planning import Planner
+from truedraft.engine.core.prompt_pace import PromptPace
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import (
@@ -27,14 +30,25 @@ from truedraft.engine.core.step import (
     ScheduledSequence,
     StepPlan,
 )
+from truedraft.engine.core.turns_of_tenants import (
+    all_that_may_give_way,
+    firsts_first,
+    next_to_give_way,
+    order,
+    shut_out,
+)
 from truedraft.engine.memory.block_table import BlockTable
+
+# A prompt that has more than this part of a step's token budget left is long. As much of the budget is for
+# others that have just come, while there are any.
+LONG_PART = 4
 
 
 class Scheduler:
-    """Owns the queue and the running set, both in order, and all block tables.
+    """Owns the queue, in order, the running set, and all block tables.
 
     ``proposers`` say which pools of theirs it hands out, and where a sequence is in them. ``planner`` decides
-    who drafts, and how much.
+    who drafts, and how much; ``pace`` how many of the budget's tokens prompts may have.
     """
 
     def __init__(
@@ -45,6 +59,7 @@ class Scheduler:
         planner: Planner,
         proposers: Sequences[Proposer] = (),
         prefix_caching: bool = True,
+        prompt_seconds: float = 0.0,
     ) -> None:
         self.target_pool = target_pool
         self.proposers = proposers
@@ -53,11 +68,13 @@ class Scheduler:
         self.max_num_sequences = max_num_sequences
         self.max_num_batched_tokens = max_num_batched_tokens
         self.planner = planner
+        self.pace = PromptPace(prompt_seconds)
         self.prefix_caching = prefix_caching
         self._catch_up_budget = 0  # tokens that draft caches may still catch up with in this step
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # sequences put back because blocks had run out
+        self.num_yields = 0  # sequences put back for a tenant that had none running
         self.num_prefix_queries = 0  # prompt tokens looked up in the cache
         self.num_prefix_hits = 0  # prompt tokens found there
         self._arrivals = count()
@@ -75,7 +92,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = next(self._arrivals)
         sequence.arrived = time.monotonic()
-        insort(self.waiting, sequence, key=_order)
+        insort(self.waiting, sequence, key=order)
 
     def finish(self, sequence: Sequence) -> None:
         """Forgets a sequence, running or waiting, and free its blocks."""
@@ -135,6 +152,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans the next step and reserves its blocks; the plan is empty if there is nothing to do."""
         started = time.perf_counter()
+        self.running = firsts_first(self.running)
+        newcomers = self._make_way()
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         choice = self.planner.choose(decoding)
         self._let_go()
@@ -144,22 +163,102 @@ class Scheduler:
         for sequence in self.running:
             if budget <= 0:
                 break
-            part = self._plan(sequence, budget, choice.drafts.get(sequence))
-            if self._reserve_or_preempt(sequence, part):
-                scheduled.append(part)
-                budget -= part.num_tokens + part.draft.num_first_drafts
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
-            admitted = self._admit(self.waiting[0], budget)
-            if admitted is None:
-                break
-            scheduled.append(admitted)
-            budget -= admitted.num_tokens + admitted.draft.num_first_drafts
+            if sequence.is_decoding:
+                part = self._plan(sequence, budget, choice.drafts.get(sequence))
+                if self._reserve_or_preempt(sequence, part):
+                    scheduled.append(part)
+                    budget -= part.num_tokens + part.draft.num_first_drafts
+        scheduled += self._plan_prompts(self.pace.within(budget), newcomers)
         rows = [part for part in scheduled if part.completes]
         needs = self._needs(scheduled)
         max_rounds = 1
         if rows and len(rows) == len(self.running) and Need.PROMPT not in needs:
             max_rounds = self._reserve_rounds(rows, choice.max_rounds)
         return StepPlan(scheduled, rows, needs, max_rounds, started, choice.option)
+
+    def _make_way(self) -> list[Sequence]:
+        """Takes places and blocks from tenants with several running sequences, for those with none. Returns
+        these tenants' first sequences, which go before what else waits."""
+        found = shut_out(self.waiting, self.running)
+        for sequence in found:
+            may_give_way = all_that_may_give_way(sequence, self.running)
+            if may_give_way and self._would_fit(sequence, may_give_way):
+                while not self._has_room_for(sequence):
+                    last = next_to_give_way(sequence, self.running)
+                    if last is None:
+                        break
+                    self._put_back(last)
+                    self.num_yields += 1
+        return found
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Tells whether a waiting sequence could start, whatever the cache has of it."""
+        return len(self.running) < self.max_num_sequences and all(
+            pool.can_begin([], sequence.length_after(sequence.num_speculative_tokens))
+            for pool, _ in self._shares(sequence)
+        )
+
+    def _would_fit(self, sequence: Sequence, others: Sequences[Sequence]) -> bool:
+        """Tells whether there would certainly be blocks for it without ``others``: nobody gives way
+        in vain."""
+        num_tokens = sequence.length_after(sequence.num_speculative_tokens)
+        given: dict[int, int] = {}
+        for other in others:
+            for pool, table in self._shares(other):
+                given[id(pool)] = given.get(id(pool), 0) + pool.num_owned(table)
+        return all(
+            pool.blocks_for(num_tokens) <= pool.num_free + given.get(id(pool), 0)
+            for pool, _ in self._shares(sequence)
+        )
+
+    def _plan_prompts(self, budget: int, newcomers: Sequences[Sequence]) -> list[ScheduledSequence]:
+        """Plans what is left of prompts, and admits waiting sequences, within ``budget`` tokens.
+
+        Long prompts share what they get evenly among their tenants, and leave a part to those that wait and
+        are short, or whose tenants have nothing running.
+        """
+        long = self.pace.within(self.max_num_batched_tokens) // LONG_PART
+        has_place = len(self.running) < self.max_num_sequences
+        is_awaited = has_place and (newcomers or any(len(one.token_ids) <= long for one in self.waiting))
+        kept = budget // LONG_PART if is_awaited else 0
+        prompts = [sequence for sequence in self.running if not sequence.is_decoding]
+        short_ones = [sequence for sequence in prompts if sequence.num_uncomputed_tokens <= long]
+        long_ones = firsts_first(one for one in prompts if one.num_uncomputed_tokens > long)
+        unserved = {sequence.tenant for sequence in long_ones}
+        scheduled: list[ScheduledSequence] = []
+        for sequence in [*short_ones, *long_ones]:
+            most = budget
+            if sequence.num_uncomputed_tokens > long:
+                num_shares = len(unserved) if sequence.tenant in unserved else 1
+                most = -(-(budget - kept) // num_shares)
+                unserved.discard(sequence.tenant)
+            if most > 0:
+                scheduled.append(part := self._plan(sequence, most, None))
+                budget -= part.num_tokens
+        if not has_place:
+            return scheduled
+        ends = {sequence.request_id: False for sequence in prompts}  # whether its prompt does in this step
+        ends |= {part.sequence.request_id: part.completes for part in scheduled}
+        for sequence in [*newcomers, *(one for one in self.waiting if one not in newcomers)]:
+            if budget <= 0 or len(self.running) >= self.max_num_sequences:
+                break
+            is_newcomer = len(sequence.token_ids) <= long or sequence in newcomers
+            most = budget if is_newcomer else budget - kept
+            shares_prompt = sequence.request_id in ends and self._uses_prefix_cache(sequence)
+            if shares_prompt and ends[sequence.request_id]:
+                break  # it starts with the next step, when the prompt is there
+            if most <= 0 or shares_prompt:
+                continue  # it waits for a prompt that takes longer, which others need not wait for
+            admitted = self._admit(sequence, most)
+            if admitted is None:
+                break
+            scheduled.append(admitted)
+            num_tokens = admitted.num_tokens + admitted.draft.num_first_drafts
+            budget -= num_tokens
+            kept -= min(kept, num_tokens) if is_newcomer else 0
+            if not sequence.is_decoding:
+                ends[sequence.request_id] = admitted.completes
+        return scheduled
 
     def _reserve_rounds(self, rows: list[ScheduledSequence], max_rounds: int) -> int:
         """Makes room for all rounds that the planner's choice stands for, if no sequence has to give way for
@@ -171,9 +270,7 @@ class Scheduler:
         return max_rounds
 
     def _admit(self, sequence: Sequence, budget: int) -> ScheduledSequence | None:
-        """Starts the first in the queue with what the cache has of it; returns None if it must wait."""
-        if self._sibling_is_computing(sequence):
-            return None
+        """Starts a waiting sequence with what the cache has of it; returns None if there are no blocks."""
         lagging = self.planner.lagging(sequence)
         sequence.unfollowed = frozenset(one.name for one in self._followers if one.name in lagging)
         found = self._find_prefix(sequence)
@@ -188,15 +285,9 @@ class Scheduler:
         self._count_prefix(sequence)
         if sequence.queue_seconds is None:  # else it was preempted
             sequence.queue_seconds = time.monotonic() - sequence.arrived
-        self.waiting.pop(0)
-        insort(self.running, sequence, key=_order)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
         return self._plan(sequence, budget, None)
-
-    def _sibling_is_computing(self, sequence: Sequence) -> bool:
-        """Tells whether another choice of the request is at work on the prompt, which can then be shared."""
-        return self._uses_prefix_cache(sequence) and any(
-            other.request_id == sequence.request_id and not other.is_decoding for other in self.running
-        )
 
     def _let_go(self) -> None:
         """Lets followers forget the sequences that they need not follow any more."""
@@ -267,7 +358,8 @@ class Scheduler:
         ]
         while growing and not all(pool.can_reserve(table, num_tokens) for pool, table in growing):
             last = self.running[-1]
-            self._preempt(last)
+            self._put_back(last)
+            self.num_preemptions += 1
             if last is sequence:
                 return False
         for pool, table in growing:
@@ -284,11 +376,11 @@ class Scheduler:
             pool.reserve(table, num_tokens)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _put_back(self, sequence: Sequence) -> None:
+        """Preempts a running sequence: it waits, without blocks, to be computed anew."""
         self.running.remove(sequence)
         self._release(sequence)
-        insort(self.waiting, sequence, key=_order)
-        self.num_preemptions += 1
+        insort(self.waiting, sequence, key=order)
 
     def _release(self, sequence: Sequence) -> None:
         for pool, table in self._shares(sequence):
@@ -327,8 +419,3 @@ def longest_usable(found: Sequences[tuple[BlockPool, list[bytes]]], most: int) -
     while (common := min(len(pool.usable(hashes[:most])) for pool, hashes in found)) < most:
         most = common
     return most
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    """Returns the place in the order: lower goes first."""
-    return sequence.priority, sequence.arrival

@@ -39,6 +39,8 @@ class Sequence:
     num_prompt_tokens: int
     max_num_tokens: int  # prompt plus output, the context included
     priority: int = 0  # lower goes first
+    place: int = 0  # orders those of the same priority; lower goes first
+    tenant: str = ""  # whose it is: no tenant's sequences shut out those of another
     cache_prompt: bool = True  # may share its blocks with others, and take over theirs
     num_encoder_tokens: int = 0  # the first of them are the prompt of an encoder, which reads it whole
     forced_end: bool = False  # the last token that fits is forced to be a stop token; it says nothing

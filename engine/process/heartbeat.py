@@ -1,16 +1,22 @@
 """Tells the front end, every second, that the worker lives and for how long its loop has been in one step.
 
 A thread of its own sends it: a long step does not look like a dead process, and a stopped process is silent
-whatever its loop was doing. Started by ``worker``; watched by ``server.workers.worker_process``.
+whatever its loop was doing. It also looks after the files that are mapped, and ends the process if one has
+changed: what it computes from then on would be wrong. Started by ``worker``; watched by
+``server.workers.worker_process``.
 """
 
+import os
 import threading
 import time
 
-from truedraft.engine.messages import Heartbeat
+from truedraft.engine.messages import WEIGHTS_CHANGED, Failed, Heartbeat
 from truedraft.engine.process.connection import Connection
+from truedraft.engine.process.mapped_files import MappedFiles
 
 INTERVAL_SECONDS = 1.0
+# The exit code of a worker whose files have changed.
+CHANGED_EXIT_CODE = 3
 
 
 class Heartbeats:
@@ -18,6 +24,7 @@ class Heartbeats:
 
     def __init__(self) -> None:
         self._last_beat: float | None = None
+        self.files = MappedFiles()
 
     def beat(self) -> None:
         self._last_beat = time.monotonic()
@@ -28,6 +35,9 @@ class Heartbeats:
 
     def _send(self, connection: Connection) -> None:
         while True:
+            if fault := self.files.fault():
+                connection.send(Failed(request_id="", code=WEIGHTS_CHANGED, message=fault))
+                os._exit(CHANGED_EXIT_CODE)
             last = self._last_beat
             connection.send(Heartbeat(0.0 if last is None else time.monotonic() - last))
             time.sleep(INTERVAL_SECONDS)

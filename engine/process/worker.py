@@ -247,6 +247,7 @@ def main() -> int:
         connection.send(Failed(request_id="", code="model_load_failed", message=str(error)))
         return 2
     keep_loaded()
+    heartbeat.files.watch()
     connection.send(ready)
     worker = Worker(core, connection, Outbox(config.stream_interval))
     worker.heartbeat = heartbeat

@@ -14,7 +14,7 @@ import ssl
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from itertools import repeat
@@ -39,6 +39,7 @@ from truedraft.server.app import create_app
 from truedraft.server.cli.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
 from truedraft.server.generation.sampling_params import longest_request
 from truedraft.server.http.protocol import LimitedProtocol
+from truedraft.server.observability.logs import stderr_as_entries
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.services import Services
 from truedraft.server.settings import Settings
@@ -83,11 +84,14 @@ def launch(settings: Settings) -> int:
     check_models(settings)
     check_tls(settings)
     raise_descriptor_limit()
-    with _listen(settings) as listener:
+    printed = stderr_as_entries() if settings.log_format == "json" else nullcontext()
+    with printed, _listen(settings) as listener:
         _say(_introduction(settings, listener), settings.log_format)
         app = make_app(settings, locate(settings))
         config = http_config(app, settings)
         server = Server(config, settings.drain_timeout)
+        connections = app.state.services.metrics.requests.connections
+        connections.set_function(lambda: len(server.server_state.connections))
         try:
             with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
                 runner.run(serve(server, listener, app.state.services))
@@ -125,6 +129,7 @@ def make_app(settings: Settings, located: EngineConfig) -> FastAPI:
             environment=thread_share(len(configs), os.environ),
             timeouts=WorkerTimeouts(settings.heartbeat_timeout, settings.step_timeout),
             max_restarts=settings.max_worker_restarts,
+            on_changed_weights=settings.on_changed_weights,
         )
         for config, observer in zip(configs, metrics.workers, strict=True)
     ]

@@ -143,6 +143,7 @@ class Generation:
             speculation=self.speculation,
             num_rounds=sum(choice.num_rounds for choice in self.choices),
             seconds=self._timer.seconds,
+            prepared_seconds=self._timer.prepared_seconds,
             queue_seconds=self._timer.queue_seconds,
             first_token_seconds=self._timer.first_token_seconds,
             finish_reasons=[choice.finish_reason or unfinished for choice in self.choices],

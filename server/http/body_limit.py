@@ -23,12 +23,22 @@ MAX_DIGITS = 18
 
 
 class BodyLimitMiddleware:
-    def __init__(self, app: ASGIApp, settings: RequestSettings, count_error: Callable[[str], None]) -> None:
+    """``num_abandoned`` says how many threads work for requests of a key that have ended."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: RequestSettings,
+        count_error: Callable[[str], None],
+        held: "HeldBodies",
+        num_abandoned: Callable[[str], int],
+    ) -> None:
         self._app = app
         self._max_body_size = settings.max_body_size
         self._timeout = settings.body_timeout
         self._count_error = count_error
-        self._held = HeldBodies(settings.max_held_bodies)
+        self._held = held
+        self._num_abandoned = num_abandoned
         self._max_concurrent = settings.max_concurrent_per_key
         self._num_open: Counter[str] = Counter()
 
@@ -37,10 +47,11 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         key = api_key_of(scope)
-        if key and self._max_concurrent is not None and self._num_open[key] >= self._max_concurrent:
+        if key and self._is_full(key):
             error = TooManyRequestsError(
                 f"This API key has {self._max_concurrent} requests open, which is the most "
-                "(max_concurrent_per_key). Try again when one has ended."
+                "(max_concurrent_per_key). Requests that were given up count until what was begun for them "
+                "has ended. Try again when one has ended."
             )
             self._count_error(error.code or error.type)
             await error_answer(error, scope)(scope, receive, send)
@@ -52,6 +63,10 @@ class BodyLimitMiddleware:
         finally:
             self._num_open[key] -= 1
             self._held.let_go(body.received, key)
+
+    def _is_full(self, key: str) -> bool:
+        num_open = self._num_open[key] + self._num_abandoned(key)
+        return self._max_concurrent is not None and num_open >= self._max_concurrent
 
 
 class HeldBodies:

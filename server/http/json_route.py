@@ -4,6 +4,7 @@ What a body holds is the schemas' business; which of its fields are not served s
 ``server.schemas.unsupported_fields``.
 """
 
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,6 +18,7 @@ from truedraft.server.errors import ClientDisconnectedError, UnsupportedMediaTyp
 from truedraft.server.http.error_handlers import invalid_body
 from truedraft.server.http.json_body import parse_json
 from truedraft.server.http.work import in_thread_if_long, start_clock
+from truedraft.server.stages import current_stages, timed
 
 
 class JsonRequest(Request):
@@ -36,11 +38,12 @@ class JsonRoute(APIRoute):
         model: TypeAdapter[Any] = TypeAdapter(annotation)
 
         def read(content: bytes) -> Any:
-            value = parse_json(content)
-            try:
-                return model.validate_python(value)
-            except ValidationError as error:
-                raise invalid_body(error, value) from None
+            with timed("parse"):
+                value = parse_json(content)
+                try:
+                    return model.validate_python(value)
+                except ValidationError as error:
+                    raise invalid_body(error, value) from None
 
         async def read_and_handle(request: Request) -> Response:
             _require_json(request)
@@ -50,6 +53,8 @@ class JsonRoute(APIRoute):
             except ClientDisconnect as error:
                 raise ClientDisconnectedError("The client closed the connection.") from error
             start_clock(request)
+            stages = current_stages()
+            stages.add("body", time.perf_counter() - stages.arrived)
             if content:  # FastAPI says what an empty body lacks
                 request.parsed = await in_thread_if_long(request, read, content)
             return await handle(request)

@@ -8,11 +8,17 @@ import asyncio
 import json
 import logging
 import resource
+import time
+from collections.abc import Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from truedraft.server.errors import error_body
+from truedraft.server.http.error_answer import path_below_root
+from truedraft.server.stages import ARRIVED
 
 logger = logging.getLogger("truedraft.server")
 
@@ -25,8 +31,11 @@ HEAD_SECONDS = 30.0
 MAX_PIPELINED = 16
 # What the parser gets at once: it does not stop in between.
 PIECE_BYTES = 16 << 10
-# Descriptors that connections leave to workers, helpers and files.
+# Descriptors that connections leave to workers, helpers, files and probes.
 RESERVED_DESCRIPTORS = 256
+# Connections above the limit, on which only probes are answered. The oldest that has asked nothing gives way.
+MAX_SPARE_CONNECTIONS = 16
+PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
 SECONDS_BETWEEN_WARNINGS = 60.0
 
 
@@ -42,9 +51,11 @@ class RefusedRequestError(Exception):
 
 class LimitedProtocol(HttpToolsProtocol):
     """Serves one connection. ``_head_bytes`` and ``_num_headers`` belong to the request that arrives, and
-    ``_answered`` is the one whose answer is under way: requests in a row may wait between the two."""
+    ``_answered`` is the one whose answer is under way: requests in a row may wait between the two.
+    ``_spare`` has each server's connections above the limit, the oldest first."""
 
     _last_warning: ClassVar[float] = float("-inf")
+    _spare: ClassVar[WeakKeyDictionary[ServerState, dict["LimitedProtocol", None]]] = WeakKeyDictionary()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,16 +69,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        most = max_connections()
-        if len(self.connections) > most:
+        most, spare = max_connections(), self._spare.setdefault(self.server_state, {})
+        if len(self.connections) - len(spare) > most:
             self._warn(most)
-            busy = f"{most} connections are open, and the server takes no more. Try again later."
-            self._refuse(RefusedRequestError(503, "too_many_connections", busy, retry_after=1))
-            return
-        self._start_head_timer()
+            spare[self] = None
+            if len(spare) > MAX_SPARE_CONNECTIONS:
+                next((each for each in spare if not each._is_answering), self)._refuse(_busy(most))
+        if not self.transport.is_closing():
+            self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._spare.get(self.server_state, {}).pop(self, None)
         super().connection_lost(exc)
         if self._answered is not None and self._is_answering:
             # uvicorn tells the request that arrived last.
@@ -92,6 +105,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"][ARRIVED] = time.perf_counter()
         self._is_in_head = True
         self._bytes_without_news = self._head_bytes = self._num_headers = 0
         if self._head_timer is None:
@@ -106,6 +120,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._num_headers > MAX_HEADERS:
             raise self._refused(_too_many())
         self._count(len(name) + len(value) + len(": \r\n"))
+        if self._is_in_head and (refusal := _fault_of_header(name.lower(), value, self.headers)) is not None:
+            raise self._refused(refusal)
         if self._is_in_head:  # trailers, which the application would take for headers, are dropped
             super().on_header(name, value)
 
@@ -115,7 +131,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._refused(RefusedRequestError(400, "too_many_requests", "Too many pipelined requests."))
+        is_spare = self in self._spare.get(self.server_state, {})
+        if is_spare and not self._is_probe():
+            raise self._refused(_busy(max_connections()))
         super().on_headers_complete()
+        if is_spare:
+            self.cycle.keep_alive = False
+
+    def _is_probe(self) -> bool:
+        path = self.url.partition(b"?")[0].decode("ascii", "replace")
+        return path_below_root({"path": path, "root_path": self.root_path}) in PROBE_PATHS
 
     def on_body(self, body: bytes) -> None:
         self._bytes_without_news = 0
@@ -143,6 +168,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, refusal: RefusedRequestError) -> None:
         """Answer, unless an earlier request's answer is under way, and close the connection."""
         self._stop_head_timer()
+        self._spare.get(self.server_state, {}).pop(self, None)
         if not self._is_answering:
             body = json.dumps(error_body(str(refusal), "invalid_request_error", None, refusal.code)).encode()
             retry = b"" if refusal.retry_after is None else b"retry-after: %d\r\n" % refusal.retry_after
@@ -200,6 +226,28 @@ def max_connections() -> int:
     """Returns as many as leave descriptors to the rest of the server, half of them where there are few."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(allowed - RESERVED_DESCRIPTORS, allowed // 2)
+
+
+def _busy(most: int) -> RefusedRequestError:
+    message = f"{most} connections are open, and the server takes no more. Try again later."
+    return RefusedRequestError(503, "too_many_connections", message, retry_after=1)
+
+
+def _fault_of_header(
+    name: bytes, value: bytes, others: Sequence[tuple[bytes, bytes]]
+) -> RefusedRequestError | None:
+    """Returns why a request with such a header after the ``others`` is not HTTP/1.1 that is served here, by
+    sections 3.2 and 6.1 of RFC 9112."""
+    is_repeated = any(other == name for other, _ in others)
+    if name == b"host" and is_repeated:
+        return RefusedRequestError(400, "invalid_http", "The request has more than one Host header.")
+    if name == b"transfer-encoding":
+        if value.strip().lower() != b"chunked":
+            message = "The server knows no transfer coding but chunked. Send the body as it is, or chunked."
+            return RefusedRequestError(501, "unknown_transfer_coding", message)
+        if is_repeated:
+            return RefusedRequestError(400, "invalid_http", "The request is chunked twice.")
+    return None
 
 
 def _too_large() -> RefusedRequestError:

@@ -1,13 +1,16 @@
 """Shares out what requests cost the front end around the engine's work: parsing, templates, tokens, JSON.
 
 It is done in threads of its own, in turns that are fair between API keys, and only as much at a time as fits
-into memory. A request whose client has left, or whose time is over, is given up. The size of a body stands
-for what its text takes in memory while it is tokenized, which is far more than anything else.
+into memory. A request whose client has left, or whose time is over, is given up; what a thread still does for
+it counts for its key until it ends. The size of a body stands for what its text takes in memory while it is
+tokenized, which is far more than anything else.
 """
 
 import asyncio
 import contextvars
 import os
+import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -15,9 +18,11 @@ from typing import ParamSpec, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope
 
+from truedraft.engine.text.abandoned import abandonable
 from truedraft.server.errors import ClientDisconnectedError, RequestTimeoutError
 from truedraft.server.http.auth import api_key_of
 from truedraft.server.settings import RequestSettings
+from truedraft.server.stages import current_stages, timed
 from truedraft.server.turns import Turns
 
 # Bytes of memory for each byte of a text that is tokenized, as measured: 150 of ASCII, 220 of others.
@@ -34,29 +39,49 @@ class Work:
 
     def __init__(self, settings: RequestSettings) -> None:
         self.request_timeout = settings.request_timeout
-        num_threads = min(32, len(os.sched_getaffinity(0)) + 4)
-        self._threads = ThreadPoolExecutor(num_threads, "work")
+        self.num_threads = min(32, len(os.sched_getaffinity(0)) + 4)
+        self._threads = ThreadPoolExecutor(self.num_threads, "work")
         self.turns = Turns(
             "the server to read and write what others sent",
             settings.work_memory,
-            num_threads,
+            self.num_threads,
             settings.max_queued_sequences,
         )
+        self._num_abandoned: Counter[str] = Counter()
+
+    def num_abandoned(self, key: str) -> int:
+        """Returns how many threads work for requests of the key that have ended."""
+        return self._num_abandoned[key]
 
     async def run(self, weight: int, key: str, work: Callable[[], T], *, may_refuse: bool = True) -> T:
         """Works in a thread, once it is its turn, which lasts for as long as the thread is busy with it.
 
         ``QueueFullError`` if too much waits already, unless it may not be refused: an answer is there.
         """
-        turn = await self.turns.begin(weight, key, may_refuse=may_refuse)
-        loop = asyncio.get_running_loop()
+        stages = current_stages()
+        stages.key = key
+        with timed("turn"):
+            turn = await self.turns.begin(weight, key, may_refuse=may_refuse, goes_on=stages.has_had_turn)
+        stages.has_had_turn = True
+        loop, is_abandoned = asyncio.get_running_loop(), threading.Event()
         try:
-            running: Future[T] = self._threads.submit(contextvars.copy_context().run, work)
+            with abandonable(is_abandoned.is_set):
+                context = contextvars.copy_context()
+            running: Future[T] = self._threads.submit(context.run, work)
         except BaseException:
             turn.end()
             raise
         running.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.end))
-        return await asyncio.wrap_future(running)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            is_abandoned.set()
+            self._num_abandoned[key] += 1
+            running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._has_ended, key))
+            raise
+
+    def _has_ended(self, key: str) -> None:
+        self._num_abandoned[key] -= 1
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,11 @@
 import json
 import logging
 import logging.config
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
@@ -61,3 +66,43 @@ def configure_logging(level: str, style: str = "text") -> None:
             "loggers": {"truedraft": {"level": level.upper()}},
         }
     )
+
+
+# Longer lines are cut.
+MAX_LINE = 8000
+
+
+@contextmanager
+def stderr_as_entries() -> Iterator[None]:
+    """Makes entries of the log of what this process, its libraries and its children print to stderr.
+
+    The log itself goes where stderr has gone until now. What is printed goes into a pipe, whose lines a
+    thread logs.
+    """
+    sys.stderr.flush()
+    original = os.dup(2)
+    read_end, write_end = os.pipe()
+    os.dup2(write_end, 2)
+    os.close(write_end)
+    log = open(original, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    handlers = [each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler)]
+    for handler in handlers:
+        handler.setStream(log)
+    reader = threading.Thread(target=_log_lines, args=(read_end,), name="stderr", daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(original, 2)  # closes the pipe, unless a child still has it
+        reader.join(timeout=1.0)
+        for handler in handlers:
+            handler.setStream(sys.stderr)
+
+
+def _log_lines(descriptor: int) -> None:
+    logger = logging.getLogger("truedraft.stderr")
+    with open(descriptor, errors="backslashreplace") as lines:
+        while line := lines.readline(MAX_LINE):
+            if line.strip():
+                logger.warning("%s", line.rstrip())

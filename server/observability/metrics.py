@@ -16,6 +16,7 @@ from truedraft.server.errors import error_codes
 from truedraft.server.observability.metrics_registry import LabelledRegistry
 from truedraft.server.observability.speculation_status import achieved_speedup
 from truedraft.server.settings import DEFAULT_PREFIX, public_name
+from truedraft.server.stages import STAGES, Stage, current_stages
 from truedraft.server.text.choice import ChoiceDelta
 from truedraft.server.version import package_version
 
@@ -42,10 +43,14 @@ class RequestMetrics:
             return Gauge(f"{prefix}{name}", text, registry=registry)
 
         self.duration = histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token.", DURATION_BUCKETS
+            "e2e_request_latency_seconds",
+            "From the request's first byte to the last token.",
+            DURATION_BUCKETS,
         )
         self.first_token = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", DURATION_BUCKETS
+            "time_to_first_token_seconds",
+            "From the request's first byte to the first token.",
+            DURATION_BUCKETS,
         )
         self.inter_token = histogram(
             "inter_token_latency_seconds",
@@ -54,6 +59,14 @@ class RequestMetrics:
         )
         self.round_interval = histogram(
             "round_interval_seconds", "Between rounds of a sequence, one sample a round.", LATENCY_BUCKETS
+        )
+        self.stages = Histogram(
+            f"{prefix}request_stage_seconds",
+            "What a stage of the front end took: body (until it is there), parse, turn (waiting for one), "
+            "template, tokenize, grammar.",
+            ["stage"],
+            buckets=DURATION_BUCKETS,
+            registry=registry,
         )
         self.queue_time = histogram(
             "request_queue_time_seconds",
@@ -81,10 +94,22 @@ class RequestMetrics:
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.running = gauge("num_requests_running", "Requests with a first token.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
+        self.waiting_for_turn = gauge(
+            "num_requests_waiting_for_turn", "Requests that wait for a thread of the front end."
+        )
+        self.connections = gauge("open_connections", "Connections that are open.")
+        self.held_bytes = gauge("held_body_bytes", "Size of the bodies of all open requests.")
+        self.loop_lag = histogram(
+            "event_loop_lag_seconds",
+            "How late the front end's event loop was, ten samples a second: so long nothing was answered.",
+            LATENCY_BUCKETS,
+        )
         self.ready = gauge("ready", "1 when a request can be taken.")
         # A series that begins with its first event has no growth to see, and no alert for that event.
         for code in error_codes():
             self.errors.labels(code)
+        for stage in STAGES:
+            self.stages.labels(stage)
         for reason in get_args(FinishReason):
             self.requests.labels(reason)
         for reason in ("disconnect", "timeout"):
@@ -122,6 +147,7 @@ class WorkerMetrics:
             "spec_decode_num_accepted_tokens_per_pos", "Tokens accepted at a position.", ["position"]
         )
         self._preemptions = counter("num_preemptions", "Sequences put back to make room in the cache.")
+        self._yields = counter("num_yields", "Sequences put back for an API key that had none running.")
         self._prefix_queries = counter(
             "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
         )
@@ -198,6 +224,7 @@ class WorkerMetrics:
         for model, usage in stats.cache_usage.items():
             self._cache_usage.labels(model).set(usage)
         self._grow(self._preemptions, (), stats.num_preemptions)
+        self._grow(self._yields, (), stats.num_yields)
         self._grow(self._prefix_queries, (), stats.num_prefix_queries)
         self._grow(self._prefix_hits, (), stats.num_prefix_hits)
         for method, counts in stats.drafts.items():
@@ -238,16 +265,20 @@ class Metrics:
     def count_error(self, code: str) -> None:
         self.requests.errors.labels(code).inc()
 
+    def observe_stage(self, stage: Stage, seconds: float) -> None:
+        self.requests.stages.labels(stage).observe(seconds)
+
     def count_answer(self, route: str, status: int) -> None:
         self.requests.http.labels(route, status).inc()
 
 
 class RequestTimer:
-    """Observes one HTTP request from arrival to its end."""
+    """Observes one HTTP request from its first byte to its end."""
 
     def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
         self._metrics = metrics
-        self._started = time.perf_counter()
+        self._arrived = current_stages().arrived
+        self._submitted = self._arrived
         self._last_output: dict[int, float] = {}  # choice -> time of its last round
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
@@ -255,6 +286,7 @@ class RequestTimer:
         self.queue_seconds: float | None = None  # the wait of the first choice to get a token
 
     def submitted(self) -> None:
+        self._submitted = time.perf_counter()
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         self._metrics.prompt_size.observe(self._num_prompt_tokens)
 
@@ -268,10 +300,11 @@ class RequestTimer:
         if queue_seconds is not None:
             self._metrics.queue_time.observe(queue_seconds)
         if not self._last_output:
-            self.first_token_seconds = now - self._started
+            self.first_token_seconds = now - self._arrived
             self.queue_seconds = queue_seconds
             self._metrics.first_token.observe(self.first_token_seconds)
-            self._metrics.prefill_time.observe(max(0.0, self.first_token_seconds - (queue_seconds or 0.0)))
+            in_engine = now - self._submitted
+            self._metrics.prefill_time.observe(max(0.0, in_engine - (queue_seconds or 0.0)))
         if (previous := self._last_output.get(delta.index)) is not None:
             for _ in range(delta.num_rounds):
                 self._metrics.round_interval.observe((now - previous) / delta.num_rounds)
@@ -292,8 +325,13 @@ class RequestTimer:
 
     @property
     def seconds(self) -> float:
-        """Since the arrival."""
-        return time.perf_counter() - self._started
+        """Since the request's first byte."""
+        return time.perf_counter() - self._arrived
+
+    @property
+    def prepared_seconds(self) -> float:
+        """Returns the time from the first byte until the engine got the request."""
+        return self._submitted - self._arrived
 
     def aborted(self, reason: str) -> None:
         self._metrics.aborted.labels(reason).inc()

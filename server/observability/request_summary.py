@@ -12,13 +12,15 @@ SUMMARY = "summary"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Says what became of a request. Times are since its arrival."""
+    """Says what became of a request. Times are since its first byte; ``prepared_seconds`` when the engine got
+    it, and ``queue_seconds`` how long it waited there."""
 
     id: str
     usage: Usage
     speculation: SpeculationCounts
     num_rounds: int
     seconds: float
+    prepared_seconds: float
     queue_seconds: float | None
     first_token_seconds: float | None
     finish_reasons: list[str]  # "error" for choices that failed, "aborted" for those whose client left

@@ -95,9 +95,11 @@ class TracingMiddleware:
 
         if summary.first_token_seconds is not None:
             # The worker has timed the wait in its queue; the message's way is part of the prefill.
-            queued = min(summary.queue_seconds or 0.0, summary.first_token_seconds)
+            prepared = summary.prepared_seconds
+            queued = min(prepared + (summary.queue_seconds or 0.0), summary.first_token_seconds)
             counts = summary.speculation
-            child("queue", 0.0, queued)
+            child("prepare", 0.0, prepared)
+            child("queue", prepared, queued)
             child("prefill", queued, summary.first_token_seconds)
             child(
                 "rounds",

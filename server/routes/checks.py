@@ -63,7 +63,7 @@ def check_model(name: str, services: Services) -> None:
         )
 
 
-def check_room(body: SamplingRequest, num_prompts: int, services: Services) -> None:
+def check_room(body: SamplingRequest, num_prompts: int, services: Services, key: str) -> None:
     """Refuses what it can before the prompts are tokenized: too many choices, or a full queue."""
     num_choices, most = num_prompts * choices_per_prompt(body), services.settings.max_choices
     if num_choices > most:
@@ -72,7 +72,7 @@ def check_room(body: SamplingRequest, num_prompts: int, services: Services) -> N
             "(max_choices).",
             param="n",
         )
-    services.engine.check_room(num_choices)
+    services.engine.check_room(num_choices, key=key)
 
 
 def choices_per_prompt(body: SamplingRequest) -> int:

@@ -42,7 +42,7 @@ async def create_completion(
     """Continue one or several prompts, given as text or token ids."""
     leniency = await in_thread_if_long(request, check_request, body, services)
     model, key = services.model(), api_key_of(request.scope)
-    check_room(body, num_prompts(body), services)
+    check_room(body, num_prompts(body), services, key)
     limits = prompt_limits(services, model.worker)
     prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
     checking = structured_grammar(

@@ -48,7 +48,7 @@ async def start_chat(
 ) -> GenerationContext:
     """Submits messages, which the chat template writes out; what is cheap to refuse is refused first."""
     model, key = services.model(), api_key_of(request.scope)
-    check_room(body, 1, services)
+    check_room(body, 1, services, key)
     limits = prompt_limits(services, model.worker)
     tools = await in_thread_if_long(
         request, tool_use, body, model.tokenizer, leniency, services.settings.max_grammar_size

@@ -1,7 +1,8 @@
-"""The front end's threads ask one process, ``server.text.template_renderer``, for all templates.
+"""The front end's threads ask processes, ``server.text.template_renderer``, to render templates.
 
-It may end at any moment, by a template that takes too long or because somebody kills or stops it. Then
-another one is started; a template that was not to blame is rendered again.
+One does nearly all of it. Where it is held up by a conversation that takes long, others are started, so that
+only that request waits. A process may end at any moment, by a template that takes too long or because
+somebody kills or stops it. Then another one is started; a template that was not to blame is rendered again.
 """
 
 import atexit
@@ -12,11 +13,14 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from truedraft.engine.text.abandoned import stop_if_abandoned
 from truedraft.server.errors import HelperLostError
+from truedraft.server.stages import current_stages
 from truedraft.server.text.helper_process import TEMPLATE_SECONDS, helper_command, helper_environment
 
 # A template is tried this often where the process was lost.
@@ -24,6 +28,11 @@ MAX_ATTEMPTS = 3
 START_SECONDS = 60.0
 # A process that has not answered by then is killed; its limit of processor time comes earlier.
 ANSWER_SECONDS = 30.0
+# So many run at most. An API key that has one leaves the last one to others.
+MAX_PROCESSES = 3
+# Another one is started where all that run have been at work for so long.
+HELD_UP_SECONDS = 0.5
+LOOK_SECONDS = 0.05
 # A process that a template has brought down itself ends so.
 TOO_LONG = -signal.SIGPROF
 CRASHED = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
@@ -64,7 +73,7 @@ class TemplateProcess:
         except ProcessLostError:
             self.stop()
             if process.returncode == TOO_LONG:
-                return {"error": f"it takes more than {TEMPLATE_SECONDS:g} seconds"}
+                return {"error": f"it takes more than {TEMPLATE_SECONDS:g} seconds", "is_slow": True}
             if process.returncode in CRASHED:
                 return {"error": "it takes more memory than it may"}
             raise
@@ -115,9 +124,50 @@ class TemplateProcess:
         return dict(json.loads(answer))
 
 
+class TemplateProcesses:
+    """Safe to use from several threads, which must not be the event loop's."""
+
+    def __init__(self) -> None:
+        self._idle = [TemplateProcess() for _ in range(MAX_PROCESSES)]
+        self._num_at_work: Counter[str] = Counter()  # keys are API keys
+        self._changed = threading.Condition()
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        key = current_stages().key
+        process = self._take(key)
+        try:
+            return process.ask(question)
+        finally:
+            with self._changed:
+                self._num_at_work[key] -= 1
+                self._idle.insert(0, process)  # the next to be used: the others may never be started
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        for process in self._idle:
+            process.stop()
+
+    def _take(self, key: str) -> TemplateProcess:
+        """Waits for a process; those that do not run yet are for when the others are held up."""
+        may_start_at = time.monotonic() + HELD_UP_SECONDS
+        with self._changed:
+            while True:
+                is_served = key and self._num_at_work[key] > 0
+                is_alone = not self._num_at_work.total()
+                may_start = is_alone or time.monotonic() >= may_start_at
+                if len(self._idle) > bool(is_served):
+                    for process in sorted(self._idle, key=lambda one: one.pid is None):
+                        if may_start or process.pid is not None:
+                            self._idle.remove(process)
+                            self._num_at_work[key] += 1
+                            return process
+                stop_if_abandoned()
+                self._changed.wait(LOOK_SECONDS)
+
+
 @cache
-def template_process() -> TemplateProcess:
-    """Returns the one of this process, which serves all of its tokenizers."""
-    process = TemplateProcess()
-    atexit.register(process.stop)
-    return process
+def template_process() -> TemplateProcesses:
+    """Returns those of this process, which serve all of its tokenizers."""
+    processes = TemplateProcesses()
+    atexit.register(processes.stop)
+    return processes

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from truedraft.engine.text.detokenizer import TextStream
 from truedraft.engine.text.text_stream import MarkedTextStream, ending, text_stream
 from truedraft.engine.text.vocabulary import Vocabulary
+from truedraft.server.stages import timed
 from truedraft.server.text.families import (
     GENERIC,
     CallFormat,
@@ -51,9 +52,10 @@ class Tokenizer:
         self._fast = fast
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # A batch of one releases the interpreter's lock, which ``encode`` holds.
-        (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        with timed("tokenize"):
+            # A batch of one releases the interpreter's lock, which ``encode`` holds.
+            (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -93,6 +95,7 @@ class ChatTemplates:
         """Takes what ``tokenizer_reader`` tells of a model, or transformers' tokenizer."""
         self._model = model
         self._override = override
+        self._fault = ""  # why the template is not asked again
 
     @property
     def eos_token_id(self) -> int | None:
@@ -128,9 +131,8 @@ class ChatTemplates:
     def _writes_system(self, roles: Sequence[str]) -> bool:
         said = {role: f"What the {role} says." for role in roles}
         try:
-            return said["system"] in self.render(
-                [{"role": role, "content": said[role]} for role in roles], {}
-            )
+            messages = [{"role": role, "content": said[role]} for role in roles]
+            return said["system"] in self._rendered(self._as_wanted(messages), {}, is_trial=True)
         except ChatTemplateError:
             return False
 
@@ -148,36 +150,44 @@ class ChatTemplates:
 
     def _writes(self, content: Any) -> bool:
         try:
-            return MARK in self._rendered([{"role": "user", "content": content}], {})
+            return MARK in self._rendered([{"role": "user", "content": content}], {}, is_trial=True)
         except ChatTemplateError:
             return False
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """Takes a moment in another process: not for the event loop's thread."""
-        if self.wants_parts:
-            messages = [{**each, "content": _in_parts(each.get("content") or "")} for each in messages]
-        return self._rendered(messages, options)
+        return self._rendered(self._as_wanted(messages), options)
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    def _as_wanted(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        if not self.wants_parts:
+            return messages
+        return [{**each, "content": _in_parts(each.get("content") or "")} for each in messages]
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, is_trial: bool = False
+    ) -> str:
+        """A template that takes too long for a trial, whose messages are ours, is not asked again."""
         model = self._model
+        if self._fault:
+            raise ChatTemplateError(self._fault)
         if self._override is None and not model.chat_template:
             raise ChatTemplateError(
                 "This model has no chat template. Set 'chat_template' in the server's configuration, "
                 "or use /v1/completions."
             )
-        outcome = template_process().ask(
-            {
-                "model": {
-                    "chat_template": model.chat_template,
-                    "special_tokens_map": model.special_tokens_map,
-                },
-                "template": self._override,
-                "messages": list(messages),
-                "options": dict(options),
-            }
-        )
+        question = {
+            "model": {"chat_template": model.chat_template, "special_tokens_map": model.special_tokens_map},
+            "template": self._override,
+            "messages": list(messages),
+            "options": dict(options),
+        }
+        with timed("template"):
+            outcome = template_process().ask(question)
         if "error" in outcome:
-            raise ChatTemplateError(f"The model's chat template refused the messages: {outcome['error']}")
+            fault = f"The model's chat template refused the messages: {outcome['error']}"
+            if is_trial and outcome.get("is_slow"):
+                self._fault = fault
+            raise ChatTemplateError(fault)
         return str(outcome["text"])
 
 

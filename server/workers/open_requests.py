@@ -56,15 +56,43 @@ class FairShare:
         self._now = 0
 
 
+class Waiting:
+    """Counts what waits of each key, within a limit. A key may have its even share of that whatever the
+    others have, and what finds nothing waiting is always taken."""
+
+    def __init__(self, what: str, setting: str, limit: int | None) -> None:
+        self._what = what
+        self._setting = setting
+        self._limit = limit
+        self._of: Counter[str] = Counter()
+
+    def add(self, number: int, key: str) -> None:
+        self._of[key] += number
+
+    def check_room(self, number: int, key: str) -> None:
+        """``QueueFullError`` if so many more of the key may not wait."""
+        waiting, own = self._of.total(), self._of[key]
+        if self._limit is None or not waiting or waiting + number <= self._limit:
+            return
+        num_keys = len(+self._of) + (not own)
+        if (own + number) * num_keys <= self._limit:
+            return
+        whose = f"{own} of them of this API key, " if key else ""
+        bound = f"its share of the limit of {self._limit}" if num_keys > 1 else f"the limit of {self._limit}"
+        raise QueueFullError(
+            f"{waiting} {self._what} are waiting, {whose}and the {number} of this request would exceed "
+            f"{bound} ({self._setting}). Try again later."
+        )
+
+
 class OpenRequests:
     """A sequence waits until its first token comes back."""
 
     def __init__(self, limits: QueueLimits) -> None:
-        self._limits = limits
         self._streams: dict[str, EngineStream] = {}
         self._waiting: dict[str, set[int]] = {}  # request -> its sequences without a token
-        self._num_waiting = 0
-        self._num_waiting_tokens = 0
+        self._waiting_sequences = Waiting("sequences", "max_queued_sequences", limits.max_queued_sequences)
+        self._waiting_tokens = Waiting("prompt tokens", "max_queued_tokens", limits.max_queued_tokens)
         self._fair_share = FairShare()
         self._tags: dict[str, int] = {}
         self._worker_of: dict[str, int] = {}  # request -> the number of its worker, once it has one
@@ -82,26 +110,16 @@ class OpenRequests:
         """HTTP requests without a token."""
         return sum(not stream.has_output for stream in set(self._streams.values()))
 
-    def check_room(self, num_sequences: int, num_tokens: int) -> None:
+    def check_room(self, num_sequences: int, num_tokens: int, key: str = "") -> None:
         """``QueueFullError`` if a request of this size may not wait.
 
         ``num_tokens`` is 0 as long as the prompts are not tokenized: a full queue needs no prompt to be
         refused.
         """
-        limits, waiting, tokens = self._limits, self._num_waiting, self._num_waiting_tokens
-        if waiting and waiting + num_sequences > limits.max_queued_sequences:
-            raise QueueFullError(
-                f"{waiting} sequences are waiting, and the {num_sequences} of this request would exceed the "
-                f"limit of {limits.max_queued_sequences} (max_queued_sequences). Try again later."
-            )
-        limit = limits.max_queued_tokens
-        if limit is not None and waiting and tokens + num_tokens > limit:
-            raise QueueFullError(
-                f"{tokens} prompt tokens are waiting, and the {num_tokens} of this request would exceed the "
-                f"limit of {limit} (max_queued_tokens). Try again later."
-            )
+        self._waiting_sequences.check_room(num_sequences, key)
+        self._waiting_tokens.check_room(num_tokens, key)
 
-    def priority(self, request: Generate, key: str) -> int:
+    def place(self, request: Generate, key: str) -> int:
         """Returns the tag of the key's line; 0 without keys, so that requests go first come, first served."""
         if not key:
             return 0
@@ -111,8 +129,8 @@ class OpenRequests:
     def add(self, request: Generate, stream: EngineStream) -> None:
         self._streams[request.request_id] = stream
         self._waiting[request.request_id] = set(range(request.n))
-        self._num_waiting += request.n
-        self._num_waiting_tokens += len(request.prompt_token_ids)
+        self._waiting_sequences.add(request.n, request.tenant)
+        self._waiting_tokens.add(len(request.prompt_token_ids), request.tenant)
 
     def assign(self, request: Generate, worker: int) -> None:
         self._worker_of[request.request_id] = worker
@@ -161,10 +179,11 @@ class OpenRequests:
         """One sequence waits no more; its prompt's tokens count until the last one of the request does."""
         waiting = self._waiting[request_id]
         waiting.discard(index)
-        self._num_waiting -= 1
+        key = stream.request(request_id).tenant
+        self._waiting_sequences.add(-1, key)
         if not waiting:
             del self._waiting[request_id]
-            self._num_waiting_tokens -= len(stream.request(request_id).prompt_token_ids)
+            self._waiting_tokens.add(-len(stream.request(request_id).prompt_token_ids), key)
 
     def fail(self, request_id: str, error: ApiError) -> None:
         if stream := self._streams.get(request_id):

@@ -7,6 +7,7 @@ is decided by ``server.workers.worker_pool``. Built by ``server.cli.launch``.
 import asyncio
 import logging
 import math
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.messages import (
+    WEIGHTS_CHANGED,
     Failed,
     FromWorker,
     Loading,
@@ -30,7 +32,7 @@ from truedraft.engine.messages import (
 )
 from truedraft.server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
 from truedraft.server.observability.metrics import WorkerMetrics
-from truedraft.server.settings import public_name
+from truedraft.server.settings import OnChangedWeights, public_name
 from truedraft.server.workers.worker_process import WorkerHungError, WorkerProcess, WorkerTimeouts
 
 logger = logging.getLogger("truedraft.worker")
@@ -43,6 +45,12 @@ REFUSAL_CODES = frozenset(
     {"context_length_exceeded", "empty_prompt", "invalid_grammar", "invalid_token_id"}
     | {"speculation_unavailable", "unsupported_parameter"}
 )
+
+# What signals of a worker's end tell.
+SIGNALS: dict[int, str] = {
+    signal.SIGBUS: " (SIGBUS): a file that it reads while it serves was cut off or cannot be read any more. "
+    "Replace files of weights by renaming another one over them",
+}
 
 # A worker that served this long before it died is restarted without delay. Loading does not count.
 STABLE_SECONDS = 60.0
@@ -69,6 +77,10 @@ class WorkerListener(Protocol):
 
     def worker_lost(self, number: int, error: ApiError, *, was_ready: bool) -> None: ...
 
+    def weights_changed(self) -> None:
+        """A worker has loaded other weights than the one before it."""
+        ...
+
 
 class WorkerClient:
     """Keeps a worker process alive and passes messages."""
@@ -82,6 +94,7 @@ class WorkerClient:
         worker_command: Sequence[str] = WORKER_COMMAND,
         timeouts: WorkerTimeouts | None = None,
         max_restarts: int = 5,
+        on_changed_weights: OnChangedWeights = "restart",
         first_backoff_seconds: float = 0.5,
         max_backoff_seconds: float = 30.0,
     ) -> None:
@@ -92,6 +105,9 @@ class WorkerClient:
         self._worker_command = worker_command
         self._timeouts = timeouts
         self._max_restarts = max_restarts
+        self._on_changed_weights = on_changed_weights
+        self._weights_changed = False  # they did while the last worker read them
+        self._fingerprint = ""  # the last worker's that was ready
         self._first_backoff_seconds = first_backoff_seconds
         self._max_backoff_seconds = max_backoff_seconds
         self._state = EngineState("loading", "The models are loading.")
@@ -169,7 +185,8 @@ class WorkerClient:
             if time.monotonic() - self._ready_since >= STABLE_SECONDS:
                 backoff, num_in_a_row = self._first_backoff_seconds, 0
             num_in_a_row += 1
-            if not self._first_load_over.is_set():
+            must_stop = self._weights_changed and self._on_changed_weights == "stop"
+            if must_stop or not self._first_load_over.is_set():
                 self._state = self._state_after("failed", reason)
             elif num_in_a_row > self._max_restarts:
                 again = f"It had been restarted {self._max_restarts} times (max_worker_restarts)."
@@ -202,7 +219,7 @@ class WorkerClient:
 
     async def _run_worker(self, listener: WorkerListener, number: int) -> str:
         """Runs one worker from spawn to death; returns why it died."""
-        self._load_error = ""
+        self._load_error, self._weights_changed = "", False
         try:
             self._worker = await WorkerProcess.start(
                 self._worker_command,
@@ -230,6 +247,7 @@ class WorkerClient:
                 listener.outputs(message.outputs)
             case Failed(request_id=""):  # not one request: the worker itself cannot go on
                 self._load_error = message.message
+                self._weights_changed = message.code == WEIGHTS_CHANGED
             case Failed():
                 listener.request_failed(message.request_id, _error_from(message))
             case Loading():
@@ -243,6 +261,9 @@ class WorkerClient:
                 self._ready_since = time.monotonic()
                 self._observer.ready(message)
                 self._first_load_over.set()
+                if self._fingerprint not in ("", message.fingerprint):
+                    listener.weights_changed()
+                self._fingerprint = message.fingerprint
                 listener.worker_ready(number)
 
 
@@ -255,5 +276,6 @@ def _error_from(failed: Failed) -> ApiError:
 
 def _describe_exit(exit_code: int, *, was_ready: bool) -> str:
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
+    how += SIGNALS.get(-exit_code, "")
     when = "" if was_ready else " while loading; its own messages are above"
     return f"The worker {how}{when}."

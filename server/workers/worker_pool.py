@@ -8,7 +8,7 @@ HTTP routes. Built by ``server.cli.launch``.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -21,9 +21,6 @@ from truedraft.server.workers.prefix_affinity import KnownPrefixes, prefixes_of
 from truedraft.server.workers.worker_client import EngineState, WorkerClient
 
 logger = logging.getLogger("truedraft.worker")
-
-# Above every place in a line of ``FairShare``, and small enough for priorities of 32 bits.
-MAX_PLACE = 2**31
 
 # Prompt tokens in a worker's prefix cache that outweigh one of its open sequences.
 TOKENS_PER_SEQUENCE = 256
@@ -50,6 +47,7 @@ class WorkerPool:
         self._requests = OpenRequests(limits or QueueLimits())
         self._looks_at_prefixes = shares_prefixes and len(workers) > 1
         self._known_prefixes = [KnownPrefixes() for _ in workers]
+        self.when_weights_changed: Callable[[], None] = lambda: None
 
     @property
     def state(self) -> EngineState:
@@ -101,15 +99,15 @@ class WorkerPool:
     def abandon(self) -> None:
         self._requests.fail_all(ShuttingDownError("The server is shutting down."))
 
-    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
-        self._requests.check_room(num_sequences, num_tokens)
+    def check_room(self, num_sequences: int, num_tokens: int = 0, key: str = "") -> None:
+        self._requests.check_room(num_sequences, num_tokens, key)
 
     def submit(self, requests: Sequence[Generate], key: str = "") -> EngineStream:
         state = self.state
         if state.status != "ready":
             raise NotReadyError(state.reason)
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self.check_room(sum(request.n for request in requests), num_tokens)
+        self.check_room(sum(request.n for request in requests), num_tokens, key)
         requests = [self._in_line(request, key) for request in requests]
         stream = EngineStream(requests, self._abort)
         try:
@@ -122,11 +120,10 @@ class WorkerPool:
         return stream
 
     def _in_line(self, request: Generate, key: str) -> Generate:
-        """Returns the request with a priority made of its own first, and then of its key's place."""
-        place = self._requests.priority(request, key)
-        if not place:
+        """Returns the request with its key, and its place in that one's line."""
+        if not key:
             return request
-        return msgspec.structs.replace(request, priority=request.priority * MAX_PLACE + place)
+        return msgspec.structs.replace(request, tenant=key, place=self._requests.place(request, key))
 
     def _assign(self, request: Generate) -> None:
         """Assigns a request to the ready worker where it costs least; there must be one."""
@@ -158,6 +155,9 @@ class WorkerPool:
 
     def request_failed(self, request_id: str, error: ApiError) -> None:
         self._requests.fail(request_id, error)
+
+    def weights_changed(self) -> None:
+        self.when_weights_changed()
 
     def worker_ready(self, number: int) -> None:
         for request in self._requests.unassigned():

@@ -140,6 +140,7 @@ def random_run(seed: int, num_requests: int = 12) -> RandomRun:
         "max_model_len": CONTEXT,
     }
     num_blocks = -(-longest // block_size) + drawn.choice((0, 3, 10, 100))
+    config["prompt_seconds"] = drawn.choice((0, 1e-9, 0.2))  # the second leaves 16 tokens
     return RandomRun(config, has_draft, num_blocks, arrivals)
 
 
@@ -170,6 +171,8 @@ def _arrival(drawn: random.Random, number: int, has_draft: bool) -> Arrival:
         prediction_token_ids=[drawn.randrange(END) for _ in range(9)] if drawn.random() < 0.2 else None,
         priority=drawn.choice((0, 0, -1, 1)),
         cache_prompt=drawn.random() < 0.9,
+        place=number % 5,
+        tenant="abba"[number % 4],
     )
     return Arrival(request, drawn.randrange(30), drawn.randrange(60) if drawn.random() < 0.15 else None)
 

@@ -34,6 +34,7 @@ class Request:
     arrives: int  # step
     aborted: int  # step; often after its end
     cache_prompt: bool
+    tenant: str
 
 
 # Two tokens only, so that beginnings are often alike.
@@ -49,6 +50,7 @@ REQUESTS = st.lists(
         arrives=st.integers(0, 12),
         aborted=st.integers(0, 60),
         cache_prompt=st.booleans(),
+        tenant=st.sampled_from("ab"),
     ),
     min_size=1,
     max_size=6,
@@ -82,6 +84,7 @@ class World:
                 max_num_tokens=len(request.prompt) + request.max_tokens,
                 priority=request.priority,
                 cache_prompt=request.cache_prompt,
+                tenant=request.tenant,
             )
             self.scheduler.add(sequence)
             self.live.append(sequence)

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from tests.server.running import wait_for
+from truedraft.engine.text.abandoned import AbandonedError, abandonable
 from truedraft.server.errors import HelperLostError
+from truedraft.server.stages import Stages, measuring
 from truedraft.server.text import template_process
-from truedraft.server.text.template_process import TemplateProcess
+from truedraft.server.text.template_process import TemplateProcess, TemplateProcesses
 from truedraft.server.text.tokenizer import ChatTemplateError, ChatTemplates
 
 MESSAGES: list[dict[str, Any]] = [
@@ -173,3 +177,98 @@ def test_a_long_conversation_passes(process: TemplateProcess) -> None:
     """Longer than pipes are, both ways."""
     text = "ä" * 3_000_000
     assert ChatTemplates(Model("{{ messages[0].content }}")).render([{"content": text}], {}) == text
+
+
+ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_never_ends_costs_its_limit_once(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    ask = process.ask
+    monkeypatch.setattr(process, "ask", lambda question: asked.append(question) or ask(question))
+    templates = ChatTemplates(Model(ENDLESS))
+    for _ in range(2):
+        with pytest.raises(ChatTemplateError, match="more than"):
+            templates.render(MESSAGES, {})
+        assert not templates.has_system
+        assert not templates.has_later_system
+    assert len(asked) == 1
+
+
+def test_messages_that_make_it_endless_cost_only_their_own_request(process: TemplateProcess) -> None:
+    template = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+    templates = ChatTemplates(Model(template))
+    assert templates.render([{"role": "user", "content": "x"}], {}) == "x"
+    with pytest.raises(ChatTemplateError, match="more than"):
+        templates.render([{"role": "user", "content": "loop"}], {})
+    assert templates.render([{"role": "user", "content": "x"}], {}) == "x"
+
+
+class Held:
+    """Stands for a process; it answers when a test lets it."""
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        self.pid = 1
+        self.begun.set()
+        if question.get("held"):
+            self.go_on.wait()
+        return question
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TemplateProcesses, list[Held]]]:
+    monkeypatch.setattr(template_process, "HELD_UP_SECONDS", 0.0)
+    made = TemplateProcesses()
+    held = [Held() for _ in made._idle]
+    made._idle = list(held)  # type: ignore[arg-type]
+    yield made, held
+    for each in held:
+        each.go_on.set()
+
+
+def ask_as(key: str, pool: TemplateProcesses, **question: Any) -> dict[str, Any]:
+    stages = Stages()
+    stages.key = key
+    with measuring(stages):
+        return pool.ask(question)
+
+
+def test_one_key_leaves_a_process_to_others(pool: tuple[TemplateProcesses, list[Held]]) -> None:
+    processes, held = pool
+    with ThreadPoolExecutor() as threads:
+        greedy = [threads.submit(ask_as, "a", processes, held=True) for _ in held]
+        wait_for(lambda: sum(each.begun.is_set() for each in held) == len(held) - 1, "all but one")
+        assert ask_as("b", processes, n=1) == {"n": 1}
+        assert not any(future.done() for future in greedy)
+        for each in held:
+            each.go_on.set()
+        assert all(future.result() for future in greedy)
+
+
+def test_others_are_started_only_where_one_is_held_up(
+    pool: tuple[TemplateProcesses, list[Held]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes, held = pool
+    monkeypatch.setattr(template_process, "HELD_UP_SECONDS", 1000.0)
+    for number in range(5):
+        assert ask_as("", processes, n=number) == {"n": number}
+    assert [each.begun.is_set() for each in held] == [True, False, False]
+
+
+def test_who_has_left_does_not_wait_for_a_process(pool: tuple[TemplateProcesses, list[Held]]) -> None:
+    processes, held = pool
+    with ThreadPoolExecutor() as threads:
+        for _ in held:
+            threads.submit(ask_as, "", processes, held=True)
+        wait_for(lambda: all(each.begun.is_set() for each in held), "all of them")
+        with abandonable(lambda: True), pytest.raises(AbandonedError):
+            processes.ask({})
+        for each in held:
+            each.go_on.set()

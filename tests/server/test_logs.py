@@ -86,6 +86,9 @@ def test_one_line_with_tokens_times_and_acceptance(server: RunningServer, log: L
     assert found["id"] in answer.text
     assert float(found["queue_seconds"]) == 0.25
     assert 0 < float(found["first_token_seconds"]) < float(found["seconds"])
+    stages = [name for name in found if name in {"body_seconds", "parse_seconds", "tokenize_seconds"}]
+    assert stages == ["body_seconds", "parse_seconds", "tokenize_seconds"]
+    assert sum(float(found[name]) for name in stages) < float(found["first_token_seconds"])
 
 
 def test_a_client_that_leaves(start_server: StartServer, log: Log) -> None:
@@ -133,10 +136,10 @@ def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> N
         body = {"prompt": "log", "max_tokens": 8}
         answer = server.post("/v1/completions", body, headers={"traceparent": parent})
         server.get("/health")
-        wait_for(lambda: len(exporter.get_finished_spans()) == 4, "spans")
+        wait_for(lambda: len(exporter.get_finished_spans()) == 5, "spans")
     spans = {span.name: span for span in exporter.get_finished_spans()}
     whole = spans["text_completion tiny-model"]
-    parts = [spans[name] for name in ("queue", "prefill", "rounds")]
+    parts = [spans[name] for name in ("prepare", "queue", "prefill", "rounds")]
     assert whole.parent is not None
     assert f"{whole.parent.trace_id:032x}" == parent.split("-")[1]
     attributes = dict(whole.attributes or {})
@@ -192,3 +195,28 @@ def test_json_has_nothing_else(model_folder: Path, tmp_path: Path) -> None:
     assert (failed.returncode, failed.stdout) == (1, "")
     (line,) = failed.stderr.splitlines()
     assert "does not exist" in json.loads(line)["message"]
+
+
+PRINTING = """
+import logging, os, subprocess, sys
+from truedraft.server.observability.logs import configure_logging, stderr_as_entries
+configure_logging("info", "json")
+logging.getLogger("truedraft").info("first")
+with stderr_as_entries():
+    print("from a library", file=sys.stderr)
+    os.write(2, b"from C\\n\\xff\\n")
+    child = "import logging, sys; logging.warning('from a worker'); print('x' * 9000, file=sys.stderr)"
+    subprocess.run([sys.executable, "-c", child], check=True)
+    logging.getLogger("truedraft").info("inside")
+logging.getLogger("truedraft").info("last")
+"""
+
+
+def test_what_is_printed_becomes_entries() -> None:
+    """What Python, C and other processes print counts, and nothing is lost at the end."""
+    done = subprocess.run([sys.executable, "-c", PRINTING], capture_output=True, text=True, check=True)
+    entries = [json.loads(line) for line in done.stderr.splitlines()]
+    printed = [entry["message"] for entry in entries if entry["logger"] == "truedraft.stderr"]
+    assert printed[:4] == ["from a library", "from C", "\\xff", "WARNING:root:from a worker"]
+    assert "".join(printed[4:]) == "x" * 9000
+    assert {"first", "inside", "last"} <= {entry["message"] for entry in entries}

@@ -11,8 +11,14 @@ import pytest
 
 from tests.server.conftest import StartServer
 from tests.server.running import TIMEOUT_SECONDS, RunningServer, wait_for
-from tests.server.test_protocol import BODY, JSON_HEADER, json_of, request, statuses, talk
-from truedraft.server.http.protocol import HEAD_SECONDS, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
+from tests.server.test_protocol import BODY, JSON_HEADER, completion, json_of, request, statuses, talk
+from truedraft.server.http.protocol import (
+    HEAD_SECONDS,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    MAX_SPARE_CONNECTIONS,
+)
 
 CHUNKED = request("POST", "/v1/completions", JSON_HEADER, "Transfer-Encoding: chunked")
 ENDLESS = 40 * MAX_HEAD_BYTES
@@ -152,7 +158,7 @@ def test_connections_leave_descriptors_to_others(
         with caplog.at_level(logging.WARNING, "truedraft.server"):
             held = [connect(server) for _ in range(3)]
             wait_for(lambda: len(server.connections) >= 3, "them")
-            refused = [answer_to(server, b"") for _ in range(3)]
+            refused = [answer_to(server, completion()) for _ in range(3)]
             assert all(statuses(answer) == [503] for answer in refused)
             assert json.loads(refused[0].partition("\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
             assert "retry-after: 1" in refused[0]
@@ -163,6 +169,51 @@ def test_connections_leave_descriptors_to_others(
             "3 connections are open, "
         ]
         wait_for(lambda: server.get("/health").status_code == 200, "room")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics?x=1"])
+def test_probes_are_answered_above_the_limit(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Silent connections above the limit do not shut them out: the oldest of those gives way."""
+    with start_server() as server:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (6, 6))
+        held = [connect(server) for _ in range(3 + MAX_SPARE_CONNECTIONS)]
+        wait_for(lambda: len(server.connections) >= len(held), "them")
+        answer = answer_to(server, request("GET", path))
+        assert statuses(answer) == [200]
+        assert "connection: close" in answer
+        oldest = held[3]
+        assert statuses(oldest.recv(65536).decode()) == [503]
+        for other in (request("GET", "/v1/models"), request("GET", "/healthy"), completion()):
+            assert statuses(answer_to(server, other)) == [503]
+        for connection in held:
+            connection.close()
+        monkeypatch.undo()
+        wait_for(lambda: server.get("/v1/models").status_code == 200, "room")
+
+
+@pytest.mark.parametrize("keys", [[], ["secret"]])
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        (["Host: localhost"], 400, "invalid_http"),
+        (["host: other"], 400, "invalid_http"),
+        (["Transfer-Encoding: gzip, chunked"], 501, "unknown_transfer_coding"),
+        (["Transfer-Encoding: xchunked"], 501, "unknown_transfer_coding"),
+        (["Transfer-Encoding: identity"], 501, "unknown_transfer_coding"),
+        (["Transfer-Encoding: chunked", "Transfer-Encoding: chunked"], 400, "invalid_http"),
+        (["Transfer-Encoding: chunked, chunked"], 400, "invalid_http"),
+    ],
+    ids=str,
+)
+def test_what_http_forbids(
+    start_server: StartServer, keys: list[str], headers: list[str], status: int, code: str
+) -> None:
+    with start_server(api_keys=keys) as server:
+        sent = request("POST", "/v1/completions", JSON_HEADER, "Authorization: Bearer secret", *headers)
+        answer = answer_to(server, sent + b"0\r\n\r\n")
+        assert (statuses(answer), json_of(answer)["error"]["code"]) == ([status], code)
 
 
 def test_no_other_protocol_is_taken_up(server: RunningServer) -> None:

@@ -9,8 +9,9 @@ import pytest
 from tests.server.conftest import StartServer
 from tests.server.refusals import COMPLETIONS, refused
 from tests.server.running import RunningServer
+from truedraft.server.errors import QueueFullError
 from truedraft.server.text.tokenizer import Tokenizer
-from truedraft.server.workers.open_requests import FairShare
+from truedraft.server.workers.open_requests import FairShare, Waiting
 
 KEYS = ["anna-secret", "bert-secret"]
 
@@ -114,8 +115,55 @@ def test_one_key_alone_is_served_in_order(start_server: StartServer) -> None:
                 server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, **key("anna-secret")).status_code
                 == 200
             )
-        places = [int(line.partition("priority=")[2].partition(",")[0]) for line in generates(server)]
+        places = [int(line.partition("place=")[2].partition(",")[0]) for line in generates(server)]
         assert places == sorted(places)
+        assert places[0] > 0
+
+
+@pytest.mark.parametrize("n", [1, 8, 32])
+def test_a_full_queue_is_one_keys_own(start_server: StartServer, n: int) -> None:
+    settings = {"api_keys": KEYS, "max_queued_sequences": 64, "max_queued_tokens": 100}
+    with start_server(**settings) as server, ThreadPoolExecutor() as threads:
+        server.worker.at_most(0)
+        greedy = threads.submit(
+            server.post, COMPLETIONS, {"prompt": "x" * 90, "n": 64, "max_tokens": 1}, **key("anna-secret")
+        )
+        server.wait_for_requests(1)
+        body = {"prompt": "x" * 20, "n": n, "max_tokens": 1}
+        refused = server.post(COMPLETIONS, body, **key("anna-secret")).json()["error"]
+        assert refused["code"] == "queue_full"
+        assert "64 sequences are waiting, 64 of them of this API key" in refused["message"]
+        late = threads.submit(server.post, COMPLETIONS, body, **key("bert-secret"))
+        server.wait_for_requests(2)
+        server.worker.go_on()
+        assert (greedy.result().status_code, late.result().status_code) == (200, 200)
+
+
+def test_shares_of_the_queue() -> None:
+    waiting = Waiting("sequences", "max_queued_sequences", 100)
+    waiting.check_room(1000, "a")  # nothing waits
+    waiting.add(1000, "a")
+    waiting.check_room(50, "b")
+    waiting.add(50, "b")
+    with pytest.raises(QueueFullError, match="1050 sequences are waiting, 50 of them of this API key"):
+        waiting.check_room(1, "b")
+    waiting.check_room(33, "c")
+    with pytest.raises(QueueFullError, match="the 34 of this request would exceed its share"):
+        waiting.check_room(34, "c")
+    waiting.add(-1000, "a")
+    waiting.check_room(50, "b")
+    none = Waiting("prompt tokens", "max_queued_tokens", None)
+    none.add(1000, "a")
+    none.check_room(1000, "a")
+
+
+def test_the_worker_is_told_whose_a_request_is(start_server: StartServer) -> None:
+    with start_server(api_keys=KEYS) as server:
+        body = {"prompt": "x", "max_tokens": 1}
+        assert server.post(COMPLETIONS, body, **key("bert-secret")).status_code == 200
+        (line,) = generates(server)
+        assert "tenant='key-1'" in line
+        assert "secret" not in line
 
 
 def test_fair_share() -> None:

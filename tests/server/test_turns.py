@@ -140,3 +140,71 @@ def test_the_line_is_bounded_and_each_key_has_its_share() -> None:
         assert len(await order(turns, tasks)) == 6
 
     run(work())
+
+
+def test_the_last_thread_is_for_keys_that_have_none() -> None:
+    async def work() -> None:
+        turns = Turns("x", 1000, 3, 100)
+        at_work = [await turns.begin(1, "a") for _ in range(2)]
+        (more,) = await in_line(turns, ("more", 1, "a"))
+        assert not more[1].done()
+        (other,) = await in_line(turns, ("other", 1, "b"))
+        assert other[1].done()  # while the first key's third one waits
+        at_work[0].end()
+        await asyncio.sleep(0)
+        assert not more[1].done()  # one is at work of each, and the last thread is kept
+        other[1].result().end()
+        await asyncio.sleep(0)
+        assert more[1].done()
+
+    run(work())
+
+
+def test_a_part_of_the_memory_is_for_keys_that_have_none() -> None:
+    async def work() -> None:
+        turns = Turns("x", 100, 9, 100)
+        await turns.begin(50, "a")
+        (more,) = await in_line(turns, ("more", 40, "a"))
+        assert not more[1].done()
+        (other,) = await in_line(turns, ("other", 40, "b"))
+        assert other[1].done()
+
+    run(work())
+
+
+def test_without_keys_nothing_is_kept() -> None:
+    async def work() -> None:
+        turns = Turns("x", 100, 2, 100)
+        await turns.begin(50)
+        await turns.begin(50)
+        assert (turns.num_at_work, turns.weight_at_work) == (2, 100)
+
+    run(work())
+
+
+def test_what_a_key_without_work_waits_for_goes_to_nobody_else() -> None:
+    async def work() -> None:
+        turns = Turns("x", 100, 9, 100)
+        first = await turns.begin(60, "a")
+        (large, small) = await in_line(turns, ("large", 70, "b"), ("small", 5, "a"))
+        assert not large[1].done()
+        assert not small[1].done()
+        first.end()
+        await asyncio.sleep(0)
+        assert large[1].done()
+
+    run(work())
+
+
+def test_what_goes_on_is_not_charged_or_refused() -> None:
+    async def work() -> None:
+        turns = Turns("x", 100, 1, 1)
+        blocking = await turns.begin(1, "c")
+        tasks = await in_line(turns, ("b", 10, "b"))
+        again = asyncio.create_task(turns.begin(50, "a", goes_on=True))
+        third = asyncio.create_task(turns.begin(50, "a", goes_on=True))
+        await asyncio.sleep(0)
+        blocking.end()
+        assert await order(turns, [*tasks, ("a", again), ("a2", third)]) == ["b", "a", "a2"]
+
+    run(work())

@@ -3,21 +3,28 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from tests.server.conftest import StartServer
 from tests.server.refusals import CHAT, COMPLETIONS
 from tests.server.running import MODEL, RunningServer, wait_for
+from truedraft.engine.text.abandoned import AbandonedError, stop_if_abandoned
 from truedraft.server.errors import QueueFullError
+from truedraft.server.http import json_route
 from truedraft.server.http.body_limit import HeldBodies
 from truedraft.server.text.grammar.validator import GrammarValidator
+from truedraft.server.text.template_process import template_process
 from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.turns import Turns
 
 KEYS = ["anna-secret", "bert-secret"]
 ANNA, BERT = ({"authorization": f"Bearer {key}"} for key in KEYS)
@@ -235,3 +242,139 @@ def test_a_body_that_is_refused_holds_nothing(start_server: StartServer) -> None
             )
             assert response.status_code == 413
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_one_keys_work_leaves_a_thread_to_others(start_server: StartServer, encoder: Encoder) -> None:
+    """One key has sent more large texts than there are threads; another one's chat needs several turns."""
+    with start_server(api_keys=KEYS) as server, ThreadPoolExecutor(40) as threads:
+        number = server.services.work.num_threads
+        body = {"prompt": f"slow{LONG}"}
+        held = [threads.submit(server.post, "/tokenize", body, headers=ANNA) for _ in range(number + 2)]
+        encoder.wait_for(number - 1)
+        wait_for(lambda: server.services.work.turns.num_waiting == 3, "the others")
+        chat = {"messages": [{"role": "user", "content": "x"}], "user": LONG, "max_tokens": 1}
+        answer = server.post(CHAT, chat, headers=BERT)
+        num_begun = encoder.seen.count("slowxxxx")
+        encoder.go_on.set()
+        assert (answer.status_code, num_begun) == (200, number - 1)
+        assert {future.result().status_code for future in held} == {200}
+        wait_for(lambda: is_idle(server), "the end of all work")
+
+
+def test_what_is_begun_counts_for_its_key_until_it_ends(start_server: StartServer, encoder: Encoder) -> None:
+    with start_server(api_keys=KEYS, max_concurrent_per_key=1) as server:
+        body = {"prompt": f"slow{LONG}"}
+        with pytest.raises(httpx.ReadTimeout):
+            server.post("/tokenize", body, headers=ANNA, timeout=0.5)
+        encoder.wait_for(1)
+        wait_for(lambda: server.services.work.num_abandoned("key-0") == 1, "its leaving")
+        small = {"prompt": "x"}
+        refusal = server.post("/tokenize", small, headers=ANNA)
+        assert refusal.json()["error"]["code"] == "too_many_requests"
+        assert "until what was begun for them has ended" in refusal.json()["error"]["message"]
+        assert server.post("/tokenize", small, headers=BERT).status_code == 200
+        encoder.go_on.set()
+        wait_for(lambda: server.post("/tokenize", small, headers=ANNA).status_code == 200, "its end")
+
+
+def test_abandoned_work_can_find_out(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def endless(text: str, **_: Any) -> list[int]:
+        began.set()
+        try:
+            while True:
+                stop_if_abandoned()
+        except AbandonedError:
+            ended.set()
+            raise
+
+    with pytest.MonkeyPatch.context() as patch, start_server() as server:
+        patch.setattr(tokenizer, "encode", endless)
+        with server.unanswered("/tokenize", {"prompt": LONG}):
+            wait_for(began.is_set, "its begin")
+            assert not ended.is_set()
+        wait_for(ended.is_set, "its end")
+        wait_for(lambda: is_idle(server), "the end of all work")
+
+
+@pytest.mark.parametrize("stage", ["turn", "template", "tokenize", "grammar", "parse"])
+def test_time_before_the_engine_is_seen(
+    start_server: StartServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """A stage takes long, by a clock that a test moves; all that is measured of the request tells so."""
+    ahead = 0.0
+
+    def late(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal ahead
+            ahead += LONG_SECONDS
+            return function(*args, **options)
+
+        return call
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
+    for module in ("stages", "observability.metrics", "observability.access_log", "http.protocol"):
+        monkeypatch.setattr(f"truedraft.server.{module}.time", clock)
+    monkeypatch.setattr("truedraft.server.http.json_route.time", clock)
+    places: dict[str, tuple[Any, str]] = {
+        "turn": (Turns, "begin"),
+        "template": (template_process(), "ask"),
+        "tokenize": (tokenizer, "_fast"),
+        "grammar": (GrammarValidator, "error_of"),
+        "parse": (json_route, "parse_json"),
+    }
+    with start_server() as server:
+        owner, name = places[stage]
+        honest = getattr(owner, name)
+        if stage == "tokenize":  # the object is needed as it is by all but this call
+
+            def encode_batch(*args: Any, **options: Any) -> Any:
+                monkeypatch.setattr(owner, name, honest)
+                return late(honest.encode_batch)(*args, **options)
+
+            monkeypatch.setattr(owner, name, SimpleNamespace(encode_batch=encode_batch))
+        else:
+            monkeypatch.setattr(owner, name, late(honest))
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        if stage == "grammar":
+            body["structured_outputs"] = {"regex": "a+"}
+        assert server.post(CHAT, body).status_code == 200
+        server.wait_until_idle()
+        for metric in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+            assert server.metric(f"truedraft_{metric}_sum") >= LONG_SECONDS, metric
+        assert server.metric("truedraft_request_prefill_time_seconds_sum") < LONG_SECONDS
+        times = {
+            each: server.metric("truedraft_request_stage_seconds_sum", stage=each)
+            for each in ("body", "parse", "turn", "template", "tokenize", "grammar")
+        }
+        assert [each for each, seconds in times.items() if seconds >= LONG_SECONDS] == [stage]
+
+
+def test_the_clock_starts_with_the_first_byte(server: RunningServer) -> None:
+    """Its client's clock starts before, and ends after the server's own."""
+    before = server.metric("truedraft_time_to_first_token_seconds_sum")
+    content = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1}).encode()
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        asked = time.perf_counter()
+        connection.sendall(head.encode())
+        time.sleep(0.3)  # a client that is slow with its body waits for itself, which counts
+        connection.sendall(f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        assert connection.recv(65536)
+        took = time.perf_counter() - asked
+    server.wait_until_idle()
+    assert 0.3 <= server.metric("truedraft_time_to_first_token_seconds_sum") - before <= took
+
+
+def test_what_the_front_end_holds_is_counted(start_server: StartServer, encoder: Encoder) -> None:
+    with start_server(work_memory=4 << 20) as server, ThreadPoolExecutor() as threads:
+        body = {"prompt": f"slow{LONG * 6}"}
+        held = [threads.submit(server.post, "/tokenize", body) for _ in range(2)]
+        encoder.wait_for(1)
+        wait_for(lambda: server.metric("truedraft_num_requests_waiting_for_turn") == 1, "the other")
+        assert server.metric("truedraft_held_body_bytes") > 2 * len(LONG * 6)
+        encoder.go_on.set()
+        assert {future.result().status_code for future in held} == {200}
+        wait_for(lambda: server.metric("truedraft_held_body_bytes") == 0, "the end")

@@ -3,17 +3,19 @@
 import asyncio
 import json
 import re
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
+from msgspec import structs
 
 from tests.fake_worker import QUEUE_SECONDS
 from tests.faults.shutdown_orders import READY
@@ -23,6 +25,7 @@ from tests.server.serve_process import ROOT
 from tests.server.virtual_time import in_virtual_time
 from tests.server.wire import events
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.messages import WEIGHTS_CHANGED, Failed
 from truedraft.server.errors import error_codes
 from truedraft.server.observability.metrics import WorkerMetrics
 from truedraft.server.text.tokenizer import Tokenizer
@@ -417,6 +420,55 @@ def test_workers_that_die_while_they_load_count_however_long_that_takes(
     assert "/srv/hidden/model/config.json" in cause  # the operator reads it
     assert "/srv" not in client.state.reason
     assert "It died of model/config.json." in client.state.reason
+
+
+@pytest.mark.parametrize("setting", ["restart", "stop"])
+def test_what_follows_when_weights_are_written_over(
+    monkeypatch: pytest.MonkeyPatch, setting: Literal["restart", "stop"]
+) -> None:
+    """A worker that loads other weights than the one before it says so to who has a tokenizer of theirs."""
+    client = WorkerClient(EngineConfig(target="m.gguf"), WorkerMetrics(), on_changed_weights=setting)
+    num_runs = 0
+    owner = Mock()
+
+    async def run(_: Any, number: int) -> str:
+        nonlocal num_runs
+        num_runs += 1
+        client._receive(owner, number, structs.replace(READY, fingerprint=f"weights {min(num_runs, 2)}"))
+        client._weights_changed = False
+        if num_runs == 1:
+            client._receive(owner, number, Failed("", WEIGHTS_CHANGED, "m.gguf was written over"))
+        return client._load_error or "It died."
+
+    monkeypatch.setattr(client, "_run_worker", run)
+
+    async def failure() -> str:
+        client.start(owner, 0)
+        return await client.failure()
+
+    cause = in_virtual_time(failure())
+    if setting == "stop":
+        assert num_runs == 1
+        assert "m.gguf was written over" in cause
+        assert owner.weights_changed.call_count == 0
+    else:
+        assert num_runs == 6
+        assert owner.weights_changed.call_count == 1
+
+
+def test_other_weights_have_their_own_tokenizer(start_server: StartServer) -> None:
+    with start_server() as server:
+        before = server.services._tokenizer
+        server.loop.call_soon_threadsafe(server.services.engine.weights_changed)
+        wait_for(lambda: server.services._tokenizer is not before, "the other one")
+        server.wait_until_ready()
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_signal_of_a_file_is_explained() -> None:
+    said = worker_client._describe_exit(-signal.SIGBUS, was_ready=True)
+    assert "killed by signal 7 (SIGBUS): a file that it reads while it serves was cut off" in said
+    assert worker_client._describe_exit(-9, was_ready=True) == "The worker was killed by signal 9."
 
 
 @pytest.mark.parametrize(

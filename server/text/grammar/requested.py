@@ -26,6 +26,7 @@ from truedraft.server.schemas.structured import (
     StructuredOutputs,
 )
 from truedraft.server.schemas.tools import FunctionDefinition
+from truedraft.server.stages import timed
 from truedraft.server.text.grammar.tool_calls import Rules
 from truedraft.server.text.grammar.tool_schemas import loosen, placed, too_large
 from truedraft.server.text.grammar.validator import GrammarValidator
@@ -95,7 +96,20 @@ async def structured_grammar(
     wanted = _wanted(request, tools)
     if wanted is None:
         return NO_GRAMMAR
+    with timed("grammar"):
+        return await _grammar_of(wanted, tokenizer, checks, leniency, tools, reasoning, key, run)
 
+
+async def _grammar_of(
+    wanted: Wanted,
+    tokenizer: Tokenizer,
+    checks: GrammarValidator,
+    leniency: Leniency,
+    tools: ToolUse | None,
+    reasoning: Reasoning | None,
+    key: str,
+    run: RunInThread,
+) -> Grammar:
     abandoned = Event()
     reading = _Reading(wanted, checks, leniency, tools, abandoned)
 
