@@ -1,4 +1,4 @@
-"""Python and C agree: structures read from the headers lie as the compiler lays them out; numbers are Python's."""
+"""Structures read from the headers lie as the compiler lays them out; numbers that C shares are Python's."""
 
 import ctypes
 import re
