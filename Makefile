@@ -16,7 +16,7 @@ PYTEST = $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-l
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types format headers clean
+.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types format headers house clean
 .PHONY: docs check-deploy check-docker check-native check-wheel wheels
 
 help: ## Show the targets
@@ -59,6 +59,13 @@ lint: install-dev
 
 types: install-dev
 	$(VENV)/bin/mypy
+
+# Tools that draw or check imports do not follow the links in truedraft/: for them the folders lie there in truth.
+house: ## Copy the tracked files to build/house, where links are folders (for pydeps, grimp, import-linter, ctags)
+	@rm -rf build/house && mkdir -p build/house
+	@git ls-files -z | tar --null --files-from - -c | tar -x -C build/house
+	@cd build/house && for link in $$(find truedraft -maxdepth 1 -type l); do rm "$$link" && mv "$$(basename "$$link")" "$$link"; done
+	@echo "==> Look at build/house"
 
 headers: install-dev ## Write the C headers that mirror Python
 	$(VENV)/bin/python -m tools.write_headers
