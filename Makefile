@@ -16,7 +16,7 @@ PYTEST = $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-l
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types format headers house clean
+.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types format written house clean
 .PHONY: docs check-deploy check-docker check-native check-wheel wheels
 
 help: ## Show the targets
@@ -67,8 +67,10 @@ house: ## Copy the tracked files to build/house, where links are folders (for py
 	@cd build/house && for link in $$(find truedraft -maxdepth 1 -type l); do rm "$$link" && mv "$$(basename "$$link")" "$$link"; done
 	@echo "==> Look at build/house"
 
-headers: install-dev ## Write the C headers that mirror Python
+written: install-dev ## Write what derives from Python: C headers, the table of parameters, the page of the settings
 	$(VENV)/bin/python -m tools.write_headers
+	$(VENV)/bin/python -m tools.write_parameters
+	$(VENV)/bin/python -m tools.write_configuration
 
 format: install-dev ## Reformat the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .

@@ -38,6 +38,7 @@ COMMANDS = (
 BORDER = (
     "engine.messages",
     "engine.config",
+    "engine.parameters",
     "engine.machine.deep_stack",
     "engine.sampling.grammar_compiler",
     "engine.process.lifeline",
@@ -72,7 +73,8 @@ TORCH_FREE = (
 # floor do not know each other. A module next to the rooms is a room of its own.
 FLOORS = {
     "engine": (
-        {"messages", "errors", "machine", "formats", "terminal", "text"},
+        {"errors", "machine", "formats", "parameters", "terminal", "text"},
+        {"messages"},
         {"config"},
         {"memory"},
         {"layers", "sampling"},
@@ -120,7 +122,7 @@ SAMPLING_PARAMETERS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-MOST_FILES_WITH_PARAMETERS = 29
+MOST_FILES_WITH_PARAMETERS = 20
 MOST_FILES_OF_A_REQUEST = 32
 MOST_COPIES = 1
 # What a comment says of numbers that are copied from a file of another language.
@@ -229,6 +231,8 @@ def test_few_files_name_many_sampling_parameters() -> None:
     naming = []
     for path in product_files():
         text = path.read_text().lower()
+        if "written by" in text.partition("\n")[0]:
+            continue  # it derives from another file, and nobody writes into it
         if sum(bool(re.search(rf"\b{name}\b", text)) for name in SAMPLING_PARAMETERS) >= 4:
             naming.append(name_of(path))
     assert len(naming) <= MOST_FILES_WITH_PARAMETERS, "\n".join(naming)
@@ -266,7 +270,7 @@ def _files_entered(run: Callable[[], object]) -> set[str]:
 
 
 def test_no_enumeration_is_copied_by_hand() -> None:
-    """Numbers that two languages share are written from one (``make headers``). The number may only fall."""
+    """Numbers that two languages share are written from one (``make written``). The number may only fall."""
     copied = [
         f"{name_of(path)}: {found[0]}"
         for path in product_files()

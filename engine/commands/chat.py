@@ -18,12 +18,11 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.options import SamplingOptions, command_options, recommended
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, Completion, SamplingParams
-from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.terminal import console, loading_bar, printable
 
 HELP = """\
@@ -34,7 +33,7 @@ HELP = """\
 PROMPT = "> "
 
 
-class ChatSettings(EngineConfig, BaseSettings):
+class ChatSettings(EngineConfig, SamplingOptions, BaseSettings):
     """Talk with a model in the terminal; its chat template writes the conversation out."""
 
     model_config = command_options("chat")
@@ -43,23 +42,6 @@ class ChatSettings(EngineConfig, BaseSettings):
     max_tokens: int | None = Field(
         None, ge=1, description="Tokens of an answer at most. Default: what the model's context leaves."
     )
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="0 is greedy. Default: what the model's makers recommend, else 1."
-    )
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="Nucleus of the distribution to sample from. Default: likewise, else 1."
-    )
-    top_k: int | None = Field(
-        None, ge=0, description="Tokens to sample from; 0: all. Default: likewise, else 0."
-    )
-    min_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="Leave out tokens with less than this share of the largest probability. "
-        "Default: likewise, else 0.",
-    )
-    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
     stats: bool = Field(False, description="Show the speed and what speculation did after each answer.")
 
 
@@ -94,9 +76,7 @@ class Chat:
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
         self._stats = "Nothing has been answered yet."
-        self._defaults = {}
-        if settings.generation_config == "auto":
-            self._defaults = default_sampling(llm.core.target.model.generation_config)
+        self._defaults = recommended(llm, settings)
         if settings.system:
             self.set_system(settings.system)
 
@@ -164,17 +144,12 @@ class Chat:
         return [*system, *self.messages]
 
     def _params(self) -> SamplingParams:
-        settings, asked = self.settings, {}
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            if getattr(settings, name) is not None:
-                asked[name] = getattr(settings, name)
+        settings = self.settings
         room = max(1, self.llm.room(self._conversation()))
-        values: dict[str, Any] = {**self._defaults, **asked}
+        values: dict[str, Any] = {**self._defaults, **settings.asked()}
         most = values.pop("max_new_tokens", None)
-        if "top_k" in values:
-            values["top_k"] = int(values["top_k"])
         limit = settings.max_tokens or (room if most is None else min(room, int(most)))
-        return SamplingParams(max_tokens=min(limit, room), seed=settings.seed, **values)
+        return SamplingParams(max_tokens=min(limit, room), **values)
 
     def _print(self, text: str) -> None:
         if self.out.is_terminal:

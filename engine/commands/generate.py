@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.options import SamplingOptions, command_options, option, recommended
 from truedraft.engine.commands.rounds import RoundPrinter
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
@@ -38,7 +38,7 @@ COLOURS = {
 }
 
 
-class GenerateSettings(EngineConfig, BaseSettings):
+class GenerateSettings(EngineConfig, SamplingOptions, BaseSettings):
     """Stream a completion to the terminal; accepted draft tokens are coloured."""
 
     model_config = command_options("generate")
@@ -49,11 +49,7 @@ class GenerateSettings(EngineConfig, BaseSettings):
         False, description="Print each round: what was drafted, what the target made of it, the text."
     )
     max_tokens: int = Field(200, ge=1, description="Largest number of tokens to generate.")
-    temperature: float = Field(0.7, ge=0, le=2, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the most likely tokens of this total probability."
-    )
-    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
+    temperature: float | None = option("temperature", 0.7)
     repeats: int = Field(5, ge=1, description="Timed pairs of runs under --compare.")
 
 
@@ -112,16 +108,10 @@ def main(settings: GenerateSettings) -> int:
 
 def _generate(llm: LLM, settings: GenerateSettings) -> None:
     # Both sides of a comparison say the same: greedily, or drawing with one seed under the coupled rule.
-    seed = settings.seed
-    if seed is None and settings.compare:
-        seed = secrets.randbits(32)
-    params = SamplingParams(
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        seed=seed,
-        origins=True,
-    )
+    values = recommended(llm, settings) | ({"seed": secrets.randbits(32)} if settings.compare else {})
+    values |= settings.asked() | {"max_tokens": settings.max_tokens, "origins": True}
+    values.pop("max_new_tokens", None)
+    params = SamplingParams(**values)
     out = console()
     prompt_ids = llm.tokenizer.encode(settings.prompt)
     if settings.rounds:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
+from truedraft.engine.parameters import CUTS, PENALTIES
 from truedraft.server.errors import (
     InvalidRequestError,
     ThreadUnsupportedError,
@@ -50,6 +51,12 @@ from truedraft.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from truedraft.server.schemas.tools import OtherTool
 
 
+def one_of(*names: str) -> str:
+    """Returns ``'a', 'b' or 'c'``."""
+    quoted = [f"'{name}'" for name in names]
+    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
 class Refused(NamedTuple):
     """``instead`` completes the error's sentence. ``neutral`` values ask for nothing; null never does."""
 
@@ -57,8 +64,8 @@ class Refused(NamedTuple):
     neutral: tuple[object, ...] = ()
 
 
-CUTS = "use 'temperature', 'top_p', 'top_k' or 'min_p'"
-PENALTIES = "use 'repetition_penalty', 'presence_penalty' or 'frequency_penalty'"
+USE_CUTS = f"use {one_of('temperature', *CUTS)}"
+USE_PENALTIES = f"use {one_of(*PENALTIES)}"
 LENGTH = "use 'max_tokens', or 'max_output_tokens' on /v1/responses"
 THINKING = "use 'reasoning_effort' or chat_template_kwargs"
 BIAS = "use 'logit_bias'"
@@ -80,11 +87,11 @@ UNSUPPORTED: Mapping[str, Refused] = {
     ),
     "custom_logit_processor": Refused("use 'logit_bias' or 'structured_outputs'"),
     "detokenize": Refused("use 'return_token_ids', which gives the ids too", (True,)),
-    "dry_multiplier": Refused(PENALTIES, (0,)),
-    "dynatemp_range": Refused(CUTS, (0,)),
+    "dry_multiplier": Refused(USE_PENALTIES, (0,)),
+    "dynatemp_range": Refused(USE_CUTS, (0,)),
     "ebnf": Refused("use structured_outputs.grammar, in Lark's notation"),
-    "epsilon_cutoff": Refused(CUTS, (0,)),
-    "eta_cutoff": Refused(CUTS, (0,)),
+    "epsilon_cutoff": Refused(USE_CUTS, (0,)),
+    "eta_cutoff": Refused(USE_CUTS, (0,)),
     "function_call": Refused("use 'tool_choice'", ("none", "auto")),
     "functions": Refused("use 'tools'", ([],)),
     "grammar": Refused("use structured_outputs.grammar, in Lark's notation", ("",)),
@@ -99,33 +106,33 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "logits_processors": Refused("use 'logit_bias' or 'structured_outputs'", ([],)),
     "logprob_token_ids": Refused(LOGPROBS),
     "max_new_tokens": Refused(LENGTH),
-    "mirostat": Refused(CUTS, (0,)),
+    "mirostat": Refused(USE_CUTS, (0,)),
     "modalities": Refused(TEXT_ONLY, (["text"],)),
     "n_predict": Refused(LENGTH),
     "n_probs": Refused(LOGPROBS, (0,)),
-    "no_repeat_ngram_size": Refused(PENALTIES, (0,)),
+    "no_repeat_ngram_size": Refused(USE_PENALTIES, (0,)),
     "reasoning_format": Refused(SPLIT_REASONING, ("auto", "deepseek")),
     "regex": Refused("use structured_outputs.regex"),
     "repeat_penalty": Refused("use 'repetition_penalty'", (1,)),
     "return_tokens_as_token_ids": Refused("use 'return_token_ids'", (False,)),
-    "samplers": Refused(CUTS),
+    "samplers": Refused(USE_CUTS),
     "separate_reasoning": Refused(SPLIT_REASONING, (True,)),
     "spaces_between_special_tokens": Refused("use 'return_token_ids' and decode them", (True,)),
     "stop_regex": Refused("use 'stop' or structured_outputs.regex", ([],)),
     "suffix": Refused(
         "write both sides into the 'prompt', with the model's own fill-in-the-middle tokens", ("",)
     ),
-    "tfs_z": Refused(CUTS, (1,)),
+    "tfs_z": Refused(USE_CUTS, (1,)),
     "thinking": Refused(THINKING),
     "thinking_budget": Refused(THINKING),
     "thinking_token_budget": Refused(THINKING),
-    "top_a": Refused(CUTS, (0,)),
-    "top_n_sigma": Refused(CUTS, (-1,)),
+    "top_a": Refused(USE_CUTS, (0,)),
+    "top_n_sigma": Refused(USE_CUTS, (-1,)),
     "truncation_side": Refused("use 'truncate_prompt_tokens', which keeps the end", ("left",)),
-    "typical_p": Refused(CUTS, (1,)),
+    "typical_p": Refused(USE_CUTS, (1,)),
     "use_beam_search": Refused(ONE_BEAM, (False,)),
     "web_search_options": Refused("offer a function that searches among the 'tools'"),
-    "xtc_probability": Refused(CUTS, (0,)),
+    "xtc_probability": Refused(USE_CUTS, (0,)),
 }
 
 # Only chats have these.

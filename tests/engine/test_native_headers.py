@@ -67,7 +67,7 @@ def test_there_is_nothing_to_warn_of() -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_headers_are_written_from_python(name: str) -> None:
-    """``make headers`` writes them anew."""
+    """``make written`` writes them anew."""
     assert (headers.FOLDER / name).read_text(encoding="utf-8") == WRITTEN[name]()
 
 
