@@ -53,7 +53,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Describes a parameter. Its ``name``, ``type`` and ``default`` are those of the field that it stands at."""
+    """Describes a parameter. Its ``name``, ``type`` and ``default`` are those of its field."""
 
     help: str  # one sentence for clients
     range: Range | None = None  # its numbers are in it, or those that it holds
