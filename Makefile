@@ -85,9 +85,6 @@ check-deploy: $(SHIP_VENV)/.installed ## Lint the Dockerfile; check compose, Kub
 	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
-	$(SHIP_VENV)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/deployment.yaml \
-		deploy/kubernetes/service.yaml deploy/kubernetes/disruption.yaml \
-		deploy/kubernetes/components/autoscaling/autoscaler.yaml
 	$(SHIP_VENV)/bin/python -m tools.check_chart
 
 check-docker: ## Run the Dockerfile's steps in a fresh Debian root, then its server (root, debootstrap, buildah)
