@@ -377,6 +377,19 @@ def test_imports_without_torch() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_tests_of_the_server_are_collected_without_torch() -> None:
+    """It takes seconds to load, in each of pytest's processes."""
+    names = [f"tests.server.{path.stem}" for path in (ROOT / "tests" / "server").glob("*.py")]
+    program = (
+        "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n        sys.exit(f'{name} loads torch')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *sorted(names)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @every_file_of(*PRODUCT)
 def test_addresses_of_numbers_are_taken_in_one_place(path: Path) -> None:
     """``engine/memory/pointers.py`` checks what they lead to; those of ctypes structures are no numbers."""
