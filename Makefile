@@ -8,6 +8,9 @@ RAY_VENV ?= .venv-ray
 SHIP_VENV ?= .venv-ship
 CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
+# 1: all tests, also those that a commit leaves to the night (tests/conftest.py).
+ALL_TESTS ?=
+export ALL_TESTS
 NATIVE_TESTS := $(wildcard tests/engine/test_native*.py) tests/engine/test_gguf.py
 SOAK_ARGS ?=
 FAMILIES_ARGS ?=
@@ -16,7 +19,7 @@ PYTEST = $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-l
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types format headers clean
+.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types rules format written house clean
 .PHONY: docs check-deploy check-docker check-native check-wheel wheels
 
 help: ## Show the targets
@@ -50,7 +53,7 @@ families: install-dev ## Try every text-generation type of transformers; writes 
 soak: install-dev ## Random engines, then ten minutes of mixed load with dying workers (SOAK_ARGS="--seconds 60"); writes soak.json and soak.png
 	@exec $(VENV)/bin/python -m tests.faults.soak $(SOAK_ARGS)
 
-check: lint types ## Install if needed, then lint, check the formatting and the types
+check: lint types rules ## Install if needed, then lint, check the formatting, the types and the rules of the house
 
 lint: install-dev
 	$(VENV)/bin/ruff check .
@@ -60,8 +63,20 @@ lint: install-dev
 types: install-dev
 	$(VENV)/bin/mypy
 
-headers: install-dev ## Write the C headers that mirror Python
+rules: install-dev
+	$(VENV)/bin/python -m pytest -q tests/test_architecture.py tests/test_documentation.py tests/test_words.py
+
+# Tools that draw or check imports do not follow the links in truedraft/: for them the folders lie there in truth.
+house: ## Copy the tracked files to build/house, where links are folders (for pydeps, grimp, import-linter, ctags)
+	@rm -rf build/house && mkdir -p build/house
+	@git ls-files -z | tar --null --files-from - -c | tar -x -C build/house
+	@cd build/house && for link in $$(find truedraft -maxdepth 1 -type l); do rm "$$link" && mv "$$(basename "$$link")" "$$link"; done
+	@echo "==> Look at build/house"
+
+written: install-dev ## Write what derives from Python: C headers, the table of parameters, the page of the settings
 	$(VENV)/bin/python -m tools.write_headers
+	$(VENV)/bin/python -m tools.write_parameters
+	$(VENV)/bin/python -m tools.write_configuration
 
 format: install-dev ## Reformat the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .
@@ -76,9 +91,6 @@ check-deploy: $(SHIP_VENV)/.installed ## Lint the Dockerfile; check compose, Kub
 	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
-	$(SHIP_VENV)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/deployment.yaml \
-		deploy/kubernetes/service.yaml deploy/kubernetes/disruption.yaml \
-		deploy/kubernetes/components/autoscaling/autoscaler.yaml
 	$(SHIP_VENV)/bin/python -m tools.check_chart
 
 check-docker: ## Run the Dockerfile's steps in a fresh Debian root, then its server (root, debootstrap, buildah)

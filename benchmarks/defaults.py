@@ -9,8 +9,8 @@ chosen by the other cycles, so that none is the best because it was lucky in thi
 
 ``--before CHECKOUT`` starts a second server from another checkout and measures its ``default`` and ``none``
 in the same alternation. ``--apart`` adds controls for sharing a server: one that only ever serves
-``default``, and one that has ``num_speculative_tokens`` 0. ``--draft-stop`` adds a server whose drafts may
-end early. With ``--no-draft``, or a ``--target`` alone, ``default`` and the fixed lengths draft with n-grams.
+``default``, and one that has ``num_speculative_tokens`` 0.
+With ``--no-draft``, or a ``--target`` alone, ``default`` and the fixed lengths draft with n-grams.
 """
 
 import argparse
@@ -62,7 +62,7 @@ from truedraft.loadtest.counters import DraftCounters, read_counters
 from truedraft.loadtest.generator import new_session
 from truedraft.loadtest.machine import BUSY_SHARE
 
-DEFAULT, NONE, BEFORE, APART, STOPS = "default", "none", "before ", "apart ", "draft_stop"
+DEFAULT, NONE, BEFORE, APART = "default", "none", "before ", "apart "
 BEST = "best"
 NUM_PROMPTS = 64
 # The default policy learns while it runs.
@@ -112,7 +112,6 @@ def parse_arguments() -> argparse.Namespace:
         help="another checkout, measured in alternation with this one",
     )
     add("--apart", action="store_true", help="'default' and 'none' on servers of their own too")
-    add("--draft-stop", action="store_true", help="'default' on a server whose drafts may end early, too")
     add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture next to it")
     add("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
@@ -248,8 +247,6 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
             if arguments.apart:
                 await serve({APART + DEFAULT: {}})
                 await serve({APART + NONE: speculation(0)}, num_speculative_tokens=0)
-            if arguments.draft_stop:
-                await serve({STOPS: {}}, draft_stop=True)
             watched = process_ids({variant.server for variant in variants})
             if arguments.chats:
                 prompts = chat_prompt_ids(pair, NUM_PROMPTS, arguments.chats)
@@ -287,8 +284,6 @@ def summarise(blocks: Blocks) -> dict[str, Any]:
             for name in (DEFAULT, NONE):
                 compared[f"{name}/{other}{name}"] = (name, other + name)
             compared[f"{other}default/none"] = (other + DEFAULT, other + NONE)
-    if STOPS in speeds:
-        compared[f"{STOPS}/default"] = (STOPS, DEFAULT)
     return {
         "tokens/s": medians,
         "best": max(fixed, key=medians.__getitem__),
@@ -387,9 +382,6 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
                 clients, "default : best fixed length", speeds[DEFAULT], best_by_other_cycles(fixed)
             ),
         ]
-        if STOPS in speeds:
-            title = "ending drafts early : default"
-            found.append(Figure.of_ratios(clients, title, speeds[STOPS], speeds[DEFAULT]))
     return found
 
 

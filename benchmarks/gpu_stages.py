@@ -24,8 +24,9 @@ from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import machine, median_seconds, print_facts, print_table
 from benchmarks.engine_runs import run_engine
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.cuda.quantised import COLUMNS, KINDS, PackedBlocks, is_right, random_blocks
-from truedraft.engine.cuda.quantised import pack as pack_blocks
+from truedraft.engine.cuda.blocks import COLUMNS, KINDS, PackedBlocks, random_blocks
+from truedraft.engine.cuda.blocks import pack as pack_blocks
+from truedraft.engine.cuda.quantised import is_right
 from truedraft.engine.cuda.scaled import ScaledLinear, multiplies_fp8
 from truedraft.engine.cuda.triton_run import find_kernels
 from truedraft.engine.layers.quantised_blocks import TYPES

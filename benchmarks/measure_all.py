@@ -80,7 +80,7 @@ def measurements(arguments: argparse.Namespace) -> list[Measurement]:
         Measurement(
             "http-heads",
             ["benchmarks.defaults", *work, "--pair", "bundled", "bundled-head", "story-hybrid"]
-            + ["--draft-stop", "--clients", 1, 4, 16, "--lengths", 3, "--seconds", 1.2, "--ramp-up", 0.4]
+            + ["--clients", 1, 4, 16, "--lengths", 3, "--seconds", 1.2, "--ramp-up", 0.4]
             + ["--warm-up", 1, "--retries", 0],
             ("--blocks", 4),
             blocks,

@@ -247,7 +247,6 @@ def make_core(
         costs,
         lookups,
         proposers,
-        stops=config.draft_stop and target.device.type == "cpu",
         is_fixed=length is not None,
     )
     return EngineCore(

@@ -143,13 +143,6 @@ class SpeculationSettings(BaseModel):
         description="Tokens drafted per round; 0 switches speculation off. auto: as many as maximise "
         "tokens per second, by costs that are measured at start and tracked from then on.",
     )
-    draft_stop: bool = Field(
-        False,
-        description="On a CPU, end the draft of a text early where the draft model or head was so unsure of "
-        "what it has drafted that another token would not pay. It is one more option among the lengths if "
-        "num_speculative_tokens is auto, and is used where it promises more tokens per second. The output "
-        "has the same distribution in any case.",
-    )
     draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = Field(
         "auto",
         description="How many tokens a head that shares the target's output layer can draft: that number of "

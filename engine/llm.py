@@ -34,7 +34,7 @@ from truedraft.engine.library.params import SamplingParams, checked_params, samp
 from truedraft.engine.library.settings import LLMSettings
 from truedraft.engine.library.shared_engine import Answers, RequestFailedError, SharedEngine
 from truedraft.engine.messages import Generate
-from truedraft.engine.models.generation_defaults import default_sampling
+from truedraft.engine.models.generation_defaults import recommended
 from truedraft.engine.terminal import prompt_bar
 from truedraft.engine.text.detokenizer import Detokenizer, TextStream
 from truedraft.engine.text.stop_strings import StopStrings
@@ -115,11 +115,9 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what a call without parameters uses: the sampling that the model's generation config
         recommends, and neutral values for what it leaves out."""
-        if self.config.generation_config == "none":
-            return SamplingParams()
-        given = default_sampling(self.core.target.model.generation_config)
-        sampling = {name: value for name, value in given.items() if name != "max_new_tokens"}
-        return SamplingParams(**sampling)  # type: ignore[arg-type]
+        values = recommended(self.config.generation_config, self.core.target.model.generation_config)
+        values.pop("max_new_tokens", None)
+        return SamplingParams(**values)
 
     def generate(
         self,

@@ -14,9 +14,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from truedraft.engine.parameters import DraftSampleMethod as DraftSampleMethod
+from truedraft.engine.parameters import SamplingParams as SamplingParams
+from truedraft.engine.parameters import Verification as Verification
+
 FinishReason = Literal["stop", "length"]
-Verification = Literal["rejection", "block", "coupled", "exact_match"]
-DraftSampleMethod = Literal["greedy", "probabilistic"]
 # What the setting draft names has these names in requests, metrics and settings; no other file spells them
 # out.
 DRAFT_MODEL: Final = "draft_model"
@@ -35,47 +37,6 @@ HeadOutput = Literal["own", "int4"]
 
 # The code of ``Failed`` of a worker whose files of weights were changed while it read them.
 WEIGHTS_CHANGED: Final = "weights_changed"
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """A request draws its tokens by these. Ranges are checked by the front end, limits by the engine.
-
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look at the
-    prompt and the output so far. ``seed`` None: the engine draws one. ``logprobs`` n: the chosen token's
-    and the n most likely ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
-    drafts; ``auto``: in each round the source that is expected to give most), ``num_speculative_tokens``,
-    ``draft_sample_method`` (how a draft model draws its tokens) and ``verification`` None: the engine's own
-    setting. ``verification`` exact_match is for greedy requests alone, which have no other rule.
-    ``origins``: outputs say what each round gave.
-    ``grammar``: what the whole output must match, in llguidance's notation: Lark, or what
-    ``LLMatcher.grammar_from_regex`` and ``grammar_from_json_schema`` return. ``grammar_after``: only what
-    follows the first occurrence of these tokens in the output; what comes before is free, and so is an output
-    that ends without them.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    min_tokens: int = 0
-    seed: int | None = None
-    ignore_eos: bool = False
-    stop_token_ids: list[int] = []
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    method: str | None = None
-    num_speculative_tokens: int | None = None
-    draft_sample_method: DraftSampleMethod | None = None
-    verification: Verification | None = None
-    trace: bool = False
-    origins: bool = False
-    grammar: str | None = None
-    grammar_after: list[int] = []
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,7 @@ too, with workers of their own.
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import APIRouter, FastAPI
@@ -24,7 +24,7 @@ from truedraft.server.http.work import Work
 from truedraft.server.observability import tracing
 from truedraft.server.observability.access_log import AccessLogMiddleware
 from truedraft.server.observability.metrics import Metrics
-from truedraft.server.observability.otel import MISSING, OtelError, is_exported
+from truedraft.server.observability.otel import traces_are_exported
 from truedraft.server.observability.tracing import TracingMiddleware
 from truedraft.server.routes import chat, completions, messages, models, ops, page, responses, tokenize
 from truedraft.server.services import Services, TokenizerLoader
@@ -43,16 +43,14 @@ def create_app(
     """``load`` replaces the way to get a tokenizer; by default it is the target's."""
     load = load or partial(load_tokenizer, str(settings.target), settings.chat_template, read_apart)
     services = Services(settings, engine, metrics, load)
-    export = _metrics_export(settings, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with export:
-            await services.start()
-            try:
-                yield
-            finally:
-                await services.stop()
+        await services.start()
+        try:
+            yield
+        finally:
+            await services.stop()
 
     app = FastAPI(
         title="Truedraft",
@@ -128,15 +126,5 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics, work: Wo
         count_answer=metrics.count_answer,
     )
     app.add_middleware(AccessLogMiddleware, observe_stage=metrics.observe_stage)
-    if settings.otel and is_exported("TRACES", os.environ):
+    if settings.otel and traces_are_exported(os.environ):
         app.add_middleware(TracingMiddleware, provider=tracing.make_provider(), model=settings.model_name)
-
-
-def _metrics_export(settings: Settings, metrics: Metrics) -> AbstractAsyncContextManager[None]:
-    if not settings.otel or not is_exported("METRICS", os.environ):
-        return nullcontext()
-    try:
-        from truedraft.server.observability.otlp_metrics import MetricsExport
-    except ImportError as error:
-        raise OtelError(MISSING) from error
-    return MetricsExport(metrics.exposed)

@@ -133,8 +133,8 @@ class ServerSettings(BaseModel):
     )
     otel: bool = Field(
         False,
-        description="Export traces of requests, and metrics, by OpenTelemetry to "
-        "OTEL_EXPORTER_OTLP_ENDPOINT. Needs the extra 'otel'.",
+        description="Export traces of requests by OpenTelemetry to OTEL_EXPORTER_OTLP_ENDPOINT. "
+        "Needs the extra 'otel'.",
     )
 
 

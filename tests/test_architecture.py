@@ -9,8 +9,14 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import FrameType
 
 import pytest
+
+from tests.models import run_engine
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.engine.messages import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("truedraft", "server", "engine", "loadtest", "benchmarks", "tools")
@@ -35,6 +41,7 @@ BORDER = (
     "engine.config",
     "engine.config_errors",
     "engine.errors",
+    "engine.parameters",
     "engine.machine.deep_stack",
     "engine.sampling.grammar_compiler",
     "engine.process.lifeline",
@@ -74,7 +81,8 @@ TORCH_FREE = (
 # floor do not know each other. A module next to the rooms is a room of its own.
 FLOORS = {
     "engine": (
-        {"messages", "errors", "config_errors", "machine", "formats", "terminal", "text"},
+        {"errors", "config_errors", "machine", "formats", "parameters", "terminal", "text"},
+        {"messages"},
         {"config"},
         {"hub"},
         {"memory"},
@@ -111,6 +119,32 @@ FLOORS = {
 
 # torch, numpy and arrays say by these where their numbers are.
 ADDRESSES = {"data_ptr", "const_data_ptr", "ctypes", "__array_interface__", "__dlpack__", "buffer_info"}
+
+
+# Numbers that may only fall: who makes one smaller writes it here.
+SAMPLING_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+MOST_FILES_WITH_PARAMETERS = 20
+MOST_FILES_OF_A_REQUEST = 32
+MOST_COPIES = 1
+# What a comment says of numbers that are copied from a file of another language.
+COPIED = re.compile(r"(\bAs in|These are as in|[;,] as in|in the order of|numbered as in) \w+\.(h|c|py|js)\b")
+
+
+def product_files() -> list[Path]:
+    """Returns the product's source files, whatever their language."""
+    folders = ("engine", "server", "loadtest", "truedraft")
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    kinds = {".py", ".c", ".h", ".js", ".html"}
+    links = {ROOT / "truedraft" / folder for folder in FOLDERS}
+    return sorted(path for path in found if path.suffix in kinds and not links & {*path.parents})
 
 
 def modules(*packages: str) -> list[Path]:
@@ -167,6 +201,18 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
             # `from truedraft.engine import worker` imports engine.worker, whatever it looks like.
             if module in PRODUCT:
                 yield from ((f"{module}.{alias.name}", id(node) in lazy) for alias in node.names)
+        elif isinstance(node, ast.Call) and (name := _imported_by_string(node)) is not None:
+            yield name.removeprefix("truedraft."), id(node) in lazy
+
+
+def _imported_by_string(call: ast.Call) -> str | None:
+    """Returns the module that ``import_module("...")`` imports, if a constant says which."""
+    function = call.func
+    called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    if called not in ("import_module", "__import__") or not call.args:
+        return None
+    (first, *_) = call.args
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
 
 
 def imports_of(path: Path) -> list[tuple[str, bool]]:
@@ -187,6 +233,68 @@ def test_server_sees_only_the_border_of_the_engine(path: Path) -> None:
         command = name_of(path) == "server/cli/main.py" and lazy and is_within(module, COMMANDS)
         allowed = is_within(module, BORDER) or command
         assert allowed, f"{name_of(path)} imports {module}"
+
+
+def test_few_files_name_many_sampling_parameters() -> None:
+    """A parameter should enter a batch at one place. The number may only fall."""
+    naming = []
+    for path in product_files():
+        text = path.read_text().lower()
+        if "written by" in text.partition("\n")[0]:
+            continue  # it derives from another file, and nobody writes into it
+        if sum(bool(re.search(rf"\b{name}\b", text)) for name in SAMPLING_PARAMETERS) >= 4:
+            naming.append(name_of(path))
+    assert len(naming) <= MOST_FILES_WITH_PARAMETERS, "\n".join(naming)
+
+
+def test_few_files_are_entered_by_a_greedy_request() -> None:
+    """Counts the engine's files that run for a request of the bundled pair, once it has been warmed up. The
+    number may only fall."""
+    draft, target = (str(BUNDLED_PAIR / name) for name in ("draft", "target"))
+    core = build_engine(EngineConfig(target=target, draft=draft, device="cpu"))
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    for _ in range(4):
+        run_engine(core, [[1, 2, 3, 4, 5]], params)
+    # What is drafted, and so what runs, may depend on measured times: the fewest of some requests count.
+    entered = min((_files_entered(lambda: run_engine(core, [[1, 2, 3]], params)) for _ in range(3)), key=len)
+    assert len(entered) <= MOST_FILES_OF_A_REQUEST, "\n".join(sorted(entered))
+    assert {"core/engine.py", "core/scheduler.py"} <= entered
+
+
+def _files_entered(run: Callable[[], object]) -> set[str]:
+    entered: set[str] = set()
+    engine = str(Path(sys.modules[build_engine.__module__].__file__ or "").parent)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(engine):
+            entered.add(Path(name).relative_to(engine).as_posix())
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def test_no_enumeration_is_copied_by_hand() -> None:
+    """Numbers that two languages share are written from one (``make written``). The number may only fall."""
+    copied = [
+        f"{name_of(path)}: {found[0]}"
+        for path in product_files()
+        for found in COPIED.finditer(path.read_text())
+    ]
+    assert len(copied) <= MOST_COPIES, "\n".join(copied)
+
+
+@pytest.mark.parametrize(
+    "comment",
+    ["# These are as in kernels.h.", "/* As in random.py. */", "# Stand in the order of kernels.h."],
+)
+def test_copies_are_found(comment: str) -> None:
+    assert COPIED.search(comment)
+    assert not COPIED.search("# ``shared.h`` is written from here.")
 
 
 @every_file_of(*PRODUCT, "tests")
@@ -278,6 +386,19 @@ def test_imports_without_torch() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_tests_of_the_server_are_collected_without_torch() -> None:
+    """It takes seconds to load, in each of pytest's processes."""
+    names = [f"tests.server.{path.stem}" for path in (ROOT / "tests" / "server").glob("*.py")]
+    program = (
+        "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n        sys.exit(f'{name} loads torch')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *sorted(names)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @every_file_of(*PRODUCT)
 def test_addresses_of_numbers_are_taken_in_one_place(path: Path) -> None:
     """``engine/memory/pointers.py`` checks what they lead to; those of ctypes structures are no numbers."""
@@ -332,6 +453,9 @@ def test_changelog_opens_with_the_version() -> None:
         ),
         ("from ..engine import core", {("engine", False), ("engine.core", False)}),
         ("from . import errors", {("server.routes", False)}),
+        ('import_module("truedraft.engine.cuda.kernels")', {("engine.cuda.kernels", False)}),
+        ('def f():\n    importlib.import_module("triton")', {("triton", True)}),
+        ("import_module(name)", set()),
     ],
 )
 def test_imports_are_found(source: str, expected: set[tuple[str, bool]]) -> None:

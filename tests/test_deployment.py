@@ -29,11 +29,6 @@ def test_variables_are_settings(path: str) -> None:
     assert {name.lower() for name in variables} <= set(Settings.model_fields)
 
 
-def test_kubernetes_settings_load() -> None:
-    settings = load_settings(["--config", str(DEPLOY / "kubernetes" / "config.yaml")])
-    assert settings.host == "0.0.0.0"
-
-
 def test_the_chart_has_the_version_and_settings_that_load(tmp_path: Path) -> None:
     chart = yaml.safe_load((DEPLOY / "helm" / "truedraft" / "Chart.yaml").read_text())
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -48,11 +43,8 @@ def test_nothing_is_killed_before_it_has_drained() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     grace = compose["services"]["cpu"]["stop_grace_period"]
     unit = (DEPLOY / "systemd" / "truedraft.service").read_text()
-    pod = yaml.safe_load((DEPLOY / "kubernetes" / "deployment.yaml").read_text())["spec"]["template"]["spec"]
-    pre_stop = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
     assert int(grace.removesuffix("s")) > drain
     assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > drain
-    assert pod["terminationGracePeriodSeconds"] > drain + pre_stop
     assert "KillMode=mixed" in unit
 
 
@@ -102,31 +94,3 @@ def test_the_nginx_site_is_valid(tmp_path: Path) -> None:
         timeout=60,
     )
     assert result.returncode == 0, result.stderr
-
-
-def test_the_kustomization_renders_with_every_component(tmp_path: Path) -> None:
-    needs("kubectl")
-    shutil.copytree(DEPLOY / "kubernetes", tmp_path / "kubernetes")
-    components = [f"kubernetes/components/{name}" for name in ("autoscaling", "monitoring", "nvidia")]
-    overlay = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    overlay |= {"resources": ["kubernetes"], "components": components}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    rendered = subprocess.run(
-        ["kubectl", "kustomize", str(tmp_path)], check=True, capture_output=True, timeout=60
-    )
-    objects = {item["kind"]: item for item in yaml.safe_load_all(rendered.stdout)}
-    assert set(objects) == {
-        "ConfigMap",
-        "Deployment",
-        "HorizontalPodAutoscaler",
-        "PodDisruptionBudget",
-        "Service",
-        "ServiceMonitor",
-    }
-    deployment = objects["Deployment"]["spec"]
-    assert "replicas" not in deployment
-    labels = deployment["template"]["metadata"]["labels"].items()
-    assert deployment["selector"]["matchLabels"].items() <= labels
-    assert objects["Service"]["spec"]["selector"].items() <= labels
-    assert objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"].items() <= labels
-    assert objects["ServiceMonitor"]["spec"]["selector"]["matchLabels"].items() <= labels

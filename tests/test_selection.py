@@ -4,10 +4,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import MISSING_HARDWARE, SLOW, TESTS, is_slow
+from tests.conftest import (
+    HOUSE,
+    MISSING_HARDWARE,
+    PLANTED_SHARE,
+    SLOW,
+    TESTS,
+    is_house,
+    is_slow,
+    left_out,
+    turn,
+)
 
 ROOT = TESTS.parent
 HOOKS = "from tests.conftest import pytest_make_collect_report, pytest_runtest_makereport\n"
@@ -43,3 +54,43 @@ def test_what_is_slow_is_there() -> None:
     assert [name for name in SLOW if not (TESTS / name).exists()] == []
     assert is_slow(TESTS / "faults" / "test_soak.py")
     assert not is_slow(TESTS / "engine" / "test_verify.py")
+
+
+class Item:
+    """Stands for a collected test."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self.nodeid = f"{path}::{name}"
+        if "[" in name:
+            self.callspec = None
+
+
+def names_left_out(items: list[Item], *arguments: str) -> set[str]:
+    config = SimpleNamespace(args=list(arguments))
+    return {item.name for item in left_out(items, config)}  # type: ignore[arg-type]
+
+
+def test_what_each_commit_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The house's rules are left to ``make check``; of planted bugs, every one has its turn."""
+    monkeypatch.delenv("ALL_TESTS", raising=False)
+    bugs = [f"test_bugs_are_noticed[{number}]" for number in range(25)]
+    items = [Item(TESTS / "engine" / "test_native.py", name) for name in (*bugs, "test_one_is_caught")]
+    items += [Item(TESTS / name, "test_rule") for name in HOUSE]
+    run = []
+    for number in range(PLANTED_SHARE):
+        monkeypatch.setattr("tests.conftest.turn", lambda number=number: number)
+        out = names_left_out(items, "tests")
+        assert "test_rule" in out
+        assert "test_one_is_caught" not in out
+        run += [name for name in bugs if name not in out]
+    assert sorted(run) == sorted(bugs)
+    assert not {*bugs} & names_left_out(items, "tests/engine/test_native.py")
+    assert "test_rule" in names_left_out(items, "tests/engine/test_native.py")
+    monkeypatch.setenv("ALL_TESTS", "1")
+    assert names_left_out(items, "tests") == set()
+
+
+def test_the_turn_follows_from_the_commit() -> None:
+    assert 0 <= turn() < PLANTED_SHARE
+    assert all(is_house(TESTS / name) and (TESTS / name).exists() for name in HOUSE)

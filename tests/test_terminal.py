@@ -14,7 +14,7 @@ from truedraft.loadtest import report
 from truedraft.server.cli.main import main
 
 WIDTHS = (60, 80, 120)
-COMMANDS = ("serve", "chat", "generate", "check", "verify-trace", "top", "bench")
+COMMANDS = ("serve", "chat", "generate", "check", "verify-trace", "bench")
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,4 @@
-"""Render the Helm chart as Helm does, and compare it with the schemas of Kubernetes and the plain manifests.
+"""Render the Helm chart as Helm does, and compare it with the schemas of Kubernetes.
 
 python -m tools.check_chart      (in an environment with deploy/requirements.txt: make check-deploy)
 
@@ -18,7 +18,6 @@ from helm_python import Chart
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy" / "helm" / "truedraft"
-MANIFESTS = ROOT / "deploy" / "kubernetes"
 EVERYTHING = {
     "gpus": 1,
     "existingClaim": "models",
@@ -56,18 +55,26 @@ def check_schemas(objects: dict[str, Any]) -> None:
         subprocess.run([tool, "--strict", "--quiet", *paths], check=True)
 
 
-def check_against_manifests(objects: dict[str, Any]) -> None:
-    """Without values, the chart's pods are those of the plain manifests."""
-    plain = yaml.safe_load((MANIFESTS / "deployment.yaml").read_text())["spec"]
-    ours = objects["Deployment"]["spec"]
-    (container,) = ours["template"]["spec"]["containers"]
-    assert (container.pop("image"), container.pop("imagePullPolicy")) == ("truedraft:cpu", "IfNotPresent")
-    plain["template"]["spec"]["containers"][0].pop("image")
-    assert ours["template"]["spec"] == plain["template"]["spec"]
-    for key in ("replicas", "strategy"):
-        assert ours[key] == plain[key]
+def check_defaults(objects: dict[str, Any]) -> None:
+    """Without values, pods drain before they are killed, are not root, and their image is the CPU's."""
+    spec = objects["Deployment"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
     config = yaml.safe_load(objects["ConfigMap"]["data"]["config.yaml"])
-    assert config == yaml.safe_load((MANIFESTS / "config.yaml").read_text())
+    pre_stop = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > config["drain_timeout"] + pre_stop
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["enableServiceLinks"] is False
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert (container["image"], container["imagePullPolicy"]) == ("truedraft:cpu", "IfNotPresent")
+    assert [
+        container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")
+    ] == [
+        "/ready",
+        "/ready",
+        "/health",
+    ]
+    assert (spec["replicas"], spec["strategy"]["rollingUpdate"]["maxUnavailable"]) == (2, 0)
 
 
 def check_all_values(objects: dict[str, Any]) -> None:
@@ -97,7 +104,7 @@ def main() -> None:
     plain, full = rendered({}), rendered(EVERYTHING, name="other")
     check_schemas(plain)
     check_schemas(full)
-    check_against_manifests(plain)
+    check_defaults(plain)
     check_all_values(full)
     for values in WRONG:
         try:

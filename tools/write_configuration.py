@@ -1,7 +1,7 @@
 """Write what follows from the declarations of the settings.
 
-These are docs/configuration.md, the types of ``LLM``'s keyword arguments in engine/library/settings.py, and the
-table of other servers' flags in docs/migrating.md.
+These are docs/configuration.md, the types of ``LLM``'s keyword arguments in engine/library/settings.py, and
+the table of other servers' flags in docs/migrating.md.
 
 python -m tools.write_configuration
 """

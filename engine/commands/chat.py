@@ -21,7 +21,7 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, Completion, SamplingParams
-from truedraft.engine.models.generation_defaults import default_sampling
+from truedraft.engine.models.generation_defaults import recommended
 from truedraft.engine.terminal import console, loading_bar, printable
 
 HELP = """\
@@ -63,9 +63,7 @@ class Chat:
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
         self._stats = "Nothing has been answered yet."
-        self._defaults = {}
-        if settings.generation_config == "auto":
-            self._defaults = default_sampling(llm.core.target.model.generation_config)
+        self._defaults = recommended(settings.generation_config, llm.core.target.model.generation_config)
         if settings.system:
             self.set_system(settings.system)
 
@@ -133,17 +131,12 @@ class Chat:
         return [*system, *self.messages]
 
     def _params(self) -> SamplingParams:
-        settings, asked = self.settings, {}
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            if getattr(settings, name) is not None:
-                asked[name] = getattr(settings, name)
+        settings = self.settings
         room = max(1, self.llm.room(self._conversation()))
-        values: dict[str, Any] = {**self._defaults, **asked}
+        values: dict[str, Any] = {**self._defaults, **settings.asked()}
         most = values.pop("max_new_tokens", None)
-        if "top_k" in values:
-            values["top_k"] = int(values["top_k"])
         limit = settings.max_tokens or (room if most is None else min(room, int(most)))
-        return SamplingParams(max_tokens=min(limit, room), seed=settings.seed, **values)
+        return SamplingParams(max_tokens=min(limit, room), **values)
 
     def _print(self, text: str) -> None:
         if self.out.is_terminal:

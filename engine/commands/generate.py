@@ -24,6 +24,7 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, Completion
 from truedraft.engine.messages import DRAFT_MODEL, HEADS, WITH_DRAFT, SamplingParams, TokenOutput
+from truedraft.engine.models.generation_defaults import recommended
 from truedraft.engine.terminal import console, loading_bar, printable, stages, table
 from truedraft.engine.text.detokenizer import TextStream
 
@@ -91,16 +92,11 @@ def main(settings: GenerateSettings) -> int:
 
 def _generate(llm: LLM, settings: GenerateSettings) -> None:
     # Both sides of a comparison say the same: greedily, or drawing with one seed under the coupled rule.
-    seed = settings.seed
-    if seed is None and settings.compare:
-        seed = secrets.randbits(32)
-    params = SamplingParams(
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        seed=seed,
-        origins=True,
-    )
+    values = recommended(settings.generation_config, llm.core.target.model.generation_config)
+    values |= {"seed": secrets.randbits(32)} if settings.compare else {}
+    values |= settings.asked() | {"max_tokens": settings.max_tokens, "origins": True}
+    values.pop("max_new_tokens", None)
+    params = SamplingParams(**values)
     out = console()
     prompt_ids = llm.tokenizer.encode(settings.prompt)
     if settings.rounds:

@@ -5,14 +5,15 @@ They stand apart from the commands so that help and wrong usage do not wait for 
 
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.hub.fetch_bar import fetch_bar
 from truedraft.engine.hub.located import located
+from truedraft.engine.parameters import CUTS, PARAMETERS
 
 S = TypeVar("S", bound=EngineConfig)
 
@@ -35,7 +36,34 @@ def command_options(name: str) -> SettingsConfigDict:
     )
 
 
-class ChatSettings(EngineConfig, BaseSettings):
+def option(name: str, default: Any = None) -> Any:
+    """Returns the option of a sampling parameter, as its row describes it. ``default`` None leaves the value
+    to what the model's makers recommend."""
+    row = PARAMETERS[name]
+    assert row.range is not None
+    help_ = row.help
+    if default is None and row.gguf_key:
+        help_ += f" Default: what the model's makers recommend, else {row.default:g}."
+    limits: Any = row.range.limits
+    return Field(default, **limits, description=help_)
+
+
+class SamplingOptions(BaseModel):
+    """Sampling"""
+
+    temperature: float | None = option("temperature")
+    top_p: float | None = option("top_p")
+    top_k: int | None = option("top_k")
+    min_p: float | None = option("min_p")
+    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the parameters that were given a value."""
+        values = {name: getattr(self, name) for name in ("temperature", "seed", *CUTS)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class ChatSettings(EngineConfig, SamplingOptions, BaseSettings):
     """Talk with a model in the terminal; its chat template writes the conversation out."""
 
     model_config = command_options("chat")
@@ -44,27 +72,10 @@ class ChatSettings(EngineConfig, BaseSettings):
     max_tokens: int | None = Field(
         None, ge=1, description="Tokens of an answer at most. Default: what the model's context leaves."
     )
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="0 is greedy. Default: what the model's makers recommend, else 1."
-    )
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="Nucleus of the distribution to sample from. Default: likewise, else 1."
-    )
-    top_k: int | None = Field(
-        None, ge=0, description="Tokens to sample from; 0: all. Default: likewise, else 0."
-    )
-    min_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="Leave out tokens with less than this share of the largest probability. "
-        "Default: likewise, else 0.",
-    )
-    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
     stats: bool = Field(False, description="Show the speed and what speculation did after each answer.")
 
 
-class GenerateSettings(EngineConfig, BaseSettings):
+class GenerateSettings(EngineConfig, SamplingOptions, BaseSettings):
     """Stream a completion to the terminal; accepted draft tokens are coloured."""
 
     model_config = command_options("generate")
@@ -75,11 +86,7 @@ class GenerateSettings(EngineConfig, BaseSettings):
         False, description="Print each round: what was drafted, what the target made of it, the text."
     )
     max_tokens: int = Field(200, ge=1, description="Largest number of tokens to generate.")
-    temperature: float = Field(0.7, ge=0, le=2, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the most likely tokens of this total probability."
-    )
-    seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
+    temperature: float | None = option("temperature", 0.7)
     repeats: int = Field(5, ge=1, description="Timed pairs of runs under --compare.")
 
 

@@ -23,32 +23,9 @@ class InRound(Protocol):
         """Returns up to ``limit`` drafts of the next round, perhaps none."""
 
 
-class Stop(NamedTuple):
-    """Ends drafts that are not worth another pass: after a token where the chance that all of the draft is
-    accepted has fallen below ``below``; 0 never ends one.
-
-    The chance is the product over the drafted tokens of the ``rates`` at which such tokens are accepted, by
-    the largest probability of the distribution that each was drawn from, which is known before it is drawn.
-    A token that was drawn stays in the draft: to drop it for its own probability would not be exact.
-    """
-
-    rates: tuple[float, ...]  # one for each of equal parts of [0, 1]
-    below: float = 0.0
-
-    def rate(self, confidence: float) -> float:
-        """Returns the acceptance rate at a largest probability, which may be NaN."""
-        return self.rates[part_of(confidence, len(self.rates))]
-
-
-def part_of(confidence: float, num_parts: int) -> int:
-    """Returns the number of the part of 0 to 1 that holds a largest probability."""
-    return min(int(confidence * num_parts), num_parts - 1) if confidence > 0 else 0
-
-
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """``source`` drafts ``num_tokens`` with its model in every round for which nothing else is known, or
-    fewer where ``stop`` ends drafts.
+    """``source`` drafts ``num_tokens`` with its model in every round for which nothing else is known.
 
     ``known`` tokens are the drafts of the first round instead; ``in_round`` is asked before each later one.
     ``num_missing`` tokens must be computed by the model's cache before its first draft, the pending token
@@ -60,7 +37,6 @@ class DraftChoice:
     num_missing: int = 0
     known: Known | None = None
     in_round: InRound | None = None
-    stop: Stop | None = None
 
     @property
     def known_ids(self) -> list[int]:

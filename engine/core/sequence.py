@@ -17,6 +17,7 @@ from truedraft.engine.messages import (
     TokenLogprob,
     Verification,
 )
+from truedraft.engine.parameters import NEEDING
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher
@@ -71,19 +72,14 @@ class Sequence:
             self.prompt_logprobs = [None]
 
     def _needs(self) -> Needs:
-        params = self.params
-        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         asked = {
             Need.SAMPLING: not self.greedy,
             Need.OTHER_DRAWS: self.drafts_greedily != self.greedy,
             Need.BLOCK_RULE: not self.greedy and self.verification == "block",
-            Need.BIAS: bool(params.logit_bias) or params.min_tokens > 0,
-            Need.PENALTIES: penalties != (0, 0, 1),
             Need.RULES: self.has_rules,
             Need.MASK: self.matcher is not None,
-            Need.LOGPROBS: params.logprobs is not None,
-            Need.TRACE: params.trace,
         }
+        asked |= {Need(row.need): True for row in NEEDING if getattr(self.params, row.name) != row.default}
         return frozenset(need for need, is_asked in asked.items() if is_asked)
 
     def __len__(self) -> int:

@@ -112,9 +112,7 @@ class Round:
 
     ``emitted`` are the accepted drafts and the token that follows them, before stop tokens and limits cut
     them off. ``failed`` rows had no distribution to draw from. ``sources`` says who drafted, where that is
-    not as planned for the first round. ``confidences`` of rows whose drafts may be stopped are the largest
-    probabilities of the distributions that their drafts were drawn from; a step has them of its first round.
-    The optional columns are None where no row asks for them.
+    not as planned for the first round. The optional columns are None where no row asks for them.
     """
 
     num_drafted: list[int]
@@ -125,7 +123,6 @@ class Round:
     logprobs: Sequences[list[TokenLogprob] | None] | None = None
     traces: Sequences[RoundTrace | None] | None = None
     sources: list[str] | None = None
-    confidences: list[list[float]] | None = None
 
     def source(self, row: int, part: ScheduledSequence) -> str:
         """Returns who drafted for the row, which is that of ``part``."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from truedraft.engine.cuda.blocks import PackedBlocks
 from truedraft.engine.cuda.grouped_experts import (
     ExpertKernels,
     ExpertMatrices,
@@ -18,7 +19,7 @@ from truedraft.engine.cuda.grouped_experts import (
     GroupedLinear,
     run_grouped,
 )
-from truedraft.engine.cuda.quantised import PackedBlocks, PackedLinear
+from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.layers.linear import Linear, TorchLinear
 from truedraft.engine.layers.mlp import Experts, TouchedExperts

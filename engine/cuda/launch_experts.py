@@ -4,8 +4,8 @@ import torch
 import triton
 
 from truedraft.engine.cuda import expert_kernels
+from truedraft.engine.cuda.blocks import COLUMNS, KINDS
 from truedraft.engine.cuda.grouped_experts import GroupedLinear, TokenGroups
-from truedraft.engine.cuda.quantised import COLUMNS, KINDS
 from truedraft.engine.cuda.quantised_kernels import JOINED, row_tile
 from truedraft.engine.layers.mlp import Router
 from truedraft.engine.layers.quantised_blocks import TYPES

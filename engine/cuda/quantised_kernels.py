@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from truedraft.engine.cuda import quantised
+from truedraft.engine.cuda import blocks
+from truedraft.engine.cuda.blocks import PackedBlocks
 from truedraft.engine.cuda.multiprocessors import NORMED_BY_A_WARP, num_multiprocessors
-from truedraft.engine.cuda.quantised import PackedBlocks
 from truedraft.engine.layers.weight import FP8, LARGEST_FP8, LEAST_LARGEST
 
 # Sizes of a program's tile of rows; more rows take several of the largest. Products of float32 numbers have
@@ -30,9 +30,9 @@ PROGRAMS_OF_MULTIPROCESSOR, MAX_SHARES = 4, 16
 # Numbers that one program sums over the shares.
 JOINED = 1024
 # Kernels see numbers of a module only as these.
-COLUMNS = tl.constexpr(quantised.COLUMNS)
-BLOCK = tl.constexpr(quantised.BLOCK)
-BLOCKS_OF_SUPER = tl.constexpr(quantised.BLOCKS_OF_SUPER)
+COLUMNS = tl.constexpr(blocks.COLUMNS)
+BLOCK = tl.constexpr(blocks.BLOCK)
+BLOCKS_OF_SUPER = tl.constexpr(blocks.BLOCKS_OF_SUPER)
 # What differs from layer to layer must not be compiled in: all is compiled at load, by one small layer.
 _VARIES = ("num_blocks", "num_rows", "first_output", "num_outputs", "out_features")
 
@@ -52,7 +52,7 @@ def block_weights(
     """Returns float32 [rows, 32]; zeros where there is no such block."""
     BITS: tl.constexpr = KIND[0]
     LOW_BITS: tl.constexpr = KIND[1]
-    SCALING: tl.constexpr = KIND[2]  # SCALE and others of quantised.py
+    SCALING: tl.constexpr = KIND[2]  # SCALE and others of blocks.py
     OFFSET: tl.constexpr = KIND[3]
     FIRST_LEVELS: tl.constexpr = KIND[4]  # bytes, or 0 where codes are numbers
     LAST_LEVELS: tl.constexpr = KIND[5]
@@ -258,7 +258,7 @@ def multiply(
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         for part in parts:
-            grid = triton.cdiv(part.rows, quantised.COLUMNS), num_shares, triton.cdiv(num_rows, rows)
+            grid = triton.cdiv(part.rows, blocks.COLUMNS), num_shares, triton.cdiv(num_rows, rows)
             multiply_share[grid](
                 shares,
                 x,
@@ -302,8 +302,8 @@ def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor)
     if not len(rows):
         return output
     has_ids = isinstance(rows, torch.Tensor)
-    tile = MIN_ROWS if has_ids else quantised.COLUMNS
-    grid = triton.cdiv(len(rows), tile), triton.cdiv(packed.num_blocks, quantised.BLOCKS_OF_SUPER)
+    tile = MIN_ROWS if has_ids else blocks.COLUMNS
+    grid = triton.cdiv(len(rows), tile), triton.cdiv(packed.num_blocks, blocks.BLOCKS_OF_SUPER)
     with torch.cuda.device_of(output):  # type: ignore[no-untyped-call]
         unpack_block[grid](
             output,
@@ -351,5 +351,5 @@ def row_tile(num_rows: int, dtype: torch.dtype) -> int:
 
 def shares_of(out_features: int, in_features: int, device: torch.device) -> int:
     """Returns in how many shares the inputs of a layer are divided, by the layer and the device alone."""
-    wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // -(-out_features // quantised.COLUMNS)
-    return max(1, min(wanted, -(-in_features // (quantised.BLOCK * BLOCKS_AT_A_TIME)), MAX_SHARES))
+    wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // -(-out_features // blocks.COLUMNS)
+    return max(1, min(wanted, -(-in_features // (blocks.BLOCK * BLOCKS_AT_A_TIME)), MAX_SHARES))

@@ -38,14 +38,8 @@ from truedraft.engine.gguf.settings import ROTARY_FACTORS, rotary_factors
 from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.quantised import dequantise
+from truedraft.engine.parameters import RECOMMENDED
 
-SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
 # Files of these may have divisors of the rotary frequencies.
 DIVIDED = ("llama", "exaone4")
 # The gate of Qwen's shared expert is a vector there.
@@ -254,7 +248,7 @@ def generation_config(checkpoint: GgufCheckpoint) -> Any:
     vocabulary = checkpoint.vocabulary
     ids = sorted(vocabulary.end_ids) if vocabulary is not None else []
     metadata = checkpoint.file.metadata
-    sampling = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
+    sampling = {name: metadata.get(f"general.sampling.{row.gguf_key}") for name, row in RECOMMENDED.items()}
     given = {name: value for name, value in sampling.items() if value is not None}
     return GenerationConfig(eos_token_id=ids or None, **given)
 

@@ -4,20 +4,13 @@ The same fields that vLLM takes under ``--generation-config auto``. ``do_sample`
 ``temperature`` 0, and a request that names no temperature samples.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.parameters import PARAMETERS, RECOMMENDED
 
-# Field -> whether a value is in the range that requests have.
-FIELDS: dict[str, Callable[[float], bool]] = {
-    "temperature": lambda value: 0 <= value <= 2,
-    "top_k": lambda value: value >= 0,
-    "top_p": lambda value: 0 < value <= 1,
-    "min_p": lambda value: 0 <= value <= 1,
-    "repetition_penalty": lambda value: value > 0,
-    "max_new_tokens": lambda value: value >= 1,
-}
+# What a generation config may say, and the values that a request could have.
+FIELDS = {"max_new_tokens": PARAMETERS["max_tokens"], **RECOMMENDED}
 
 
 def default_sampling(generation_config: Any) -> dict[str, float]:
@@ -25,10 +18,16 @@ def default_sampling(generation_config: Any) -> dict[str, float]:
     given = {name: getattr(generation_config, name, None) for name in FIELDS}
     for name, value in given.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and FIELDS[name](value)):
+        if value is not None and not (is_number and FIELDS[name].allows(value)):
             wrong = "out of range" if is_number else "no number"
             raise ModelLoadError(
                 f"the model's generation_config.json has {name} {value!r}, which is {wrong}: correct it, "
                 "or set generation_config to none"
             )
     return {name: value for name, value in given.items() if value is not None}
+
+
+def recommended(setting: str, generation_config: Any) -> dict[str, Any]:
+    """Returns what the config sets, or nothing if the setting ``generation_config`` is none."""
+    values: dict[str, Any] = {} if setting == "none" else default_sampling(generation_config)
+    return values | ({"top_k": int(values["top_k"])} if "top_k" in values else {})

@@ -12,7 +12,8 @@ from torch import nn
 
 from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.cuda.quantised import PackedBlocks, PackedEmbeddings, PackedLinear
+from truedraft.engine.cuda.blocks import PackedBlocks
+from truedraft.engine.cuda.quantised import PackedEmbeddings, PackedLinear
 from truedraft.engine.cuda.scaled import ScaledLinear
 from truedraft.engine.families.linear import LinearModule, ModuleLinear
 from truedraft.engine.formats.gguf_file import is_gguf

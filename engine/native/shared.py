@@ -1,6 +1,6 @@
 """Names the numbers that C and Python share. Python has them, and ``shared.h`` is written from here.
 
-``python -m tools.write_headers`` writes it, and ``tests/engine/test_native_headers.py`` compares. Structures go the
+``python -m tools.write_headers`` writes it, and a test compares. Structures go the
 other way: ``headers.py`` reads them in C's headers.
 """
 

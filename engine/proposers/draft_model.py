@@ -19,7 +19,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DRAFT_MODEL
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of, stops_of
+from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
 from truedraft.engine.sampling.ops import in_width
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
@@ -65,7 +65,7 @@ class DraftModelProposer(Proposer):
             spans = [Span(self.cache.table(each), [0], 1, len(each)) for each in sequences]
             return self._forward(spans, last_ids)
 
-        return drawn_drafts(lengths_of(plan, self.name), sampler, next_logits, stops_of(plan))
+        return drawn_drafts(lengths_of(plan, self.name), sampler, next_logits)
 
     def prefill(self, prompts: Sequences[ScheduledSequence]) -> None:
         self._first_pass(prompts)

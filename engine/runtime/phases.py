@@ -170,7 +170,6 @@ class PhaseRunner:
             failed=failed if any(failed) else None,
             logprobs=_output_logprobs(plan, drafts, logits, emitted),
             traces=self._traces(plan, sampler, drafts, logits, verdicts),
-            confidences=drafts.confidences,
         )
 
     def _traces(

@@ -52,18 +52,11 @@ class Acceptance:
                 self._expected.append(self._expected[-1] + survival)
         return self._expected[length]
 
-    def learn(
-        self, num_drafted: int, num_accepted: int, count: float = 1.0, usual_rate: float | None = None
-    ) -> None:
+    def learn(self, num_drafted: int, num_accepted: int, count: float = 1.0) -> None:
         """Learns from ``count`` drafts of ``num_drafted`` tokens, the first ``num_accepted`` of them
-        accepted. They were stopped if there is a ``usual_rate``, at which what would have followed is
-        accepted: else later positions would know of drafts alone that went on because they were good."""
+        accepted."""
         for drafted in range(min(num_accepted + 1, num_drafted)):
             self._count(drafted, count, drafted < num_accepted)
-        if usual_rate is not None and num_accepted == num_drafted:
-            for drafted in range(num_drafted, MAX_LENGTH):
-                self._count(drafted, count, usual_rate)
-                count *= usual_rate
         self._expected.clear()
 
     def _count(self, drafted: int, count: float, rate: float) -> None:
@@ -72,10 +65,10 @@ class Acceptance:
         self.reached[position] = kept * self.reached[position] + count
         self.accepted[position] = kept * self.accepted[position] + count * rate
 
-    def learn_all(self, verdicts: Mapping[tuple[int, int], int], usual_rate: float | None = None) -> None:
+    def learn_all(self, verdicts: Mapping[tuple[int, int], int]) -> None:
         """Learns from counts of verdicts (drafted, accepted)."""
         for (num_drafted, num_accepted), count in verdicts.items():
-            self.learn(num_drafted, num_accepted, count, usual_rate)
+            self.learn(num_drafted, num_accepted, count)
 
     def scale(self, factor: float) -> None:
         """Takes drafts to be accepted ``factor`` times as often from now on, as far as that can be."""

@@ -118,15 +118,14 @@ class PassCosts:
 
 class Shape(NamedTuple):
     """Describes a kind of round: the target scores ``num_drafted`` drafts of all rows, and ``draft_sizes``
-    are the rows of each draft pass of the proposer ``source``, on average over the rounds. Passes run in
-    ``pass_shares`` of them; empty if all do in each. Without drafting, it observes ``num_told`` tokens."""
+    are the rows of each draft pass of the proposer ``source``, on average over the rounds.
+    Without drafting, it observes ``num_told`` tokens."""
 
     num_rows: int
     option: int
     num_drafted: float = 0.0
     draft_sizes: tuple[float, ...] = ()
     source: str = ""
-    pass_shares: tuple[float, ...] = ()
     num_told: int = 0
 
     @property
@@ -193,22 +192,14 @@ class Costs:
 
     def model_seconds(self, shape: Shape) -> float:
         """Returns the expected seconds of drafting, scoring and verifying."""
-        num_rows, _, num_drafted, draft_sizes, source, pass_shares, num_told = shape
+        num_rows, _, num_drafted, draft_sizes, source, num_told = shape
         stored = self.stored_per_row
         unlike = None if self.routing is None else self.routing.tokens(num_rows, num_drafted)
         base = self.score(num_rows + num_drafted, stored * num_rows, num_rows, unlike)
         base += self._of_many(source, num_told)
         if draft_sizes:
             draft = self.drafts.get(source, FREE)
-            if pass_shares:
-                sizes = [
-                    (share, size / share)
-                    for share, size in zip(pass_shares, draft_sizes, strict=True)
-                    if share
-                ]
-                base += sum([share * draft(size, stored * size, size) for share, size in sizes])
-            else:
-                base += sum([draft(size, stored * size, size) for size in draft_sizes])
+            base += sum([draft(size, stored * size, size) for size in draft_sizes])
         return math.exp(self._level + self._correction(num_rows, shape.kind)[0]) * base
 
     def overhead(self, num_rows: int) -> float:

@@ -3,7 +3,6 @@
 from copy import deepcopy
 
 from truedraft.engine.speculation.acceptance import Acceptance
-from truedraft.engine.speculation.stopping import Confidence
 
 
 class Group:
@@ -12,7 +11,6 @@ class Group:
     def __init__(self, name: str) -> None:
         self.name = name
         self.acceptances: dict[str, Acceptance] = {}  # keys: proposers
-        self.confidences: dict[str, Confidence] = {}
         self.lookups: dict[tuple[str, int], Acceptance] = {}  # keys: source, strength of the match
         self.lookup_balance = 0.0  # seconds that look-ups have saved lately
 
@@ -28,9 +26,3 @@ class Group:
         other.acceptances[source] = acceptance = deepcopy(self.acceptance(source))
         acceptance.scale(factor)
         return other
-
-    def confidence(self, source: str) -> Confidence:
-        """Returns what is known of how sure a proposer is of its drafts."""
-        if source not in self.confidences:
-            self.confidences[source] = Confidence()
-        return self.confidences[source]

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from truedraft.engine.core.draft_choice import NO_DRAFT, DraftChoice, Known, Stop
+from truedraft.engine.core.draft_choice import NO_DRAFT, DraftChoice, Known
 from truedraft.engine.core.planning import (
     AUTO_LIMITS,
     MAX_FORCED,
@@ -125,8 +125,7 @@ class SpeculationPlanner:
     """Implements ``core.planning.Planner``.
 
     ``lookups`` are the sources that need no model; ``proposers`` draft with one: the first of them does.
-    ``stops``: drafts whose length is open may end early, where a proposer is not sure of them. ``is_fixed``:
-    the settings name a length.
+    ``is_fixed``: the settings name a length.
     """
 
     def __init__(
@@ -134,12 +133,10 @@ class SpeculationPlanner:
         costs: Costs,
         lookups: Sequences[Lookup] = (),
         proposers: Sequences[Proposer] = (),
-        stops: bool = False,
         is_fixed: bool = False,
     ) -> None:
         self.costs = costs
         self.is_fixed = is_fixed
-        self.stops = stops
         self.policy = Policy(costs)
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self._followers = [proposer.name for proposer in proposers if proposer.lets_go]
@@ -225,10 +222,7 @@ class SpeculationPlanner:
         plan, drafting = option.choice.plan, option.choice.drafting
         if plan.length:
             for sequence in drafting:
-                stop = None
-                if self.stops:
-                    stop = self._rows[sequence].group.confidence(plan.source).stop(plan.below)
-                option.drafts[sequence] = self._draft(sequence, plan.source, plan.length, stop)
+                option.drafts[sequence] = self._draft(sequence, plan.source, plan.length)
         for row in option.rows:
             if row.fixed_length and row.proposers:
                 source = self._best_source(row, row.proposers, len(option.drafts))
@@ -286,14 +280,14 @@ class SpeculationPlanner:
                     start_if_it_pays(lookup, self._free_seconds(num_rows))
         return row
 
-    def _draft(self, sequence: Sequence, source: str, length: int, stop: Stop | None = None) -> DraftChoice:
+    def _draft(self, sequence: Sequence, source: str, length: int) -> DraftChoice:
         """Returns a draft of a proposer, as far as it may go: a round emits one token more."""
         proposer = self.proposers[source]
         room = min(sequence.max_num_tokens - 1, proposer.max_len) - len(sequence.token_ids)
         num_tokens = min(length, room)
         if num_tokens <= 0:
             return NO_DRAFT
-        return DraftChoice(source, num_tokens, proposer.num_missing(sequence), stop=stop)
+        return DraftChoice(source, num_tokens, proposer.num_missing(sequence))
 
     def _look_up(self, option: Option) -> None:
         """Drafts from known text what promises more than the draft model's: a row's first that does."""
@@ -319,8 +313,6 @@ class SpeculationPlanner:
         """Asks one look-up after the other, until one has a draft that pays."""
         sequence, draft = row.sequence, option.drafts[row.sequence]
         length = draft.num_tokens
-        if draft.stop is not None and draft.stop.below:
-            length = min(length, option.choice.plan.usual_length)
         terms = self._terms_for(row, draft.source, length, option)
         expected = row.group.acceptance(draft.source).expected(length) if length else 0.0
         for lookup in lookups:
@@ -352,7 +344,7 @@ class SpeculationPlanner:
             self._terms.clear()
             self._terms_of = self.policy.num_replans
         plan, num_rows = option.choice.plan, len(option.drafts)
-        key = row.group, num_rows, source, length, plan.source, plan.length, plan.below
+        key = row.group, num_rows, source, length, plan.source, plan.length
         if key not in self._terms:
             if length or not plan.length:
                 num_drafting = sum([source in row.proposers for row in option.rows]) if length else 0
@@ -394,32 +386,23 @@ class SpeculationPlanner:
             return self._plain_shape(step)
         drafting: list[tuple[int, float]] = []  # tokens of a proposer, and in which share of the rounds
         num_known = 0.0
-        verdicts: dict[tuple[Group, str, bool], Counter[tuple[int, int]]] = {}
+        verdicts: dict[tuple[Group, str], Counter[tuple[int, int]]] = {}
         for place, part in enumerate(rows):
-            length, stop = part.draft.num_tokens, part.draft.stop
+            length = part.draft.num_tokens
             by_model, num_others = by_proposer(place, part, rounds)
             num_known += num_others / len(rounds)
-            is_stopped = stop is not None and stop.below > 0
-            if is_stopped:
-                drafting += [(num_drafted, 1 / len(rounds)) for num_drafted, _ in by_model]
-            else:
-                drafting.append((length, len(by_model) / len(rounds)))
+            drafting.append((length, len(by_model) / len(rounds)))
             if length and (row := self._rows.get(part.sequence)) is not None:
-                verdicts.setdefault((row.group, part.draft.source, is_stopped), Counter()).update(by_model)
-        for (group, source, is_stopped), counts in verdicts.items():
-            usual_rate = group.confidence(source).usual_rate if is_stopped else None
-            group.acceptance(source).learn_all(counts, usual_rate)
-        self._learn_confidences(rows, rounds[0])
+                verdicts.setdefault((row.group, part.draft.source), Counter()).update(by_model)
+        for (group, source), counts in verdicts.items():
+            group.acceptance(source).learn_all(counts)
         longest = max([length for length, _ in drafting], default=0)
         sizes = [sum([share for length, share in drafting if length > i]) for i in range(longest)]
         option = MIXED if num_known else costs_as
         # Where several proposers draft, which only rows with fixed lengths do, all passes count as one's.
         sources = [part.draft.source for part in rows if part.draft.num_tokens]
         source = step.option.choice.plan.source or next(iter(sources), "")
-        shares: tuple[float, ...] = ()
-        if any(is_stopped for _, _, is_stopped in verdicts):
-            shares = tuple([pass_share(i, rows, rounds) for i in range(longest)])
-        return Shape(len(rows), option, sum(sizes) + num_known, tuple(sizes), source, shares)
+        return Shape(len(rows), option, sum(sizes) + num_known, tuple(sizes), source)
 
     def _plain_shape(self, step: Observed) -> Shape:
         """Returns the shape of rounds without drafts, in which a proposer may have followed rows."""
@@ -427,14 +410,6 @@ class SpeculationPlanner:
         told = {name: sum([part.sequence.is_followed_by(name) for part in rows]) for name in self._followers}
         source = max(told, key=told.__getitem__, default=source)
         return Shape(len(rows), step.option.costs_as, source=source, num_told=told.get(source, 0))
-
-    def _learn_confidences(self, parts: list[ScheduledSequence], first: Round) -> None:
-        """Learns how sure proposers were of what they have drafted in a step's first round."""
-        if first.confidences is None:
-            return
-        for place, (part, confidences) in enumerate(zip(parts, first.confidences, strict=True)):
-            if confidences and (row := self._rows.get(part.sequence)) is not None:
-                row.group.confidence(part.draft.source).learn(confidences, first.num_accepted[place])
 
     def _judge(self, option: Option, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
         """Learns from the verdicts on what look-ups have offered."""
@@ -525,16 +500,3 @@ def by_proposer(
         else:
             num_others += one.num_drafted[place]
     return verdicts, num_others
-
-
-def pass_share(place: int, parts: list[ScheduledSequence], rounds: list[Round]) -> float:
-    """Returns the share of the rounds in which any row has drafted with a model behind ``place`` tokens."""
-    return sum(
-        [
-            any(
-                num_drafted > place and one.source(row, part) == part.draft.source
-                for row, (part, num_drafted) in enumerate(zip(parts, one.num_drafted, strict=True))
-            )
-            for one in rounds
-        ]
-    ) / len(rounds)

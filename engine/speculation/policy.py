@@ -1,9 +1,8 @@
 """Decides which proposer drafts, and how much: what promises the most tokens per second, for all rows.
 
-Lengths are 0 (none) to 8, or up to 8: as far as another token would pay by what the proposer's
-distributions say of those before (``stopping``). A replan forgets which of them was best; the next step of
-each number of rows finds it again and later ones use what was found, so that rows may come and go. A little
-time explores other lengths, and other proposers.
+Lengths are 0 (none) to 8. A replan forgets which of them was best; the next step of each number of rows
+finds it again and later ones use what was found, so that rows may come and go. A little time explores other
+lengths, and other proposers.
 
 Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the round that it decides about.
 """
@@ -29,8 +28,6 @@ EXPLORED_ROUNDS, STARTED_ROUNDS = 2, 4
 # Factor that drafting must gain over the rate of none, since a busy front end costs it more than rounds say,
 # and another length over that of the active one.
 LEAST_GAIN = 1.01
-# Factor by which ends of drafts must gain over the best length: what they bring is seen less directly.
-STOP_GAIN = 1.02
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date, and
 # the most that explore whether it would.
 CATCH_UP_ROUNDS = 64
@@ -38,9 +35,6 @@ CATCH_UP_ROUNDS = 64
 FOLLOWING_REPLANS = 3
 # Decay per step of the sums from which rates are reported, and of those of prompts and emitted tokens.
 REPORT_DECAY = 0.98
-# Drafts end where the chance that all is accepted is worth less than another token takes, or a share of that:
-# some of the rows' passes run in any case.
-STOP_SHARES = (1.0, 0.6)
 # Standard deviations by which an option that never ran may be faster than is expected.
 DOUBT = 2.0
 # The option that is explored while drafting is off: whether drafting pays again, with whatever length.
@@ -77,14 +71,12 @@ class Batch:
 
 
 class Plan(NamedTuple):
-    """Drafts ``length`` tokens: all rows are expected to emit ``tokens`` in the ``seconds`` of a round.
-    Drafts end ``below`` a chance of being accepted; 0: none does."""
+    """Drafts ``length`` tokens: all rows are expected to emit ``tokens`` in the ``seconds`` of a round."""
 
     shape: Shape
     length: int
     tokens: float
     seconds: float
-    below: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -94,13 +86,6 @@ class Plan(NamedTuple):
     def source(self) -> str:
         """Returns the name of the proposer that drafts, empty if none does."""
         return self.shape.source
-
-    @property
-    def usual_length(self) -> int:
-        """Returns how many tokens a row drafts, on average where drafts end early."""
-        if not self.below:
-            return self.length
-        return max(1, round(self.shape.num_drafted / self.shape.draft_sizes[0]))
 
 
 class Best(NamedTuple):
@@ -220,7 +205,7 @@ class Policy:
         if len(followed) == len(rows):
             return best.active, followed
         groups = Counter([rows[row] for row in followed])
-        plan = self.fixed(batch.num_rows, groups, source, best.active.usual_length)
+        plan = self.fixed(batch.num_rows, groups, source, best.active.length)
         return (plan, followed) if plan.rate > best.plain.rate else (best.plain, ())
 
     @property
@@ -283,13 +268,12 @@ class Policy:
         for source in batch.sources:
             groups = batch.groups(source)
             own = [self.fixed(batch.num_rows, groups, source, n) for n in range(1, MAX_LENGTH + 1)]
-            own += self._stopping(batch.num_rows, groups, own)
             plans += own
             best_of.append(max(own, key=lambda plan: plan.rate))
         if not best_of:
             return Best(plain, plain, plain)
         drafting = max(best_of, key=lambda plan: plan.rate)
-        rates = [plan.rate / STOP_GAIN if plan.below else plan.rate for plan in plans]
+        rates = [plan.rate for plan in plans]
         rates[0] *= LEAST_GAIN
         found = max(range(len(plans)), key=rates.__getitem__)
         before = next((i for i, plan in enumerate(plans) if _is_same_draft(plan, self._active)), 0)
@@ -349,53 +333,19 @@ class Policy:
         accepted = sum([n * group.acceptance(source).expected(own) for group, own, n in drafts])
         return self._plan(shape, longest, accepted)
 
-    def _plan(self, shape: Shape, length: int, accepted: float, below: float = 0.0) -> Plan:
+    def _plan(self, shape: Shape, length: int, accepted: float) -> Plan:
         num_tokens, seconds = shape.num_rows + accepted, self.costs.seconds(shape)
         if length and self._num_emitted:
             num_prompt_tokens = num_tokens * self._num_prompt_tokens / self._num_emitted
             seconds += self.costs.draft_prompt_seconds(shape.source, num_prompt_tokens)
-        return Plan(shape, length, num_tokens, seconds, below)
-
-    def _stopping(self, num_rows: int, groups: Counter[Group], lengths: list[Plan]) -> list[Plan]:
-        """Returns the best plan whose drafts end where another token would not pay, if enough is known of how
-        sure the proposer is; ``lengths`` are its others, of 1 token to the most."""
-        source, usual = lengths[0].source, max(lengths, key=lambda plan: plan.rate)
-        if not all(group.confidence(source).is_known for group in groups):
-            return []
-        longer = (lengths[-1].seconds - lengths[0].seconds) / (len(lengths) - 1) / groups.total()
-        rate = sum([count * group.confidence(source).usual_rate for group, count in groups.items()])
-        worth = longer * usual.rate * groups.total() / rate
-        limits = [share * worth for share in STOP_SHARES if 0 < share * worth < 1]
-        plans = [self._stopped(num_rows, groups, usual, below) for below in limits]
-        return sorted(plans, key=lambda plan: plan.rate)[-1:]
-
-    def _stopped(self, num_rows: int, groups: Counter[Group], usual: Plan, below: float) -> Plan:
-        """Makes the plan in which drafts end ``below`` a chance. What they come to is taken as a multiple of
-        what those of the ``usual`` length do: the same drafts tell both, so their luck cancels."""
-        source, accepted = usual.source, 0.0
-        sizes, none = [0.0] * MAX_LENGTH, [1.0] * MAX_LENGTH
-        for group, count in groups.items():
-            confidence = group.confidence(source)
-            walk = confidence.walk(below)
-            better = walk.accepted[-1] / confidence.walk(0.0).accepted[usual.length]
-            accepted += count * group.acceptance(source).expected(usual.length) * better
-            for place, share in enumerate(walk.drafted):
-                sizes[place] += count * share
-                none[place] *= (1 - share) ** count
-        mean = max(1, round(sum(sizes) / groups.total()))
-        shares = tuple([1 - each for each in none])
-        shape = Shape(num_rows, mean, sum(sizes), tuple(sizes), source, shares)
-        return self._plan(shape, MAX_LENGTH, accepted, below)
+        return Plan(shape, length, num_tokens, seconds)
 
     def _explore(self, best: Best, batch: Batch) -> Exploration | None:
         """Returns what to explore from now on, if something is due."""
         length, source = best.active.length, best.active.source
         # A longer draft teaches most: how far drafts are accepted.
         lengths = [length + 1, length - 1, 0]
-        if best.active.below:
-            # Its lengths change by themselves; others are known by their own rounds alone.
-            lengths = [best.active.usual_length, 0]
-        elif length == MAX_LENGTH:
+        if length == MAX_LENGTH:
             lengths.remove(length + 1)
         groups, options = batch.groups(source), dict[int | str, Plan]()
         if length:
@@ -417,7 +367,7 @@ class Policy:
             length = option
         else:
             starting = options[option]
-            source, length = starting.source, starting.usual_length
+            source, length = starting.source, starting.length
             scouts, catch_up = self._scouts(best, batch, source)
         least = _least_rounds(option)
         if followed := batch.followed.get(source):
@@ -536,7 +486,6 @@ class Policy:
             "on": best.active.length > 0,
             "why": why(best) + self._experts_in_words(best),
             "draft_length": {"last": self.last.plan.length, "recent_mean": recent_mean},
-            "stops_below": round(self.last.plan.below, 2),
             "predicted_speedup": round(best.active.rate / best.plain.rate, 3),
             "tokens_per_second": report.rates(),
             "costs": self.costs.state(),
@@ -562,12 +511,12 @@ def _share(option: int | str) -> float:
 def _is_same_draft(plan: Plan, other: Plan | None) -> bool:
     if other is None or plan.source != other.source:
         return False
-    return plan.length == other.length and (plan.below > 0) == (other.below > 0)
+    return plan.length == other.length
 
 
 def _is_large_change(before: Plan | None, now: Plan | None) -> bool:
     """Tells whether another proposer drafts, or the length is another by more than one."""
-    lengths = [plan.usual_length if plan is not None else 0 for plan in (before, now)]
+    lengths = [plan.length if plan is not None else 0 for plan in (before, now)]
     sources = {plan.source if plan is not None else "" for plan in (before, now)}
     return len(sources) > 1 or abs(lengths[1] - lengths[0]) > 1
 

@@ -101,9 +101,12 @@ def configuration_page() -> str:
 
 
 def setting_groups(kind: type[BaseModel] = Settings) -> Iterator[tuple[str, dict[str, FieldInfo]]]:
-    """The classes that ``kind`` is made of: their titles, and the settings that each declares."""
+    """Yields the classes that ``kind`` is made of: their titles, and the settings that each declares last."""
+    declaring: dict[str, type] = {}
     for group in reversed(kind.__mro__):
-        names = [name for name in vars(group).get("__annotations__", {}) if name in kind.model_fields]
+        declaring |= dict.fromkeys(vars(group).get("__annotations__", {}), group)
+    for group in reversed(kind.__mro__):
+        names = [name for name, last in declaring.items() if last is group and name in kind.model_fields]
         if names:
             title = str(group.__doc__).partition("\n")[0]
             yield title, {name: kind.model_fields[name] for name in names}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import disable_created_metrics
-from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
 from truedraft.engine.commands.options import (
@@ -26,7 +25,6 @@ from truedraft.engine.commands.options import (
 from truedraft.engine.config_errors import nearest
 from truedraft.engine.errors import ConfigError
 from truedraft.engine.machine.openmp import spin_settings
-from truedraft.server.cli.completion import INSTALL, SHELLS, completion_script
 from truedraft.server.cli.help import command_help, serve_help
 from truedraft.server.cli.interrupts import raise_on_interrupt, say_interrupted
 from truedraft.server.cli.launch import StartError, launch
@@ -34,7 +32,6 @@ from truedraft.server.cli.settings_sources import load_settings, read_options, t
 from truedraft.server.observability.logs import configure_logging
 from truedraft.server.observability.otel import OtelError
 from truedraft.server.services import TokenizerFailedError
-from truedraft.server.settings import Settings
 from truedraft.server.version import package_version
 from truedraft.server.workers.worker_pool import WorkerFailedError
 
@@ -53,9 +50,7 @@ commands:
   check           test a pair of models before it is deployed: exactness, acceptance, speed-up
   train-draft     train a head that drafts for a target, from texts that the target writes itself
   verify-trace    replay a traced answer and confirm every decision in it
-  top             watch a running server: requests, tokens per second, acceptance, speed-up
   bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
-  completion      print a script that completes commands and flags in bash, zsh or fish
 
 options:
   --version       print the versions of truedraft and torch, the device and the kernels
@@ -113,15 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return in_terminal("train-draft", lambda: train_draft, TrainSettings, flags)
         case ["verify-trace", *flags]:
             return in_terminal("verify-trace", _load_verify_trace, ReplaySettings, flags)
-        case ["top", *flags]:
-            from truedraft.server.cli.top import TopOptions
-            from truedraft.server.cli.top import main as top
-
-            return in_terminal("top", lambda: top, TopOptions, flags)
         case ["bench", *flags]:
             return bench(flags)
-        case ["completion", *words]:
-            return complete(words)
         case ["--version" | "-V"]:
             from truedraft.engine.commands.about import about
 
@@ -215,38 +203,6 @@ def bench(flags: Sequence[str]) -> int:
     from truedraft.loadtest.options import BenchOptions
 
     return in_terminal("bench", lambda: put_load, BenchOptions, flags)
-
-
-def complete(words: Sequence[str]) -> int:
-    """Prints a shell's script of completions. It is made once: the options' modules may load torch."""
-    if {"--help", "-h"} & set(words):
-        lines = "".join(f"  {shell:<6}{how}\n" for shell, how in INSTALL.items())
-        usage = f"usage: truedraft completion {'|'.join(SHELLS)}"
-        print(f"{usage}\n\nPrints a script. To install it:\n\n{lines}", end="")
-        return OK
-    if len(words) != 1 or words[0] not in SHELLS:
-        _complain("truedraft completion", f"Name one shell: {', '.join(SHELLS)}.")
-        return WRONG_USAGE
-    from truedraft.engine.commands.check import CheckSettings
-    from truedraft.engine.commands.train_draft import TrainSettings
-    from truedraft.loadtest.options import BenchOptions
-    from truedraft.server.cli.top import TopOptions
-
-    commands: dict[str, type[BaseModel]] = {
-        "serve": Settings,
-        "chat": ChatSettings,
-        "pull": PullSettings,
-        "list": ListSettings,
-        "rm": RemoveSettings,
-        "generate": GenerateSettings,
-        "check": CheckSettings,
-        "train-draft": TrainSettings,
-        "verify-trace": ReplaySettings,
-        "top": TopOptions,
-        "bench": BenchOptions,
-    }
-    print(completion_script(words[0], commands), end="")
-    return OK
 
 
 def _unknown(arguments: Sequence[str]) -> str:

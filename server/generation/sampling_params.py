@@ -7,8 +7,10 @@ on the prompt's length is decided here.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from truedraft.engine.messages import DraftSampleMethod, Method, Ready, SamplingParams, Verification
+from truedraft.engine.parameters import CUTS, PARAMETERS, PENALTIES
 from truedraft.server.errors import ContextLengthError, InvalidRequestError, UnsupportedParameterError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest
@@ -19,14 +21,9 @@ from truedraft.server.settings import RequestSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 
-# What a request gets that does not say, where the model's generation config does not say either.
-NEUTRAL: dict[str, float] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+# A request says these by their own names. What it leaves out is as the model's makers recommend, or
+# else as the parameters' rows say.
+PLAIN = ("temperature", "seed", "ignore_eos", *CUTS, *PENALTIES)
 
 # A key of a JSON object that is an integer, in the one way to write it.
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -60,37 +57,30 @@ def build_sampling_params(
     may_clamp = can_clamp and isinstance(request, ChatRequest | ResponsesRequest)
     max_tokens = _max_tokens(request, num_prompt_tokens, worker, leniency if may_clamp else None)
     logprobs = _logprobs(request, max_logprobs)
-    default = NEUTRAL | worker.default_sampling
-    temperature = default["temperature"] if request.temperature is None else request.temperature
-    # -1 is another usual way to say "off"
-    top_k = int(default["top_k"]) if request.top_k is None else max(0, request.top_k)
+    plain = {name: _plain(name, request, worker) for name in PLAIN}
     return SamplingParams(
+        **plain,
         max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=default["top_p"] if request.top_p is None else request.top_p,
-        min_p=default["min_p"] if request.min_p is None else request.min_p,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=(
-            default["repetition_penalty"]
-            if request.repetition_penalty is None
-            else request.repetition_penalty
-        ),
         logit_bias=_logit_bias(request.logit_bias or {}, worker.vocab_size, limits.max_logit_bias),
         min_tokens=_min_tokens(request, max_tokens),
-        seed=request.seed,
-        ignore_eos=bool(request.ignore_eos),
         stop_token_ids=request.stop_token_ids or [],
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(request, logprobs, max_logprobs),
         method=_method(request, speculation, worker),
         num_speculative_tokens=_num_speculative_tokens(speculation),
         draft_sample_method=_draft_sample_method(speculation, worker),
-        verification=_verification(speculation, temperature, top_k),
+        verification=_verification(speculation, plain),
         trace=speculation.trace or speculation.origins is True,
         origins=speculation.origins is not False,
     )
+
+
+def _plain(name: str, request: SamplingRequest, worker: Ready) -> Any:
+    row, asked = PARAMETERS[name], getattr(request, name)
+    if asked is None:
+        asked = worker.default_sampling.get(name, row.default)
+    # -1 is another usual way to say "off"
+    return max(0, int(asked)) if name == "top_k" else asked
 
 
 def check_answer_size(
@@ -378,9 +368,10 @@ def _draft_sample_method(speculation: SpeculationOptions, worker: Ready) -> Draf
     )
 
 
-def _verification(speculation: SpeculationOptions, temperature: float, top_k: int) -> Verification | None:
+def _verification(speculation: SpeculationOptions, plain: Mapping[str, Any]) -> Verification | None:
     """Returns what is asked for. To match the target's most likely token would change a sampled answer."""
-    if speculation.verification == "exact_match" and temperature != 0 and top_k != 1:
+    is_greedy = plain["temperature"] == 0 or plain["top_k"] == 1
+    if speculation.verification == "exact_match" and not is_greedy:
         raise InvalidRequestError(
             "speculation.verification 'exact_match' is exact at temperature 0 alone; set temperature to 0, "
             "or use 'rejection', 'block' or 'coupled'.",

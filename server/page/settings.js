@@ -1,10 +1,11 @@
 // The drawer of settings, and what a request asks for by them.
 
-import { byId, button, keep, kept, numbers } from "./elements.js";
+import { byId, button, element, keep, kept, numbers } from "./elements.js";
+import { SAMPLING } from "./parameters.js";
 
 const form = byId("settings-form");
 const STORED = "settings";
-const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"];
+const OWN = { temperature: "0.7" }; // where the page asks for something else than an empty field
 const COMPLETION_TOKENS = 256; // a completion has no natural end, and OpenAI's default is 16
 
 const EXAMPLES = {
@@ -34,6 +35,7 @@ export function startSettings() {
     show(false);
     toggle.focus();
   });
+  byId("sampling").append(...SAMPLING.map(numberField));
   restore();
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", changed);
@@ -46,6 +48,11 @@ export function startSettings() {
   }
   changed();
   show(kept("drawer") === true);
+}
+
+function numberField({ label, ...field }) {
+  const input = element("input", { ...field, type: "number", defaultValue: OWN[field.name] ?? "" });
+  return element("label", { className: "field" }, element("span", {}, label), input);
 }
 
 function changed() {
@@ -82,7 +89,7 @@ export function askedFields(mode, model) {
   const asked = {
     model,
     ...(mode === "chat" ? limit && { max_completion_tokens: limit } : { max_tokens: limit ?? COMPLETION_TOKENS }),
-    ...numbers(form, SAMPLING),
+    ...numbers(form, SAMPLING.map(({ name }) => name)),
     ...(stop.length && { stop }),
     ...responseFormat(fields),
     stream: isStream,

@@ -2,9 +2,10 @@
 
 import { hasKey } from "./api.js";
 import { byId, copyButton } from "./elements.js";
+import { OPENAI } from "./parameters.js";
 
 // What the SDK's functions have as parameters of their own; the others go into its `extra_body`.
-const COMMON = ["model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "stream", "stream_options"];
+const COMMON = [...OPENAI, "model", "stop", "stream", "stream_options"];
 const NAMED = {
   "v1/chat/completions": [...COMMON, "messages", "max_completion_tokens", "response_format", "tools", "tool_choice", "reasoning_effort"],
   "v1/completions": [...COMMON, "prompt", "max_tokens"],

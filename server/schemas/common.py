@@ -16,19 +16,45 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from truedraft.engine.messages import DraftSampleMethod, Verification
+from truedraft.engine.parameters import (
+    INT64_MAX,
+    MAX_STOP_TOKENS,
+    PARAMETERS,
+    DraftSampleMethod,
+    Verification,
+)
 from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import ResponseFormat, StructuredOutputs
 
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
-# The worker gets both once for each prompt.
-MAX_STOP_TOKENS = 1024
+# The worker gets it once for each prompt.
 MAX_SALT_LENGTH = 1024
 
 NonEmptyString = Annotated[str, Field(min_length=1)]
+
+
+def said(name: str, default: Any = None) -> Any:
+    """Returns the field of a parameter as its row describes it. ``default`` None: the row's own is filled in
+    where the engine's parameters are made."""
+    row = PARAMETERS[name]
+    description = row.description if default is None else row.help
+    return Field(default, **_limits(name), description=description)
+
+
+def _limits(name: str) -> dict[str, Any]:
+    """Returns the range of a parameter that is a number, as pydantic has it; of others there is none."""
+    row = PARAMETERS[name]
+    return {} if row.range is None or row.default in ([], {}) else row.range.limits
+
+
+def within(name: str) -> Any:
+    """Returns the range of the numbers that a parameter holds."""
+    held = PARAMETERS[name].range
+    assert held is not None
+    limits: dict[str, Any] = {**held.limits}
+    return Field(**limits)
 
 
 def _as_list(value: object) -> object:
@@ -164,34 +190,18 @@ class ChunkStreamOptions(StreamOptions):
 class SpeculationOptions(RequestPart):
     """Controls how one request speculates: its speed changes, its output's distribution never does."""
 
-    method: Literal["auto", "draft_model", "eagle", "mtp", "ngram", "prediction", "grammar", "none"] = Field(
-        "auto",
-        description="Who drafts; 'auto' leaves it to the engine, which uses a prediction if there is one. "
-        "With another method than these two a prediction is not used.",
+    method: Literal["auto", "draft_model", "eagle", "mtp", "ngram", "prediction", "grammar", "none"] = said(
+        "method", "auto"
     )
     num_speculative_tokens: Annotated[
         int | None,
-        Field(ge=0, le=32),
+        within("num_speculative_tokens"),
         BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"] | None),
-    ] = Field(None, description="Tokens drafted per round; null and 'auto' leave it to the engine.")
-    draft_sample_method: DraftSampleMethod | None = Field(
-        None,
-        description="How a draft model draws its tokens: 'greedy' takes its most likely one, 'probabilistic' "
-        "draws with the request's parameters (at temperature 0: as at 1). Null leaves it to the engine, "
-        "which draws as the target does. Any verification goes with either.",
-    )
-    verification: Verification | None = Field(
-        None,
-        description="How drafted tokens are verified; null leaves it to the engine. 'exact_match' is for "
-        "temperature 0, where all are the same.",
-    )
-    trace: bool = Field(False, description="Report every round: what was drafted, and what was accepted.")
-    origins: bool | Literal["sources"] = Field(
-        False,
-        description="Report with each token's text, in every chunk, where the token came from and "
-        "both models' probability of it. 'sources' leaves the probabilities out, which is"
-        " faster.",
-    )
+    ] = Field(None, description=PARAMETERS["num_speculative_tokens"].help)
+    draft_sample_method: DraftSampleMethod | None = said("draft_sample_method")
+    verification: Verification | None = said("verification")
+    trace: bool = said("trace", False)
+    origins: bool | Literal["sources"] = said("origins", False)
 
 
 class SamplingRequest(RequestPart):
@@ -200,46 +210,17 @@ class SamplingRequest(RequestPart):
     prompt_field: ClassVar[str]
 
     model: str = Field(description="The served name; `GET /v1/models` tells it.")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default 1.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling. Default 1: off.")
-    top_k: int | None = Field(
-        None, ge=-1, le=INT64_MAX, description="Keep the k most likely tokens. Default 0: off."
+    temperature: float | None = said("temperature")
+    top_p: float | None = said("top_p")
+    top_k: int | None = said("top_k")
+    min_p: float | None = said("min_p")
+    presence_penalty: float | None = said("presence_penalty")
+    frequency_penalty: float | None = said("frequency_penalty")
+    repetition_penalty: float | None = said("repetition_penalty")
+    logit_bias: Annotated[dict[str, Annotated[float, within("logit_bias")]], Field(fail_fast=True)] | None = (
+        said("logit_bias")
     )
-    min_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="Drop tokens whose probability is below this share of the most likely one's. "
-        "Default 0: off.",
-    )
-    presence_penalty: float | None = Field(
-        None,
-        ge=-2,
-        le=2,
-        description="Subtracted from the logit of every token that the output has. Default 0.",
-    )
-    frequency_penalty: float | None = Field(
-        None,
-        ge=-2,
-        le=2,
-        description="Subtracted from a token's logit for each time that the output has it. Default 0.",
-    )
-    repetition_penalty: float | None = Field(
-        None,
-        ge=0.01,
-        le=10,
-        description="Divides positive logits of tokens that prompt or output have, multiplies negative ones. "
-        "Default 1.",
-    )
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)] | None
-    ) = Field(None, description="Added to logits, by token id.")
-    seed: int | None = Field(
-        None,
-        ge=INT64_MIN,
-        le=INT64_MAX,
-        description="With the same seed and parameters the same tokens come out, whatever else runs.",
-    )
+    seed: int | None = said("seed")
     stop: Annotated[
         Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
         BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
@@ -248,18 +229,20 @@ class SamplingRequest(RequestPart):
         description="Strings that end the text, at most `max_stop_strings`; they are not part of it.",
     )
     stop_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None
-    ) = Field(None, description="Tokens that end the text, besides the model's own end-of-sequence tokens.")
+        Annotated[
+            list[Annotated[int, within("stop_token_ids")]],
+            Field(fail_fast=True, max_length=MAX_STOP_TOKENS),
+        ]
+        | None
+    ) = said("stop_token_ids")
     include_stop_str_in_output: bool | None = Field(
         None, description="Include the stop string or stop token in the text. Default false."
     )
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text. Default true."
     )
-    min_tokens: int | None = Field(
-        None, ge=0, description="No stop token or stop string counts before this many tokens. Default 0."
-    )
-    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token. Default false.")
+    min_tokens: int | None = said("min_tokens")
+    ignore_eos: bool | None = said("ignore_eos")
     truncate_prompt_tokens: int | None = Field(
         None, ge=1, le=INT64_MAX, description="Keep the last tokens of the prompt."
     )
@@ -309,9 +292,7 @@ class GenerationRequest(SamplingRequest):
     n: int | None = Field(
         None, ge=1, description="Choices per prompt, with the prompts at most `max_choices`. Default 1."
     )
-    prompt_logprobs: int | None = Field(
-        None, ge=0, description="Log-probabilities of the prompt's tokens, and of this many others at each."
-    )
+    prompt_logprobs: int | None = said("prompt_logprobs")
     return_token_ids: bool | None = Field(
         None, description="Also return the token ids of prompt and text. Default false."
     )

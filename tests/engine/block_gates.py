@@ -6,7 +6,8 @@ import torch
 from gguf import GGMLQuantizationType
 
 from tests.gguf_blocks import random_blocks
-from truedraft.engine.cuda.quantised import BlockKernels, PackedBlocks, pack
+from truedraft.engine.cuda.blocks import PackedBlocks, pack
+from truedraft.engine.cuda.quantised import BlockKernels
 from truedraft.engine.layers.quantised_blocks import BLOCK_INPUTS, TYPES, QuantisedBlocks
 from truedraft.engine.layers.weight import FP8, ScaledRows
 

@@ -9,7 +9,7 @@ import torch
 from tests.engine.native_pair import native_runner
 from tests.engine.planners import draft_cache, phases_of
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.draft_choice import DraftChoice, Known, Stop
+from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.runner import Runner
@@ -32,7 +32,6 @@ class RowPlan:
     params: SamplingParams
     prompt: list[int]
     num_draft_tokens: int = 3
-    stop: Stop | None = None
     num_missing: int = 0
     num_uncomputed: int = 1
     draft_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -166,7 +165,7 @@ class Side:
     def _drawing(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         """Returns a part that drafts with the model, limited as planners do."""
         room = min(sequence.max_num_tokens - len(sequence) - 1, self.max_draft_len - len(sequence))
-        draft = DraftChoice("draft_model", max(0, min(num_tokens, room)), stop=self.rows[sequence].stop)
+        draft = DraftChoice("draft_model", max(0, min(num_tokens, room)))
         num_missing = self.draft.num_missing(sequence)
         return ScheduledSequence(sequence, 1, draft, num_missing if draft.num_tokens else 0)
 
@@ -239,7 +238,6 @@ def _assert_same(one: Round, other: Round) -> None:
     assert one.num_accepted == other.num_accepted
     assert one.emitted == other.emitted
     assert one.logprobs == other.logprobs
-    assert one.confidences is None or one.confidences == other.confidences
     assert other.failed is None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.draft_choice import DraftChoice, Known, Stop
+from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import Need
 from truedraft.engine.core.planning import MAX_FORCED, Lookup, Planner, ReadingLookup, StepChoice
@@ -82,7 +82,6 @@ class FixedPlanner:
         rotates: bool = False,
         prefills: bool = True,
         proposers: Sequences[Proposer] = (),
-        stop: Stop | None = None,
     ) -> None:
         self.lookups = lookups or {}
         self.proposers = {proposer.name: proposer for proposer in proposers}
@@ -90,7 +89,6 @@ class FixedPlanner:
         self.max_rounds = max_rounds
         self.rotates = rotates
         self.prefills = prefills
-        self.stop = stop
         self.num_speculative_tokens = 0.0
         self.observed: list[tuple[StepPlan, StepResult]] = []
 
@@ -110,7 +108,7 @@ class FixedPlanner:
         if source in self.proposers:
             room = min(room, self.max_draft_len - len(sequence))
             num_missing = self.proposers[source].num_missing(sequence)
-            return DraftChoice(source, room, num_missing, stop=self.stop) if room > 0 else None
+            return DraftChoice(source, room, num_missing) if room > 0 else None
         if source not in self.lookups:
             return None
         lookup = self.lookups[source]

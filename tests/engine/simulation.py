@@ -12,7 +12,6 @@ import torch
 from scipy import stats
 
 from tests import naive
-from truedraft.engine.core.draft_choice import Stop
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.proposers.drawn import drawn_drafts
 from truedraft.engine.sampling.adjust import History
@@ -25,11 +24,10 @@ CPU = torch.device("cpu")
 
 
 class Lengths(NamedTuple):
-    """Says how many tokens a round drafts: ``longest``, or fewer where ``stop`` ends drafts. ``heeding``: a
+    """Says how many tokens a round drafts: ``longest``. ``heeding``: a
     round drafts only if the text's last one did not draft so many, as planners learn from rounds."""
 
     longest: int = NUM_DRAFT
-    stop: Stop | None = None
     heeding: int = 0
 
 
@@ -92,7 +90,7 @@ def _simulate_batch(
             for seed in unfinished
         ]
         sampler = Sampler(rows, VOCAB_SIZE, CPU)
-        drafts = _propose(sampler, lengths, planned.stop)
+        drafts = _propose(sampler, lengths)
         lengths = drafts.lengths
         last |= zip(unfinished, lengths, strict=True)
         logits = torch.stack(
@@ -109,7 +107,7 @@ def _simulate_batch(
     return [tuple(texts[seed][len(PROMPT) :][:NUM_TOKENS]) for seed in seeds]
 
 
-def _propose(sampler: Sampler, lengths: list[int], stop: Stop | None = None) -> Drafts:
+def _propose(sampler: Sampler, lengths: list[int]) -> Drafts:
     """Drafts like the draft-model proposer, with look-ups for forward passes."""
     texts = [list(row.history.token_ids) for row in sampler.rows]
 
@@ -119,7 +117,7 @@ def _propose(sampler: Sampler, lengths: list[int], stop: Stop | None = None) -> 
                 texts[row].append(token_id)
         return torch.stack([DRAFT(texts[row]) for row in rows])
 
-    return drawn_drafts(lengths, sampler, next_logits, [stop] * len(lengths))
+    return drawn_drafts(lengths, sampler, next_logits)
 
 
 def p_value(

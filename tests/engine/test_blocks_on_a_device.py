@@ -24,16 +24,14 @@ from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.checkpoints.quantization import open_for_gpu
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.cuda import quantised
+from truedraft.engine.cuda.blocks import COLUMNS, KINDS, pack
 from truedraft.engine.cuda.quantised import (
-    COLUMNS,
-    KINDS,
     MAX_ROWS,
     BlockKernels,
     BlockLinears,
     PackedEmbeddings,
     PackedLinear,
     is_right,
-    pack,
 )
 from truedraft.engine.layers.linear import TorchLinear
 from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks

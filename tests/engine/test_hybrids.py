@@ -17,7 +17,6 @@ from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.planning import AUTO_LIMITS, PROPOSER_LIMIT
-from truedraft.engine.core.ranges import RANGES
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.layers import torch_recurrent
 from truedraft.engine.llm import LLM
@@ -28,6 +27,7 @@ from truedraft.engine.memory.recurrent_state import CHUNK, ROLLBACK
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.parameters import PARAMETERS
 
 TRAINED = Path(__file__).parents[2] / "benchmarks" / "story_hybrid"
 NUM_TOKENS = 24
@@ -161,7 +161,7 @@ def test_a_hit_is_cut_to_what_has_a_state() -> None:
 
 
 def test_all_drafts_that_may_be_asked_for_can_be_taken_back() -> None:
-    longest = max(RANGES["num_speculative_tokens"].high, PROPOSER_LIMIT, *AUTO_LIMITS.values())
+    longest = max(PARAMETERS["num_speculative_tokens"].range.high, PROPOSER_LIMIT, *AUTO_LIMITS.values())
     assert longest <= ROLLBACK
 
 

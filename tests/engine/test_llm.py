@@ -7,20 +7,15 @@ from collections.abc import Iterator
 from copy import copy
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tests.server.test_text_stream import BYTE_IDS, TOKENIZERS
 from truedraft import LLM, RequestError, SamplingParams
-from truedraft.engine import messages
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.ranges import BIASES, MAX_STOP_TOKENS, RANGES, checked
+from truedraft.engine.core.ranges import checked
 from truedraft.engine.text.vocabulary import Vocabulary
-from truedraft.server.schemas import common
-from truedraft.server.schemas.chat import ChatRequest
-from truedraft.server.schemas.common import SpeculationOptions
-from truedraft.server.schemas.completion import CompletionRequest
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
@@ -223,38 +218,6 @@ def test_params_are_checked_as_the_server_does(params: dict[str, Any], words: st
 
 def test_usual_ways_to_say_off() -> None:
     assert checked(SamplingParams(max_tokens=5, top_k=-1)).top_k == 0
-
-
-@pytest.mark.parametrize("name", RANGES)
-def test_ranges_are_those_of_the_server(name: str) -> None:
-    schema = {
-        "max_tokens": ChatRequest,
-        "num_speculative_tokens": SpeculationOptions,
-    }.get(name, CompletionRequest)
-    declared: dict[str, float] = {}
-    for constraint in schema.model_fields[name].metadata:
-        declared |= {key: getattr(constraint, key) for key in ("ge", "gt", "le") if hasattr(constraint, key)}
-    allowed = RANGES[name]
-    assert ("gt" in declared) == allowed.above
-    assert (declared.get("ge", declared.get("gt")), declared.get("le", 2**63 - 1)) == (
-        allowed.low,
-        allowed.high,
-    )
-
-
-def test_every_number_has_a_range() -> None:
-    numbers = {
-        name
-        for name, kind in messages.SamplingParams.__annotations__.items()
-        if {int, float} & {kind, *get_args(kind)} and kind is not bool and not str(kind).startswith("list")
-    }
-    assert numbers - {"logit_bias"} == RANGES.keys()
-    bias = CompletionRequest.model_json_schema()["properties"]["logit_bias"]["anyOf"][0]
-    assert (BIASES.low, BIASES.high) == (
-        bias["additionalProperties"]["minimum"],
-        bias["additionalProperties"]["maximum"],
-    )
-    assert MAX_STOP_TOKENS == common.MAX_STOP_TOKENS
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

@@ -1,4 +1,4 @@
-"""Python and C agree: structures read from the headers lie as the compiler lays them out; numbers are Python's."""
+"""Structures read from the headers lie as the compiler lays them out; numbers that C shares are Python's."""
 
 import ctypes
 import re
@@ -67,7 +67,7 @@ def test_there_is_nothing_to_warn_of() -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_headers_are_written_from_python(name: str) -> None:
-    """``make headers`` writes them anew."""
+    """``make written`` writes them anew."""
     assert (headers.FOLDER / name).read_text(encoding="utf-8") == WRITTEN[name]()
 
 

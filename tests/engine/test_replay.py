@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from tests.engine.conftest import Models
-from tests.engine.planners import FixedPlanner, use_planner
 from tests.models import make_engine, stepped
 from truedraft.engine.commands.replay import DraftKey, Replayer, RoundReport
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
 from truedraft.engine.commands.verify_trace import ReplaySettings, main
-from truedraft.engine.core.draft_choice import Stop
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
@@ -55,13 +53,10 @@ def _traced(
     draft: str | None,
     n: int = 1,
     dtype: str = "float32",
-    stop: Stop | None = None,
     config: dict[str, Any] | None = None,
     **params: Any,
 ) -> str:
     core = make_engine(target, draft, **{"dtype": dtype, **(config or {})})
-    if stop is not None:
-        use_planner(core, FixedPlanner(stop=stop))
     return answer_of(core, SamplingParams(**{"max_tokens": 30, "trace": True, "seed": 5, **params}), n)
 
 
@@ -117,15 +112,6 @@ def test_a_trace_verifies(models: Models, draft: str | None, verification: str) 
     reports = replay(answer, models.target, path)
     assert {report.round.rule for report in reports} == {verification}
     assert [report.findings for report in reports if report.findings] == []
-
-
-@pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_a_trace_of_drafts_that_ended_early_verifies(models: Models, verification: str) -> None:
-    stop = Stop((0.5, 0.9), below=0.8)
-    answer = traced(models.target, models.close_draft, stop=stop, verification=verification)
-    reports = replay(answer, models.target, models.close_draft)
-    assert [report.findings for report in reports if report.findings] == []
-    assert {1, 4} & {len(report.round.draft_ids) for report in reports} == {1}
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])

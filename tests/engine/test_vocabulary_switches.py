@@ -18,7 +18,6 @@ from tests.engine.planners import phases_of
 from tests.engine.simulation import VOCAB_SIZE, Lengths
 from tests.models import make_engine, run_engine, stepped
 from tests.mtp import NaiveMtp, trained_head
-from truedraft.engine.core.draft_choice import Stop
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.memory.pointers import PointerError
@@ -48,7 +47,7 @@ def propose(mixes: bool) -> Callable[..., Drafts]:
     """Drafts with the vocabulary that a round has begun with. ``mixes``: ids that one has drawn are taken as
     those of the other."""
 
-    def propose(sampler: Sampler, lengths: list[int], stop: Stop | None = None) -> Drafts:
+    def propose(sampler: Sampler, lengths: list[int]) -> Drafts:
         texts = [list(row.history.token_ids) for row in sampler.rows]
         drawn_by = [(len(text) - len(simulation.PROMPT)) % 2 for text in texts]
 
@@ -64,7 +63,7 @@ def propose(mixes: bool) -> Callable[..., Drafts]:
                 wide.append(Head.in_width(head, logits[None], VOCAB_SIZE))  # type: ignore[arg-type]
             return torch.cat(wide)
 
-        drafts = drawn_drafts(lengths, sampler, next_logits, [stop] * len(lengths))
+        drafts = drawn_drafts(lengths, sampler, next_logits)
         if mixes:
             mixed = drafts.token_ids.clone()  # an empty one is shared by all callers
             for ids, number in zip(mixed, drawn_by, strict=True):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.engine.cuda.quantised import (
+from truedraft.engine.cuda.blocks import (
     POWER,
     SCALE,
     SCALE_MIN,

@@ -14,7 +14,8 @@ from triton.runtime import interpreter
 from tests.engine import block_gates
 from tests.engine.triton_bugs import planted_in
 from truedraft.engine.cuda import quantised_kernels as kernels
-from truedraft.engine.cuda.quantised import KINDS, is_right
+from truedraft.engine.cuda.blocks import KINDS
+from truedraft.engine.cuda.quantised import is_right
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.layers.weight import ScaledRows
 

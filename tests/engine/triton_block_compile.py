@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from tests.engine.triton_compile import NAMES, check
 from truedraft.engine.cuda import expert_kernels, launch_experts
 from truedraft.engine.cuda import quantised_kernels as kernels
-from truedraft.engine.cuda.quantised import COLUMNS, KINDS, SCALE, SCALE_MIN, Kind
+from truedraft.engine.cuda.blocks import COLUMNS, KINDS, SCALE, SCALE_MIN, Kind
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.layers.weight import LARGEST_FP8, LEAST_LARGEST
 

@@ -13,9 +13,10 @@ from tests.engine.triton_bugs import planted_in
 from tests.engine.triton_cases import products_of_bfloat16 as products_of_bfloat16
 from tests.gguf_blocks import random_blocks
 from truedraft.engine.cuda import expert_kernels, expert_tables, kernels, launch_experts
+from truedraft.engine.cuda.blocks import pack
 from truedraft.engine.cuda.expert_tables import _group, _is_right
 from truedraft.engine.cuda.grouped_experts import GroupedExperts, run_grouped
-from truedraft.engine.cuda.quantised import PackedLinear, pack
+from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.layers.linear import Linear, TorchLinear, TorchLinears
 from truedraft.engine.layers.mlp import ExpertGroups, Experts, GatedMlp, TouchedExperts
 from truedraft.engine.layers.torch_run import TorchPointwise

@@ -15,9 +15,10 @@ from tests.engine.triton_cases import products_of_bfloat16 as products_of_bfloat
 from tests.engine.triton_gates import same_as_gathered
 from tests.gguf_blocks import random_blocks
 from truedraft.engine.cuda import head_tables, kernels, latent_kernels, triton_run
+from truedraft.engine.cuda.blocks import pack
 from truedraft.engine.cuda.grouped_heads import GroupedHeads, every_head, run_heads
 from truedraft.engine.cuda.head_tables import _is_right, _with_table
-from truedraft.engine.cuda.quantised import PackedLinear, pack
+from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.cuda.triton_run import attend_latents_in_place, find_kernels
 from truedraft.engine.layers.linear import Linear, TorchLinear
 from truedraft.engine.layers.mlp import HeadLinears

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from tests.server.running import wait_for
 from truedraft.engine.text.abandoned import AbandonedError, abandonable
@@ -100,6 +99,8 @@ def render(template: Any, override: str | None = None, **options: Any) -> str:
 @pytest.mark.parametrize("template", [*ORDINARY, {"default": ORDINARY[0], "tool_use": ORDINARY[2]}])
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS, "enable_thinking": False}])
 def test_it_is_what_transformers_renders(template: Any, options: dict[str, Any]) -> None:
+    from transformers import PreTrainedTokenizerFast  # loads torch
+
     model = PreTrainedTokenizerFast(tokenizer_object=FastTokenizer(BPE()), bos_token="<s>", eos_token="</s>")
     model.chat_template = template
     try:

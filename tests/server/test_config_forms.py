@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.server.serve_process import ROOT
-from truedraft.engine.commands.verify_trace import ReplaySettings
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ConfigError
 from truedraft.server.cli import main as cli
@@ -98,6 +97,8 @@ def test_a_file_of_settings_for_commands_without_a_server(
     file = tmp_path / "c.yaml"
     file.write_text("target: /models/a\nport: 9\nmax_num_sequences: 4\ndraft: null\n")
     monkeypatch.setenv("TRUEDRAFT_MAX_NUM_SEQUENCES", "5")
+    from truedraft.engine.commands.verify_trace import ReplaySettings  # loads torch
+
     settings = read_options(ReplaySettings, ["a.json", "--config", str(file), "--tolerance", "1"])
     assert (settings.target, settings.max_num_sequences) == ("/models/a", 5)
     assert (str(settings.file), settings.tolerance) == ("a.json", 1)

@@ -16,6 +16,7 @@ from tests.server.conftest import StartServer
 from tests.server.running import RunningServer, wait_for
 from tests.server.serve_process import serve_process
 from truedraft.server.observability.logs import TEXT, JsonFormatter, WithRequestId
+from truedraft.server.observability.otel import OtelError, traces_are_exported
 from truedraft.server.observability.tracing import make_provider
 
 SECONDS = {"seconds", "queue_seconds", "first_token_seconds"}
@@ -130,7 +131,6 @@ def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         "truedraft.server.observability.tracing.make_provider", lambda: make_provider(exporter)
     )
-    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     with start_server(otel=True) as server:
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         body = {"prompt": "log", "max_tokens": 8}
@@ -156,6 +156,34 @@ def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> N
         "truedraft.drafted_tokens": 6,
         "truedraft.accepted_tokens": 6,
     }
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, True),
+        ({"OTEL_METRICS_EXPORTER": "none"}, True),
+        ({"OTEL_TRACES_EXPORTER": "none"}, False),
+        ({"OTEL_SDK_DISABLED": "True", "OTEL_METRICS_EXPORTER": "otlp"}, False),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
+    ],
+)
+def test_whether_traces_are_exported(environ: dict[str, str], expected: bool) -> None:
+    assert traces_are_exported(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin"),
+        ("OTEL_METRICS_EXPORTER", "otlp"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json"),
+    ],
+)
+def test_what_would_not_be_honoured_is_refused(name: str, value: str) -> None:
+    with pytest.raises(OtelError, match=name):
+        traces_are_exported({name: value})
 
 
 def test_a_crash_is_no_clients_disconnect(start_server: StartServer, log: Log) -> None:

@@ -91,7 +91,8 @@ def test_settings_are_sent(browser: Browser, server: RunningServer) -> None:
         asked = server.messages_to_worker("Generate")[-1]
         assert "max_tokens=512" not in asked
         assert figures(browser)[0]["ended"] == "context is full"
-        assert "temperature=0.7, top_k=0" in asked
+        assert "temperature=0.7," in asked
+        assert "top_k=0," in asked
         browser.click("#settings-button")
         for name, value in (numbers | {"max_tokens": "4", "temperature": "", "method": "none"}).items():
             browser.fill(f"#settings [name={name}]", value)

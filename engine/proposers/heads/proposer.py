@@ -22,7 +22,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DraftVocabulary, HeadOutput
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of, stops_of
+from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
 from truedraft.engine.proposers.heads.waiting import Waiting
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
@@ -151,7 +151,7 @@ class HeadProposer(Proposer):
                 states[row] = hidden[end - 1]
             return self.head.in_width(logits, self.vocab_size)
 
-        drafts = drawn_drafts(lengths, sampler, next_logits, stops_of(plan))
+        drafts = drawn_drafts(lengths, sampler, next_logits)
         self.take_back([sequences[row] for row, length in enumerate(lengths) if length])
         return drafts
 

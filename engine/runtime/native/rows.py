@@ -10,7 +10,7 @@ from ctypes import addressof, memset
 
 import torch
 
-from truedraft.engine.core.draft_choice import Known, Stop
+from truedraft.engine.core.draft_choice import Known
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import ScheduledSequence
 from truedraft.engine.memory.block_table import BlockTable
@@ -53,8 +53,6 @@ class NativeRow:
         "_matcher",
         "_num_prompt_tokens",
         "_num_tokens",
-        "_stop",
-        "_stop_rates",
         "_token_ids",
         "_uses_drafter",
         "address",
@@ -99,8 +97,6 @@ class NativeRow:
         self._uses_drafter = False
         self.waiting: Waiting | None = None  # states for a head that follows the sequence
         self._draft_ids: array[int] | None = None
-        self._stop: Stop | None = None
-        self._stop_rates: array[float] | None = None
         self._drafted: list[int] = []  # the masks know it
         self._masks: array[int] | None = None
         self.sources: list[str] = []  # say who drafted, round by round
@@ -132,8 +128,6 @@ class NativeRow:
         if draft.known or self._draft_ids is not None:
             self._set_draft_ids(draft.known_ids)
         row.num_draft_tokens = draft.num_first_drafts
-        if draft.stop is not self._stop:
-            self._set_stop(draft.stop)
         drafts_first = draft.num_tokens > 0 and not draft.known
         self._uses_drafter = draft.num_tokens > 0 or self.waiting is not None
         if not self._uses_drafter:
@@ -239,14 +233,6 @@ class NativeRow:
     def _set_draft_ids(self, draft_ids: list[int]) -> None:
         self._draft_ids = array("q", draft_ids) if draft_ids else None
         self.row.draft_ids = None if self._draft_ids is None else address_of_integers(self._draft_ids)
-
-    def _set_stop(self, stop: Stop | None) -> None:
-        self._stop, row = stop, self.row
-        self._stop_rates = None if stop is None else array("d", stop.rates)
-        row.stop_rates = None
-        if stop is not None and self._stop_rates is not None:
-            row.num_stop_rates, row.stop_below = len(stop.rates), stop.below
-            row.stop_rates = address(self._stop_rates, torch.float64, (len(stop.rates),))
 
 
 def _states(table: BlockTable) -> tuple[int, int]:

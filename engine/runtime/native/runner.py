@@ -125,8 +125,7 @@ class NativeRunner:
 
     def _call(self, plan: StepPlan, rows: list[NativeRow], num_rounds: int, max_drafts: int) -> list[Round]:
         """Lets C run the rounds; returns those that it has done."""
-        stops = any(part.draft.stop and part.draft.num_tokens for part in plan.rows)
-        results = _Results(len(rows), num_rounds, max_drafts if stops else 0)
+        results = _Results(len(rows), num_rounds)
         pointers = array("q", [row.address for row in rows])
         drafter = self.drafter
         if drafter is not None and drafter.need not in plan.needs and not any(row.waiting for row in rows):
@@ -151,10 +150,7 @@ class NativeRunner:
         if num_done == 0:
             return []
         emitted = [row.commit(part.sequence) for row, part in zip(rows, plan.rows, strict=True)]
-        rounds = results.rounds(emitted, num_done)
-        if stops:
-            rounds[0].confidences = results.confidences_of(rounds[0].num_drafted, plan.rows)
-        return rounds
+        return results.rounds(emitted, num_done)
 
     def _add(self, sequence: Sequence) -> NativeRow:
         table = BlockTable() if self.drafter is None else self.drafter.table(sequence)
@@ -195,34 +191,19 @@ def _constrain(rows: list[NativeRow], plan: StepPlan) -> Any:
 
 
 class _Results:
-    """What C fills in, round by round and row by row. ``num_confidences``: of each row in the first round."""
+    """What C fills in, round by round and row by row."""
 
-    def __init__(self, num_rows: int, num_rounds: int, num_confidences: int) -> None:
+    def __init__(self, num_rows: int, num_rounds: int) -> None:
         self.num_rows = num_rows
         self.size = num_rounds * num_rows
         self.numbers = integers(2 * self.size)  # drafted, accepted
-        self.num_confidences = num_confidences
-        self.confidences = array("f", bytes(NUMBER_BYTES * num_rows * num_confidences))
         self.seconds = array("d", bytes(8 * NUM_PHASES * num_rounds))
 
     @property
     def addresses(self) -> tuple[int | None, ...]:
         first, column = address_of_integers(self.numbers), INTEGER_BYTES * self.size
-        confidences = None
-        if self.confidences:
-            confidences = address(self.confidences, torch.float32, (len(self.confidences),))
         seconds = address(self.seconds, torch.float64, (len(self.seconds),))
-        return first, first + column, confidences, seconds
-
-    def confidences_of(self, num_drafted: list[int], parts: list[ScheduledSequence]) -> list[list[float]]:
-        """Returns those of the rows whose drafts of the first round may be stopped."""
-        starts = range(0, len(self.confidences), self.num_confidences)
-        return [
-            self.confidences[start : start + count].tolist()
-            if part.draft.stop and not part.draft.known
-            else []
-            for start, count, part in zip(starts, num_drafted, parts, strict=True)
-        ]
+        return first, first + column, None, seconds
 
     def rounds(self, emitted: list[list[int]], num_done: int) -> list[Round]:
         """Returns those of ``emitted``, row by row, in all rounds together."""

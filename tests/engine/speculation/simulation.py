@@ -177,10 +177,6 @@ class Simulation:
     speed: Callable[[float], float] = lambda _: 1.0
     noise: float = 0.05
     temperature: Callable[[int], float] = lambda _: 1.0
-    # These are asked where drafts may be stopped: a token's own acceptance rate from the mean one, and the
-    # largest probability before it from its rate.
-    surety: Callable[[random.Random, float], float] = lambda _, rate: rate
-    confidence: Callable[[random.Random, float], float] = lambda _, rate: rate
     steps: list[Step] = field(default_factory=list)
     now: float = 0.0
 
@@ -298,15 +294,11 @@ class Simulation:
     def _round(self, plan: StepPlan, is_first: bool) -> tuple[Round, float, float]:
         machine = self.machine
         one = Round([], [], [], PhaseSeconds(0.0, 0.0, 0.0))
-        if is_first and any(part.draft.stop for part in plan.rows):
-            one.confidences = []
         passes: list[int] = []
         expected, num_scored, num_caught_up = 0.0, 0, 0
         for place, part in enumerate(plan.rows):
             sequence = part.sequence
-            kept, num_passes, rates, confidences = self._draft(part, place)
-            if is_first and one.confidences is not None:
-                one.confidences.append(confidences)
+            kept, num_passes, rates = self._draft(part, place)
             passes.append(num_passes)
             is_model = part.draft.first_source == "draft_model"
             if is_model and (part.num_catch_up_tokens or kept):
@@ -348,28 +340,17 @@ class Simulation:
         one.seconds = PhaseSeconds(drafting * self._noise(), scoring * self._noise(), 0.0)
         return one, drafting + scoring, expected
 
-    def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float], list[float]]:
-        """Tokens kept, draft passes, acceptance rates of the kept ones, how sure the draft was of them."""
+    def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float]]:
+        """Returns tokens kept, draft passes, acceptance rates of the kept ones."""
         sequence = part.sequence
         length = min(part.draft.num_first_drafts, sequence.max_num_tokens - len(sequence) - 1)
         if part.draft.known:
             text = self._upcoming(sequence)
             rates = [float(a == b) for a, b in zip(part.draft.known_ids[:length], text, strict=False)]
-            return length, 0, rates, []
+            return length, 0, rates
         alpha = self.acceptance(self.now, place)
         decay = 1.0 if alpha == 1.0 else self.position_decay
-        rates = [alpha * decay**i for i in range(length)]
-        if (stop := part.draft.stop) is None:
-            return length, length, rates, []
-        confidences, chance = list[float](), 1.0
-        rates = [self.surety(self.rng, rate) for rate in rates]
-        for rate in rates:
-            confidences.append(self.confidence(self.rng, rate))
-            chance *= stop.rate(confidences[-1])
-            if chance < stop.below:
-                break
-        length = len(confidences)
-        return length, length, rates[:length], confidences
+        return length, length, [alpha * decay**i for i in range(length)]
 
     def _upcoming(self, sequence: Sequence) -> list[int]:
         text = self.texts[sequence]

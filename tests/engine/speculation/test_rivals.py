@@ -37,12 +37,12 @@ class Rivals(Simulation):
     head: Callable[[float], float] = lambda _: 0.0
     is_slow: bool = False
 
-    def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float], list[float]]:
-        kept, num_passes, rates, confidences = super()._draft(part, place)
+    def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float]]:
+        kept, num_passes, rates = super()._draft(part, place)
         if part.draft.first_source == Head.name:
             num_passes = kept if self.is_slow else 0
             rates = [self.head(self.now) * self.position_decay**i for i in range(kept)]
-        return kept, num_passes, rates, confidences
+        return kept, num_passes, rates
 
 
 def run(
