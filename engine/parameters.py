@@ -127,7 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Annotated[
         float,
         Parameter(
-            "Subtracted from the logit of every token that has occurred.",
+            "Subtracted from the logit of every token that the output has.",
             Range(-2, 2),
             kind="penalty",
             need="penalties",
@@ -138,7 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Annotated[
         float,
         Parameter(
-            "Subtracted from a token's logit once for every occurrence.",
+            "Subtracted from a token's logit for each time that the output has it.",
             Range(-2, 2),
             kind="penalty",
             need="penalties",
@@ -149,7 +149,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[
         float,
         Parameter(
-            "Divides the logit of every token that has occurred.",
+            "Divides positive logits of tokens that prompt or output have, multiplies negative ones.",
             Range(0.01, 10),
             kind="penalty",
             need="penalties",

@@ -369,7 +369,7 @@ def whole_logits(model: Model, vocab_size: int, texts: list[Text]) -> list[torch
         spans.append(Span(table, [min(one, model.vocab_size - 1) for one in own], len(text.token_ids)))
     runner = ModelRunner.build(model, len(texts) * num_blocks, BLOCK_SIZE, num_state_slots=len(texts))
     logits = in_width(runner.forward(spans).logits.float().cpu(), vocab_size)
-    return list(torch.split(logits, [len(text.token_ids) for text in texts]))  # type: ignore[no-untyped-call]
+    return list(torch.split(logits, [len(text.token_ids) for text in texts]))
 
 
 def law_of(

@@ -30,13 +30,14 @@ class Logprob(TokenLogprob, frozen=True, array_like=True):
     """Log-probability of one token as the engine gives it, with the texts of that token and of those in
     ``top``. A token that is a part of a character has its bytes as ``\\xf0\\x9f``."""
 
-    text: str
-    top_texts: list[str]
+    text: str = ""
+    top_texts: list[str] = []
 
 
 def with_texts(entry: TokenLogprob, vocabulary: Vocabulary) -> Logprob:
     texts = [vocabulary.text_of(token_id) for token_id, _ in entry.top]
-    return Logprob(entry.token_id, entry.logprob, entry.top, vocabulary.text_of(entry.token_id), texts)
+    text = vocabulary.text_of(entry.token_id)
+    return Logprob(entry.token_id, entry.logprob, entry.top, entry.rank, text, texts)
 
 
 @dataclass

@@ -30,7 +30,6 @@ class LLMSettings(TypedDict, total=False):
     ngram_max_tokens: int
     ngram_choice: Literal["most_recent", "most_frequent"]
     num_speculative_tokens: int | Literal["auto"]
-    draft_stop: bool
     draft_vocab_size: int | Literal["auto", "full"]
     draft_vocab_file: str | None
     draft_sample_method: Literal["auto", "greedy", "probabilistic"]
@@ -38,6 +37,7 @@ class LLMSettings(TypedDict, total=False):
     max_num_sequences: int | None
     max_num_batched_tokens: int
     step_seconds: float
+    prompt_seconds: float
     stream_interval: float
     block_size: int
     prefix_caching: bool

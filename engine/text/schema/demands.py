@@ -210,7 +210,7 @@ def _bound(schema: Mapping[str, Any], keyword: str, strict: str, *, upper: bool)
         value = schema.get(name)
         if name not in schema or (name == strict and isinstance(value, bool)):
             continue
-        if not is_number(value):
+        if value is None or not is_number(value):
             raise KeywordError("it is not a number", name)
         if is_beyond(value):
             if (value > 0) is upper:

@@ -5,6 +5,7 @@ Knows no schemas; ``engine.text.schema.writer`` says with it what they mean.
 
 import json
 import re
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 from truedraft.engine.text.schema import rules
@@ -53,11 +54,13 @@ def layout_of(schema: Any, default: Layout) -> Layout:
 class Notation:
     """It keeps the rules of one grammar and their terms, whose names begin with ``prefix``."""
 
-    def __init__(self, layout: Layout, prefix: str) -> None:
+    def __init__(self, layout: Layout, prefix: str, empty: Set[str]) -> None:
+        """``empty``: terms of strings that are known to match no text."""
         self._layout = layout
         self._prefix = prefix
         self._rules: dict[tuple[object, ...], Rule] = {}
         self._terms: dict[str, str] = {}
+        self._empty = empty
 
     def _new(self, key: tuple[object, ...], place: Place) -> Rule:
         if len(self._rules) >= MOST_RULES:
@@ -75,7 +78,7 @@ class Notation:
         key = ("leaf", term)
         if key not in self._rules:
             rule = self._new(key, place)
-            rule.alternatives = [] if term in self._options.empty else [[term]]
+            rule.alternatives = [] if term in self._empty else [[term]]
         return self._rules[key]
 
     def _term(self, expression: str) -> str:
