@@ -237,7 +237,7 @@ class Scheduler:
                 budget -= part.num_tokens
         if not has_place:
             return scheduled
-        ends = {sequence.request_id: False for sequence in prompts}  # whether its prompt does in this step
+        ends = {sequence.request_id: False for sequence in prompts}  # does its prompt end in this step?
         ends |= {part.sequence.request_id: part.completes for part in scheduled}
         for sequence in [*newcomers, *(one for one in self.waiting if one not in newcomers)]:
             if budget <= 0 or len(self.running) >= self.max_num_sequences:
