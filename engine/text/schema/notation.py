@@ -5,6 +5,7 @@ Knows no schemas; ``engine.text.schema.writer`` says with it what they mean.
 
 import json
 import re
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 from truedraft.engine.text.schema import rules
@@ -51,9 +52,13 @@ def layout_of(schema: Any, default: Layout) -> Layout:
 
 
 class Notation:
-    """It keeps the rules of one grammar and their terms, whose names begin with ``prefix``."""
+    """It keeps the rules of one grammar and their terms, whose names begin with ``prefix``.
 
-    def __init__(self, layout: Layout, prefix: str) -> None:
+    Terms that are ``empty`` match no text.
+    """
+
+    def __init__(self, layout: Layout, prefix: str, empty: Set[str]) -> None:
+        self._empty = empty
         self._layout = layout
         self._prefix = prefix
         self._rules: dict[tuple[object, ...], Rule] = {}
@@ -75,7 +80,7 @@ class Notation:
         key = ("leaf", term)
         if key not in self._rules:
             rule = self._new(key, place)
-            rule.alternatives = [] if term in self._options.empty else [[term]]
+            rule.alternatives = [] if term in self._empty else [[term]]
         return self._rules[key]
 
     def _term(self, expression: str) -> str:

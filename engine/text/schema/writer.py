@@ -64,7 +64,7 @@ class Writer(Notation):
     any_key = f'/"{NAME_CHARACTER}*"/'
 
     def __init__(self, root: Any, place: Place, layout: Layout, prefix: str, options: Options) -> None:
-        super().__init__(layout, prefix)
+        super().__init__(layout, prefix, options.empty)
         self._root = root
         self._place = place
         self._options = options
