@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.running import RunningServer
+from tests.server.running import MODEL, RunningServer
 from tests.server.schema_texts import accepts, allows, drawn, is_valid, matcher_of
+from tests.server.test_tools import TEMPLATE, saying
 from truedraft.engine.text.schema import demands, numbers, times, writer
 from truedraft.engine.text.schema.cleaning import SchemaError
 from truedraft.engine.text.schema.formats import grammar_of
@@ -431,7 +432,7 @@ def test_recursion_with_an_end() -> None:
     assert not accepts(optional, '{"none":1}')
 
 
-ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 
 
 def named(schema: str) -> str:
@@ -463,7 +464,7 @@ def test_a_number_of_a_body_keeps_its_digits(server: RunningServer, path: str, f
             if path == "/v1/responses"
             else '"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]'
         )
-        body = f"{{{ask}, {form % write(schema)}}}"
+        body = f'{{"model": "{MODEL}", {ask}, {form % write(schema)}}}'
         headers = {"content-type": "application/json"}
         response = server.client.post(path, content=body, headers=headers)
         assert response.status_code == 200, response.text
@@ -483,7 +484,13 @@ FORECAST = {
 }
 
 
-def test_a_bound_of_64_bits_does_not_cost_the_tool(server: RunningServer) -> None:
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with saying(tmp_path_factory.mktemp, "Well.", TEMPLATE) as running:
+        yield running
+
+
+def test_a_bound_of_64_bits_does_not_cost_the_tool(calling: RunningServer) -> None:
     """Many such tools are fine, too; a bound that no number reaches costs that keyword alone."""
     for count in (1, 9, 30):
         tools = [
@@ -491,16 +498,16 @@ def test_a_bound_of_64_bits_does_not_cost_the_tool(server: RunningServer) -> Non
         ]
         body = json.dumps(ASK | {"tools": tools, "tool_choice": "required"}).replace("Infinity", "1e400")
         headers = {"content-type": "application/json"}
-        response = server.client.post("/v1/chat/completions", content=body, headers=headers)
+        response = calling.client.post("/v1/chat/completions", content=body, headers=headers)
         assert response.status_code == 200, response.text
-        (*_, sent) = server.messages_to_worker("Generate")
+        (*_, sent) = calling.messages_to_worker("Generate")
         assert "Paris" in sent
         ignored = response.headers["x-truedraft-ignored"].split(", ")
         assert ignored[0] == "tools.0.function.parameters.properties.odd.minimum"
         assert all(each.endswith("odd.minimum") for each in ignored[:10])
 
 
-def test_a_tool_that_nothing_satisfies(server: RunningServer) -> None:
+def test_a_tool_that_nothing_satisfies(calling: RunningServer) -> None:
     """It becomes any object, next to a good one; a strict one is refused by its place."""
     none = {
         "$defs": {"A": CHAIN},
@@ -513,7 +520,7 @@ def test_a_tool_that_nothing_satisfies(server: RunningServer) -> None:
             {"type": "function", "function": {"name": "good", "parameters": {"type": "object"}}},
             {"type": "function", "function": {"name": "none", "parameters": none} | more},
         ]
-        response = server.post("/v1/chat/completions", ASK | {"tools": tools, "tool_choice": "required"})
+        response = calling.post("/v1/chat/completions", ASK | {"tools": tools, "tool_choice": "required"})
         if not more:
             assert response.status_code == 200, response.text
             assert response.headers["x-truedraft-ignored"] == "tools.1.function.parameters"

@@ -269,7 +269,7 @@ def test_nested_arguments_with_quotes(name: str) -> None:
     [
         ({"type": "string", "pattern": "a"}, "pattern"),
         ({"const": "a<escape>b"}, "cannot be written"),
-        ({"$ref": "other#/x"}, "reference"),
+        ({"$ref": "other#/x"}, "does not exist"),
         ({"properties": {"a:b": {}}}, "name of a parameter"),
     ],
 )

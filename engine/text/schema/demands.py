@@ -207,7 +207,7 @@ def _bound(schema: Mapping[str, Any], keyword: str, strict: str, *, upper: bool)
     """Returns the tighter of two bounds; that of draft 4 is strict if a flag says so."""
     found: Bound | None = None
     for name in (keyword, strict):
-        value = schema.get(name)
+        value: Any = schema.get(name)
         if name not in schema or (name == strict and isinstance(value, bool)):
             continue
         if value is None or not is_number(value):

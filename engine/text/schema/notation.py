@@ -52,15 +52,17 @@ def layout_of(schema: Any, default: Layout) -> Layout:
 
 
 class Notation:
-    """It keeps the rules of one grammar and their terms, whose names begin with ``prefix``."""
+    """It keeps the rules of one grammar and their terms, whose names begin with ``prefix``.
+
+    Terms that are ``empty`` match no text.
+    """
 
     def __init__(self, layout: Layout, prefix: str, empty: Set[str]) -> None:
-        """``empty``: terms of strings that are known to match no text."""
+        self._empty = empty
         self._layout = layout
         self._prefix = prefix
         self._rules: dict[tuple[object, ...], Rule] = {}
         self._terms: dict[str, str] = {}
-        self._empty = empty
 
     def _new(self, key: tuple[object, ...], place: Place) -> Rule:
         if len(self._rules) >= MOST_RULES:

@@ -42,10 +42,9 @@ class WrittenFloat(float):
 
 
 def read_float(text: str) -> float:
-    """Reads a number of JSON that is no integer; up to 15 digits say what the nearest double says."""
+    """Reads a number of JSON that is no integer, with its text unless that is how its double is written."""
     value = float(text)
-    is_exact = len(text) <= MOST_DIGITS and math.isfinite(value) and (value != 0 or "e" not in text.lower())
-    return value if is_exact else WrittenFloat(text)
+    return value if repr(value) == text else WrittenFloat(text)
 
 
 def is_number(value: Any) -> bool:
