@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.write_configuration import with_table
+from tools.write_configuration import BEGIN, with_table
 from truedraft.engine.errors import ConfigError
 from truedraft.server.cli.foreign_flags import NONE, USE, hint
 from truedraft.server.cli.settings_sources import load_settings
@@ -58,7 +58,8 @@ def test_queries_use_metrics_that_exist() -> None:
 
 
 def test_flags_for_newcomers_exist() -> None:
-    rows = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = page.partition(BEGIN)[0].splitlines()
     ours = [
         flag
         for row in rows
@@ -72,7 +73,7 @@ def test_flags_for_newcomers_exist() -> None:
 
 def test_flags_of_other_servers_get_the_hint_of_the_table() -> None:
     """Every flag in the columns of vLLM and llama.cpp is ours, too, or names what the first column has."""
-    rows = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8").split("## Request fields")[0]
+    rows = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8").partition(BEGIN)[0]
     known = {f"--{name.replace('_', '-')}" for name in Settings.model_fields} | {"--api-key"}
     alternatives: dict[str, str] = {}
     for row in rows.splitlines():

@@ -239,9 +239,7 @@ def test_choices_are_limited_before_tokenizing(start_server: StartServer) -> Non
     [
         (COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 1025}, "1024"),
         (COMPLETIONS, {"prompt": "x", "cache_salt": "x" * 1025}, "1024"),
-        ("/v1/responses", {"input": "x", "metadata": {str(number): "" for number in range(17)}}, "16"),
-        ("/v1/responses", {"input": "x", "metadata": {"x" * 65: ""}}, "64"),
-        ("/v1/responses", {"input": "x", "metadata": {"x": "x" * 513}}, "512"),
+        ("/v1/responses", {"input": "x", "metadata": {"x": "x" * 16384}}, "16384"),
     ],
 )
 def test_what_is_repeated_is_limited(

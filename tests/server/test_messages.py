@@ -383,7 +383,7 @@ def test_choices_become_grammars(speaking: RunningServer) -> None:
     ("fields", "words", "code"),
     [
         ({"max_tokens": None}, "max_tokens", "missing_required_parameter"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": -1}, "max_tokens", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [USER | {"role": "tool"}]}, "messages.0.role", "invalid_value"),
         (
