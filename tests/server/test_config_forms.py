@@ -126,8 +126,6 @@ def test_a_file_of_settings_for_commands_without_a_server(
         ("bench --foo", "Unknown flag --foo."),
         ("bench --rate 1,-3", "rate: must be greater than 0, not -3."),
         ("bench --extra-body {", "Parsing error encountered for extra_body: "),
-        ("top --interval x", "interval: must be a number"),
-        ("top --config a", "Unknown flag --config."),
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
