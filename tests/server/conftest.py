@@ -32,7 +32,10 @@ def no_logging_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("models") / "tiny-model")
+    folder = write_tokenizer(tmp_path_factory.mktemp("models") / "tiny-model")
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()  # the fake worker reads neither
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,8 @@ def serve_process(
             preexec_fn=_hear_signals,
         )
     try:
-        wait_for(lambda: until in log.read_text(), f"{until!r} in {log}")
+        wait_for(lambda: until in log.read_text() or process.poll() is not None, f"{until!r} in {log}")
+        assert until in log.read_text(), log.read_text()
         url = re.search(r"url +(\S+)/v1", log.read_text())
         assert url is not None
         yield ServeProcess(url[1], process, log, orders)

@@ -220,7 +220,7 @@ def test_cheap_mistakes_are_told_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(launch, "version", lambda name: "2.13.0+cpu")
     monkeypatch.setattr(launch, "make_app", None)  # nothing is begun
-    assert main(["serve", "--port", "0", *arguments]) == 1
+    assert main(["serve", *arguments, "--port", "0"]) == 1
     output = capsys.readouterr()
     assert (output.out, output.err.count("\n")) == ("", 1)
     assert message in output.err

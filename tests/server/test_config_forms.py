@@ -118,7 +118,7 @@ def test_a_file_of_settings_for_commands_without_a_server(
         ("generate hi --max-tokens", "argument --max-tokens: expected one argument."),
         ("generate hi --target", "argument --target: expected one argument."),
         ("generate hi --tempratur 1", "Unknown flag --tempratur. Did you mean --temperature?"),
-        ("check two words", "unrecognized arguments: two words."),
+        ("check two words", "unrecognized arguments: words."),
         ("check --jsn", "Unknown flag --jsn. Did you mean --json?"),
         ("check --device-map most", "device_map: must be"),
         ("verify-trace", "the following arguments are required: FILE."),

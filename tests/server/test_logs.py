@@ -222,7 +222,7 @@ def test_json_has_nothing_else(model_folder: Path, tmp_path: Path) -> None:
     failed = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert (failed.returncode, failed.stdout) == (1, "")
     (line,) = failed.stderr.splitlines()
-    assert "does not exist" in json.loads(line)["message"]
+    assert "There is no file or folder" in json.loads(line)["message"]
 
 
 PRINTING = """
