@@ -20,7 +20,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types rules format written house clean
-.PHONY: docs check-deploy check-docker check-native check-wheel wheels
+.PHONY: other-servers docs check-deploy check-docker check-native check-wheel wheels
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
@@ -77,6 +77,9 @@ written: install-dev ## Write what derives from Python: C headers, the table of 
 	$(VENV)/bin/python -m tools.write_headers
 	$(VENV)/bin/python -m tools.write_parameters
 	$(VENV)/bin/python -m tools.write_configuration
+
+other-servers: install-dev ## Compare the fields of other servers with what their newest packages have
+	@exec $(VENV)/bin/python -m tools.other_servers --check
 
 format: install-dev ## Reformat the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .

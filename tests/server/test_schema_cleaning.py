@@ -331,7 +331,7 @@ def test_descriptions_of_tools_do_not_count(calling: RunningServer) -> None:
     assert len(json.dumps(tools)) > 4 * 65536
     response = calling.post(CHAT, ASK | {"tools": tools})
     assert response.status_code == 200, response.text
-    large = tool("large", parameters={"type": "object", "properties": {f"p{i}": {} for i in range(9000)}})
+    large = tool("large", parameters={"type": "object", "properties": {f"p{i}": {} for i in range(40_000)}})
     error = refused(calling, CHAT, ASK | {"tools": [large]})
     assert "max_grammar_size" in error["message"]
 

@@ -102,7 +102,7 @@ def test_strings_of_which_nothing_comes_cost_nothing() -> None:
 
         return num_lines(read)
 
-    assert work(100_000) == work(100)
+    assert work(100_000) < 1.1 * work(100)  # a few lines of the collector may run in between
 
 
 def test_many_stop_strings_need_no_deep_recursion() -> None:

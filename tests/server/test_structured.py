@@ -140,7 +140,7 @@ def test_structured_outputs_are_refused(
             "missing_required_parameter",
         ),
         (
-            {"response_format": {"type": "json_object", "schema": {}}},
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
             "response_format.schema",
             "unsupported_parameter",
         ),
