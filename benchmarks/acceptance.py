@@ -16,8 +16,12 @@ import torch
 from benchmarks.common import STORY_OPENINGS
 from truedraft.engine.llm import LLM
 from truedraft.engine.messages import SamplingParams, Verification
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling.adjust import replace_broken
 from truedraft.engine.sampling.explain import explain_block, explain_rejection
-from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.sampling.processors import to_probs
+from truedraft.engine.sampling.sampler import Sampler
+from truedraft.engine.sampling.torch_ops import pad_rows
 from truedraft.engine.sampling.verify import RowVerdict
 
 MAX_DEVIATION = 4.0
@@ -49,7 +53,7 @@ class Tally:
 
 
 class Observer:
-    """Wraps ``Sampler.verify`` and compares every round's verdict with what its distributions promise."""
+    """Wraps ``Sampler.judge`` and compares every round's verdict with what its distributions promise."""
 
     def __init__(self, verification: Verification) -> None:
         self.verification = verification
@@ -59,21 +63,22 @@ class Observer:
     def wrap(
         self, honest: Callable[[Sampler, torch.Tensor, Drafts], list[RowVerdict]]
     ) -> Callable[..., list[RowVerdict]]:
-        def verify(sampler: Sampler, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
+        def judge(sampler: Sampler, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
             verdicts = honest(sampler, logits, drafts)
             if drafts.probs is not None and max(drafts.lengths) > 0:
                 num_accepted = torch.tensor([verdict.num_accepted for verdict in verdicts])
                 self._observe(sampler, logits, drafts, num_accepted)
             return verdicts
 
-        return verify
+        return judge
 
     def _observe(
         self, sampler: Sampler, logits: torch.Tensor, drafts: Drafts, num_accepted: torch.Tensor
     ) -> None:
         assert drafts.probs is not None
-        padded, _ = sampler._target_logits(logits, drafts)
-        target = sampler._probs(padded, list(range(len(sampler.rows)))).double()
+        adjusted = sampler.adjust(logits, drafts)
+        padded, _ = replace_broken(pad_rows(adjusted, drafts.lengths, drafts.token_ids.shape[1] + 1))
+        target = to_probs(padded, sampler.cuts(list(range(len(sampler.rows))))).double()
         draft, num_draft = drafts.probs.double(), torch.tensor(drafts.lengths)
         index = torch.arange(draft.shape[1])
         reached = (index <= num_accepted[:, None]) & (index < num_draft[:, None])
@@ -114,13 +119,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
     llm = LLM(target=args.target, draft=args.draft, method="draft_model")
-    honest = Sampler.verify
+    honest = Sampler.judge
     rules: tuple[Verification, ...] = ("rejection", "block", "coupled")
     worst = 0.0
     for temperature in args.temperature:
         for rule in rules:
             observer = Observer(rule)
-            Sampler.verify = observer.wrap(honest)  # type: ignore[method-assign]
+            Sampler.judge = observer.wrap(honest)  # type: ignore[method-assign]
             # Tracing makes the engine keep the draft's distributions under every rule.
             params = [
                 SamplingParams(
@@ -141,7 +146,7 @@ def main() -> None:
                 if tally.num_trials:
                     print(f"    {name:18} {tally}")
                     worst = max(worst, abs(tally.deviation))
-    Sampler.verify = honest  # type: ignore[method-assign]
+    Sampler.judge = honest  # type: ignore[method-assign]
     print(
         f"largest deviation {worst:.2f} standard errors: {'within' if worst < MAX_DEVIATION else 'BEYOND'} 4"
     )

@@ -7,7 +7,7 @@ from benchmarks.common import Run, StepTimes
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from truedraft.engine.runtime.cuda.runner import CudaRunner
-from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.runtime.phases import PhaseRunner
 
 PHASES = ("draft", "score", "verify")
 Variants = dict[str, Callable[[], Run]]
@@ -15,8 +15,10 @@ Variants = dict[str, Callable[[], Run]]
 
 def use_phases(core: EngineCore) -> None:
     """Runs every step phase by phase, where each pass can be seen."""
-    if isinstance(core.runner, NativeRunner | CudaRunner):
+    if isinstance(core.runner, CudaRunner):
         core.runner = core.runner.phases
+    assert isinstance(core.runner, PhaseRunner)
+    core.runner.loop = None
 
 
 def decode_params(

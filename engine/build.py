@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from pydantic import ByteSize
@@ -31,8 +32,8 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
 from truedraft.engine.models.plausibility import warn_if_misread
 from truedraft.engine.models.working_memory import prompt_bytes
-from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.ops import NativeOps, native_ops
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
@@ -46,13 +47,12 @@ from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
 from truedraft.engine.runtime.draft_vocabulary import Chosen, choose_output
-from truedraft.engine.runtime.native.drafter import NativeDrafter, drafts_in_c
-from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.runtime.native_loop import NativeLoop
 from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.runtime.vocabulary_changes import VocabularyChanges
-from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
+from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
 from truedraft.engine.speculation.costs import Costs
 from truedraft.engine.speculation.planner import SpeculationPlanner
 
@@ -202,16 +202,15 @@ def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRu
 
 
 def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
-    """Makes the fastest runner of steps: compiled rounds know a draft model or a head; all else goes by
-    phases."""
-    phases = PhaseRunner(memory.target, proposers, _sampling_backend(config, memory.target.device))
+    """Makes what runs rounds, with captured passes on a GPU and a loop in C for small models."""
+    target = memory.target
+    ops = _ops(config, target)
+    phases = PhaseRunner(target, proposers, ops, config.step_seconds if memory.native is not None else 0.0)
+    if memory.native is not None and isinstance(ops, NativeOps):
+        draft = next((own for own in proposers if _draws_in_c(own)), None)
+        phases.loop = NativeLoop(memory.native, draft, phases.table, config.step_seconds)
+        return phases
     observers = [proposer for proposer in proposers if not proposer.can_lag]
-    if memory.native is not None:
-        drafter = _native_drafter(proposers, memory.native)
-        if not all(drafter is not None and drafter.proposer is proposer for proposer in observers):
-            return phases
-        can_sample = isinstance(phases.backend, NativeBackend)
-        return NativeRunner(memory.native, drafter, proposers, phases, can_sample, config.step_seconds)
     kinds = HeadProposer, DraftModelProposer
     drafting = next((own for own in proposers if isinstance(own, kinds)), None)
     if any(observer is not drafting for observer in observers):
@@ -221,13 +220,8 @@ def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Propos
     return phases
 
 
-def _native_drafter(proposers: Sequence[Proposer], target: NativeDecoder) -> NativeDrafter | None:
-    """Returns who drafts in rounds in C: a head, which must be told of every step, or else a draft model."""
-    for kind in (HeadProposer, DraftModelProposer):
-        for proposer in proposers:
-            if isinstance(proposer, kind) and drafts_in_c(proposer):
-                return NativeDrafter(proposer, target)
-    return None
+def _draws_in_c(proposer: Proposer) -> TypeGuard[DraftModelProposer]:
+    return isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.fast_pass, NativeDecoder)
 
 
 def make_core(
@@ -292,7 +286,7 @@ def _costs(
     config: EngineConfig, models: Models, memory: Memory, proposers: Sequence[Proposer], runner: Runner
 ) -> Costs:
     """What rounds take, measured where the draft length or what a head drafts is open."""
-    step_seconds = config.step_seconds if isinstance(runner, NativeRunner) else 0.0
+    step_seconds = config.step_seconds if memory.native is not None else 0.0
     length = _fixed_length(config)
     if length is not None and (models.chosen is None or not models.chosen.curves):
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
@@ -406,10 +400,11 @@ def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
             )
 
 
-def _sampling_backend(config: EngineConfig, device: torch.device) -> SamplingBackend:
-    """Returns what draws in every step."""
-    native = native_backend() if config.native_kernels and device.type == "cpu" else None
-    return native or TorchBackend()
+def _ops(config: EngineConfig, target: ModelRunner) -> RoundOps:
+    """Returns what adjusts, draws and judges in every round."""
+    rules = target.model.rules
+    native = native_ops(rules) if config.native_kernels and target.device.type == "cpu" else None
+    return native or TorchOps(rules)
 
 
 def _num_threads(target: Model) -> int:

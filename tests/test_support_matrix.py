@@ -21,7 +21,8 @@ from tests.support_matrix import (
     page,
     params_of,
 )
-from truedraft.engine.sampling.sampler import Sampler
+from truedraft.engine.native.ops import NativeOps
+from truedraft.engine.runtime.native_loop import NativeLoop
 
 Cells = dict[tuple[str, str, str], str]
 
@@ -89,7 +90,8 @@ def test_there_is_something_to_verify(pair: Pair, proposer: str) -> None:
 
 
 def test_a_cell_can_fail(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "_adjust", lambda self, logits, drafted, offset: logits)
+    monkeypatch.setattr(NativeOps, "adjust", lambda self, step, logits, *_: logits)
+    monkeypatch.setattr(NativeLoop, "run", lambda self, plan, rows: [])
     assert cell(pair, "frequency_penalty", "draft_model", "rejection") == NO
     assert cell(pair, "logit_bias", "none", "coupled") == NO
 

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from truedraft.engine.native.headers import FOLDER
-from truedraft.engine.native.shared import shared_header
+from truedraft.engine.native.shared import rows_header, shared_header
 
-WRITTEN: dict[str, Callable[[], str]] = {"shared.h": shared_header}
+WRITTEN: dict[str, Callable[[], str]] = {
+    "shared.h": shared_header,
+    "rows.h": rows_header,
+}
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ law, at each position of a round (Diebold, Gunther and Tay, 1998). They are test
 statistic. A token that the law rules out is a failure by itself. Used by ``check``.
 """
 
-import dataclasses
 import math
 import random
 from collections import Counter, defaultdict
@@ -32,7 +31,9 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Generate, RoundOrigin, SamplingParams, Verification
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.runtime.history import history_of
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.rows.table import RowTable
 from truedraft.engine.sampling.adjust import adjust_logits
 from truedraft.engine.sampling.ops import in_width
 from truedraft.engine.sampling.processors import SamplingTensors, to_probs
@@ -233,7 +234,6 @@ def random_params(
         ignore_eos=not has_grammar and is_asked(0.5),
         logprobs=rng.randint(0, 2) if is_asked() else None,
         verification=verification,
-        # What C does not do is left to the rule that C does not know, so that the others run there.
         draft_sample_method="greedy" if verification == "block" and is_asked() else None,
         origins=True,
         grammar=rng.choice(GRAMMARS) if has_grammar else None,
@@ -243,7 +243,13 @@ def random_params(
 def sampled(core: EngineCore, requests: list[Generate]) -> list[Text]:
     """Returns the texts of requests that run together."""
     texts = [Text(each, core.admission.sequences(each)[0], Completion(), []) for each in requests]
-    for output in answers(core, requests):
+    # Rounds of requests that ask for nothing more may be those of the loop in C.
+    asks_more = [each.params.grammar is not None or each.params.logprobs is not None for each in requests]
+    plain, others = (
+        [each for each, more in zip(requests, asks_more, strict=True) if more is wanted]
+        for wanted in (False, True)
+    )
+    for output in chain(answers(core, plain), answers(core, others)):
         text = texts[int(output.request_id)]
         text.completion.add(output)
         text.origins += output.origins or []
@@ -382,16 +388,21 @@ def law_of(
     """Returns what each text's next token is drawn from, float64 [texts, V], as plain decoding has it.
     ``params`` stand in for the texts' own. The last tokens of each text may be ``uncounted``."""
     params = params or [text.request.params for text in texts]
-    histories = [
-        dataclasses.replace(history_of(text.sequence, core.target.model.rules), params=own)
-        for text, own in zip(texts, params, strict=True)
+    lone = [
+        LoneText(
+            own,
+            Rule.EXACT_MATCH if text.sequence.greedy else Rule.REJECTION,
+            token_ids=text.sequence.token_ids[: len(text.sequence.token_ids) - number],
+            num_prompt_tokens=text.sequence.num_prompt_tokens,
+            num_encoder_tokens=text.sequence.num_encoder_tokens,
+            stop_token_ids=text.sequence.stop_token_ids,
+            matcher=text.sequence.matcher,
+            has_rules=text.sequence.has_rules,
+        )
+        for text, own, number in zip(texts, params, uncounted or [0] * len(texts), strict=True)
     ]
-    if uncounted is not None:
-        histories = [
-            dataclasses.replace(history, token_ids=history.token_ids[: len(history.token_ids) - number])
-            for history, number in zip(histories, uncounted, strict=True)
-        ]
-    adjusted = adjust_logits(logits[:, None], histories, torch.zeros(len(texts), 0, dtype=torch.int64), 0)
+    rows, none = RowTable().rows_of(lone), torch.zeros(len(texts), 0, dtype=torch.int64)
+    adjusted = adjust_logits(logits[:, None], rows, none, 0, core.target.model.rules)
     probs = to_probs(adjusted, SamplingTensors.build(params, logits.device))[:, 0].double()
     for row, text in enumerate(texts):
         if text.sequence.greedy:

@@ -108,8 +108,8 @@ def _add(texts: LongTexts, target: FreshModel, length: int) -> None:
 
 
 def _reference(target: FreshModel, prompt: list[int]) -> tuple[list[float], torch.Tensor]:
-    history = target.history(SamplingParams(max_tokens=1), prompt, [], frozenset())
-    logits = target.logits(history.token_ids, target.vocab_size, history.num_encoder_tokens)
+    text = target.text(SamplingParams(max_tokens=1), prompt, [], frozenset())
+    logits = target.logits(text.token_ids, target.vocab_size, text.num_encoder_tokens)
     log_probs = logits.log_softmax(-1).cpu()
     of_prompt = [] if target.has_encoder else log_probs[range(len(prompt) - 1), prompt[1:]].tolist()
     return of_prompt, log_probs[-1]

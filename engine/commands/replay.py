@@ -13,11 +13,12 @@ import msgspec
 
 from truedraft.engine.commands.replay_round import Finding, Fresh, Outcome, RoundCheck
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
+from truedraft.engine.core.sequence import is_greedy
 from truedraft.engine.messages import DRAFT_MODEL, HEADS, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.sampling.adjust import History
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.sampling.grammar import Grammars, Matcher
-from truedraft.engine.sampling.sampler import Rule
 
 
 class DraftKey(NamedTuple):
@@ -72,13 +73,13 @@ class Replayer:
         has_ended = False
         matcher = self._matcher()
         for number, round_ in enumerate(choice.rounds, start=1):
-            history = self.target.history(self.params, choice.prompt_token_ids, output, stop_token_ids)
+            text = self.target.text(self.params, choice.prompt_token_ids, output, stop_token_ids)
             if senseless := self._structure(round_, num_prompt_tokens + len(output), has_ended):
                 yield RoundReport(number, round_, senseless)
                 return
             if matcher is not None:
-                history = replace(history, matcher=matcher)
-            findings = self._decisions(round_, history, choice.seed)
+                text = replace(text, matcher=matcher)
+            findings = self._decisions(round_, text, choice.seed)
             emitted = _until_stop(
                 [*round_.draft_ids[: round_.num_accepted], round_.next_token], stop_token_ids
             )
@@ -98,30 +99,30 @@ class Replayer:
         assert self.grammars is not None
         return self.grammars.matcher(self.params.grammar, self.params.grammar_after)
 
-    def _decisions(self, round_: TracedRound, history: History, seed: int) -> list[Finding]:
+    def _decisions(self, round_: TracedRound, text: LoneText, seed: int) -> list[Finding]:
         """Allows a token within noise of the top-p or min-p cut to have been on either side of it."""
-        findings = self._check(round_, history, seed)
-        params = history.params
+        findings = self._check(round_, text, seed)
+        params = text.params
         if not _is_wrong(findings) or (params.top_p == 1 and params.min_p == 0):
             return findings
         for nudge in (1 - self.tolerance, 1 + self.tolerance):
             nudged = msgspec.structs.replace(
                 params, top_p=min(1.0, params.top_p * nudge), min_p=params.min_p * nudge
             )
-            again = self._check(round_, replace(history, params=nudged), seed)
+            again = self._check(round_, replace(text, params=nudged), seed)
             if not _is_wrong(again):
                 return [Finding(Outcome.NEAR_TIE, "a token is next to the top-p or min-p cut"), *again]
         return findings
 
-    def _check(self, round_: TracedRound, history: History, seed: int) -> list[Finding]:
+    def _check(self, round_: TracedRound, text: LoneText, seed: int) -> list[Finding]:
         draft = self.drafts.get(key_of(round_))
-        check = RoundCheck(self.target, draft, self.tolerance, round_, history, seed)
+        check = RoundCheck(self.target, draft, self.tolerance, round_, text, seed)
         return list(check.findings())
 
     def _structure(self, round_: TracedRound, length: int, has_ended: bool) -> list[Finding]:
         """What makes a round senseless before any number is looked at."""
         flags = [token.accepted for token in round_.drafted]
-        greedy = self.params.temperature == 0 or self.params.top_k == 1
+        greedy = is_greedy(self.params)
         asked = Rule.EXACT_MATCH.value if greedy else self.params.verification or round_.rule
         sampling_rules = {rule.value for rule in Rule if rule is not Rule.EXACT_MATCH}
         known = {Rule.EXACT_MATCH.value} if greedy else sampling_rules

@@ -14,9 +14,9 @@ import torch
 from truedraft.engine.commands.trace_file import TracedRound
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel, adjusted, processed
-from truedraft.engine.sampling.adjust import History
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
-from truedraft.engine.sampling.sampler import Rule
 from truedraft.engine.sampling.verify import block_stand_probs, residual
 
 
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 class Fresh(Protocol):
     """Is a model or a head, computed anew for every round."""
 
-    def following(self, history: History, drafted: list[int], vocab_size: int) -> torch.Tensor:
+    def following(self, text: LoneText, drafted: list[int], vocab_size: int) -> torch.Tensor:
         """Returns logits [drafted tokens + 1, vocab_size]: row j predicts what follows ``drafted[:j]``."""
         ...
 
@@ -53,7 +53,7 @@ class RoundCheck:
         draft: Fresh | None,
         tolerance: float,
         round_: TracedRound,
-        history: History,
+        text: LoneText,
         seed: int,
     ) -> None:
         self.round = round_
@@ -61,19 +61,20 @@ class RoundCheck:
         self.ids = round_.draft_ids
         self.tolerance = tolerance
         self.vocab_size = target.vocab_size
+        self.rules = target.rules
         self.seed = torch.tensor(seed)
         self.position = torch.tensor(round_.position)
-        self.target_logits = self._logits(target, history)
-        self.draft_logits = None if draft is None else self._logits(draft, history)
-        self.target_probs = self._probs(self.target_logits, history.params)
-        method = history.params.draft_sample_method
+        self.target_logits = self._logits(target, text)
+        self.draft_logits = None if draft is None else self._logits(draft, text)
+        self.target_probs = self._probs(self.target_logits, text.params)
+        method = text.params.draft_sample_method
         self.drafts_greedily = self.rule is Rule.EXACT_MATCH if method is None else method == "greedy"
         if self.draft_logits is None or self.drafts_greedily:
             # A deterministic draft is one-hot at what it guessed; whether it is the draft's own guess is
             # looked at where that can be computed again.
             self.draft_probs = _one_hot(torch.tensor(self.ids, dtype=torch.int64), self.vocab_size)
         else:
-            self.draft_probs = processed(self.draft_logits[:-1], history.params)
+            self.draft_probs = processed(self.draft_logits[:-1], text.params)
 
     def findings(self) -> Iterator[Finding]:
         for number in range(len(self.ids)):
@@ -82,8 +83,8 @@ class RoundCheck:
         yield from self._check_verdict()
         yield from self._check_next()
 
-    def _logits(self, model: Fresh, history: History) -> torch.Tensor:
-        return adjusted(model.following(history, self.ids, self.vocab_size), history, self.ids).cpu()
+    def _logits(self, model: Fresh, text: LoneText) -> torch.Tensor:
+        return adjusted(model.following(text, self.ids, self.vocab_size), text, self.ids, self.rules).cpu()
 
     def _probs(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         if self.rule is Rule.EXACT_MATCH:

@@ -3,6 +3,7 @@
 Everything that counts counts rounds: a step of several is several.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence as Sequences
 
@@ -40,6 +41,9 @@ def commit(
             continue  # another choice of its request has just failed
         if failed is not None and failed[row]:
             failed_requests.add(sequence.request_id)
+            if len(result.rounds) > 1:  # it has emitted tokens in rounds before
+                before = dataclasses.replace(result, rounds=result.rounds[:-1])
+                outputs.append(_commit_row(row, part, before, stats))
             scheduler.abort({sequence.request_id})
             outputs.append(_failure(sequence))
             continue

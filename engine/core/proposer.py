@@ -19,7 +19,8 @@ from truedraft.engine.messages import DraftVocabulary, HeadOutput
 if TYPE_CHECKING:
     import torch
 
-    from truedraft.engine.sampling.sampler import Drafts, Sampler
+    from truedraft.engine.rows.drafts import Drafts
+    from truedraft.engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
+from truedraft.engine.rows.columns import DRAFTS_AT, Field, Rule
 from truedraft.engine.sampling import ops
 from truedraft.engine.sampling.random import Stream
 from truedraft.engine.sampling.splitmix import MASK_64, MIX_1, MIX_2, WEYL
@@ -36,11 +36,11 @@ _NUM_DRAFTS = tl.constexpr(int(Field.NUM_DRAFTS))
 _NUM_DRAWN = tl.constexpr(int(Field.NUM_DRAWN))
 _SEED, _RULE, _TOP_K = (tl.constexpr(int(f)) for f in (Field.SEED, Field.RULE, Field.TOP_K))
 _TEMPERATURE, _TOP_P, _MIN_P = (tl.constexpr(int(f)) for f in (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P))
-_DRAFTS = tl.constexpr(int(DRAFTS))
-_EXACT_MATCH = tl.constexpr(int(RuleCode.EXACT_MATCH))
-_REJECTION = tl.constexpr(int(RuleCode.REJECTION))
-_COUPLED = tl.constexpr(int(RuleCode.COUPLED))
-_BLOCK = tl.constexpr(int(RuleCode.BLOCK))
+_DRAFTS = tl.constexpr(DRAFTS_AT)
+_EXACT_MATCH = tl.constexpr(Rule.EXACT_MATCH.code)
+_REJECTION = tl.constexpr(Rule.REJECTION.code)
+_COUPLED = tl.constexpr(Rule.COUPLED.code)
+_BLOCK = tl.constexpr(Rule.BLOCK.code)
 # Units of 1, and a unit, are powers of two, whose products are exact.
 _WEIGHT_UNITS, _WEIGHT_UNIT = tl.constexpr(1 / ops.WEIGHT_UNIT), tl.constexpr(ops.WEIGHT_UNIT)
 _PROB_UNITS, _PROB_UNIT = tl.constexpr(1 / ops.PROB_UNIT), tl.constexpr(ops.PROB_UNIT)

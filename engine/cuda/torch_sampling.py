@@ -8,7 +8,7 @@ what other rules would have said of it is computed and dropped.
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
+from truedraft.engine.rows.columns import DEVICE_WIDTH, DRAFTS_AT, Field, Rule
 from truedraft.engine.sampling.ops import in_width, inverse_cdf
 from truedraft.engine.sampling.processors import SamplingTensors, to_probs
 from truedraft.engine.sampling.random import Stream, noise_on_device, round_seeds_on_device, uniform_on_device
@@ -34,9 +34,9 @@ def draw_drafts(
     spent = round_seeds_on_device(seeds, first)
     ids = inverse_cdf(drawn_from, uniform_on_device(spent, positions, Stream.DRAFT))
     coupled = (drawn_from / noise_on_device(seeds, positions, vocab_size)).argmax(-1)
-    ids = torch.where(rule == RuleCode.COUPLED, coupled, ids)
-    ids = torch.where(rule == RuleCode.EXACT_MATCH, logits.argmax(-1), ids)
-    drafts = numbers[:, DRAFTS:]
+    ids = torch.where(rule == Rule.COUPLED.code, coupled, ids)
+    ids = torch.where(rule == Rule.EXACT_MATCH.code, logits.argmax(-1), ids)
+    drafts = numbers[:, DRAFTS_AT:]
     before = drafts.index_select(1, pass_number).squeeze(1)
     drafts_still = pass_number < numbers[:, Field.NUM_DRAWN]
     drafts.index_copy_(1, pass_number, torch.where(drafts_still, ids, before)[:, None])
@@ -51,21 +51,21 @@ def judge(
     vocab_size, num_positions = logits.shape[2], logits.shape[1]
     num_drafts = numbers[:, Field.NUM_DRAFTS]
     is_draft = torch.arange(num_positions - 1, device=logits.device) < num_drafts[:, None]
-    draft_ids = torch.where(is_draft, numbers[:, DRAFTS : DRAFTS + num_positions - 1], 0)
+    draft_ids = torch.where(is_draft, numbers[:, DRAFTS_AT : DRAFTS_AT + num_positions - 1], 0)
     logits, broken = _replace_broken(logits)
     probs = to_probs(logits, _sampling(numbers))
     rule, seeds = numbers[:, Field.RULE], numbers[:, Field.SEED]
     first = numbers[:, Field.NUM_STORED] + 1
     positions = first[:, None] + torch.arange(num_positions, device=logits.device)
     coupled = (probs / noise_on_device(seeds[:, None], positions, vocab_size)).argmax(-1)
-    target_ids = torch.where((rule == RuleCode.COUPLED)[:, None], coupled, logits.argmax(-1))
+    target_ids = torch.where((rule == Rule.COUPLED.code)[:, None], coupled, logits.argmax(-1))
     num_equal = leading_on_device(target_ids[:, :-1] == draft_ids, num_drafts)
 
     drawn = F.pad(draft_probs, (0, 0, 0, max(0, num_positions - 1 - draft_probs.shape[1])))
     drawn = drawn[:, : num_positions - 1]
     certain = torch.zeros_like(drawn).scatter_(2, draft_ids[..., None], 1.0)
     drawn = torch.where((numbers[:, Field.NUM_DRAWN] > 0)[:, None, None], drawn, certain)
-    is_block = rule == RuleCode.BLOCK
+    is_block = rule == Rule.BLOCK.code
     spent = round_seeds_on_device(seeds, first)
     accept = uniform_on_device(spent[:, None], positions[:, :-1], Stream.ACCEPT)
     of_target, of_draft = probs_of_draft(probs, draft_ids, drawn)
@@ -76,7 +76,7 @@ def judge(
     recover = uniform_on_device(seeds[:, None], positions, Stream.RECOVER)
     drawn_next = draw_next(Accepted(probs, drawn, num_drafts, stand, weights, recover))
 
-    by_probs = (rule == RuleCode.REJECTION) | is_block
+    by_probs = (rule == Rule.REJECTION.code) | is_block
     num_accepted = torch.where(by_probs, stand, num_equal)
     next_token = torch.where(by_probs, drawn_next, target_ids.gather(1, num_equal[:, None]).squeeze(1))
     reached = torch.arange(num_positions, device=logits.device) <= num_accepted[:, None]
@@ -87,7 +87,7 @@ def judge(
 
 def _sampling(numbers: torch.Tensor) -> SamplingTensors:
     """The rows' parameters, of which each may be cut in every way."""
-    floats = numbers.view(torch.float64)[:, Field.TEMPERATURE : Field.IDS].float()
+    floats = numbers.view(torch.float64)[:, Field.TEMPERATURE : DEVICE_WIDTH].float()
     temperature, top_p, min_p = floats.unbind(1)
     return SamplingTensors(
         temperature[:, None],

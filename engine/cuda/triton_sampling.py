@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from truedraft.engine.cuda import torch_sampling, triton_run
-from truedraft.engine.cuda.fields import DRAFTS, Field, RuleCode
+from truedraft.engine.rows.columns import DRAFTS_AT, Field, Rule
 
 # Drafts of each row of the comparison, and the tokens before them.
 CHECK_DRAFTS, CHECK_STORED = 3, 41
@@ -17,7 +17,7 @@ CHECK_DRAFTS, CHECK_STORED = 3, 41
 class Check(NamedTuple):
     """Describes one row of the comparison: what is drawn how, and what its logits are like."""
 
-    rule: RuleCode
+    rule: Rule
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -27,19 +27,19 @@ class Check(NamedTuple):
 
 
 _CHECKS = (
-    Check(RuleCode.EXACT_MATCH, logits="equal"),
-    Check(RuleCode.EXACT_MATCH, logits="NaN"),
-    Check(RuleCode.REJECTION, 0.6, 5, logits="with ties"),
-    Check(RuleCode.COUPLED, 1.7, 9, 0.7, logits="with ties"),
-    Check(RuleCode.BLOCK, top_p=0.9),
-    Check(RuleCode.REJECTION, top_p=0.5, logits="equal"),
-    Check(RuleCode.COUPLED, min_p=0.1),
-    Check(RuleCode.BLOCK, logits="none"),
-    Check(RuleCode.REJECTION, 2.5, 12, 0.6),
-    Check(RuleCode.BLOCK, 1.2, 4, logits="with ties"),
-    Check(RuleCode.COUPLED, 1e-30, top_p=0.95, logits="one"),
-    Check(RuleCode.REJECTION, 3.0, 20, 0.99, logits="few"),
-    *[Check(rule, 3.0, logits="few") for rule in (RuleCode.BLOCK, RuleCode.REJECTION) * 3],
+    Check(Rule.EXACT_MATCH, logits="equal"),
+    Check(Rule.EXACT_MATCH, logits="NaN"),
+    Check(Rule.REJECTION, 0.6, 5, logits="with ties"),
+    Check(Rule.COUPLED, 1.7, 9, 0.7, logits="with ties"),
+    Check(Rule.BLOCK, top_p=0.9),
+    Check(Rule.REJECTION, top_p=0.5, logits="equal"),
+    Check(Rule.COUPLED, min_p=0.1),
+    Check(Rule.BLOCK, logits="none"),
+    Check(Rule.REJECTION, 2.5, 12, 0.6),
+    Check(Rule.BLOCK, 1.2, 4, logits="with ties"),
+    Check(Rule.COUPLED, 1e-30, top_p=0.95, logits="one"),
+    Check(Rule.REJECTION, 3.0, 20, 0.99, logits="few"),
+    *[Check(rule, 3.0, logits="few") for rule in (Rule.BLOCK, Rule.REJECTION) * 3],
 )
 CHECKS = tuple(check._replace(seed=seed) for seed, check in enumerate(_CHECKS))
 
@@ -121,23 +121,23 @@ def _drawn_and_judged(
         )
     verdicts = torch.zeros(num_rows, 3 + CHECK_DRAFTS, dtype=torch.int64, device=device)
     sampling.judge(logits, probs, numbers, verdicts)
-    is_asked_for = (numbers[:, Field.RULE] != RuleCode.EXACT_MATCH) & (numbers[:, Field.NUM_DRAWN] > 0)
+    is_asked_for = (numbers[:, Field.RULE] != Rule.EXACT_MATCH.code) & (numbers[:, Field.NUM_DRAWN] > 0)
     return [verdicts, numbers, torch.where(is_asked_for[:, None, None], probs, 0.0)]
 
 
 def check_rows(vocab_size: int, is_drawn: bool) -> torch.Tensor:
     """Returns the rows of the comparison with drafts, which the draft model draws or which are certain."""
-    numbers = torch.zeros(len(CHECKS), DRAFTS + CHECK_DRAFTS, dtype=torch.int64)
+    numbers = torch.zeros(len(CHECKS), DRAFTS_AT + CHECK_DRAFTS, dtype=torch.int64)
     floats = numbers.view(torch.float64)
     for row, check in enumerate(CHECKS):
         numbers[row, Field.NUM_STORED] = CHECK_STORED + check.seed
         numbers[row, Field.NUM_DRAFTS] = CHECK_DRAFTS
         numbers[row, Field.NUM_DRAWN] = CHECK_DRAFTS * is_drawn
         numbers[row, Field.SEED] = (-1) ** check.seed * (check.seed << 40) + check.seed
-        numbers[row, Field.RULE] = check.rule
+        numbers[row, Field.RULE] = check.rule.code
         numbers[row, Field.TOP_K] = check.top_k
         floats[row, Field.TEMPERATURE] = check.temperature
         floats[row, Field.TOP_P] = check.top_p
         floats[row, Field.MIN_P] = check.min_p
-        numbers[row, DRAFTS:] = (torch.arange(CHECK_DRAFTS) + check.seed) % 3
+        numbers[row, DRAFTS_AT:] = (torch.arange(CHECK_DRAFTS) + check.seed) % 3
     return numbers

@@ -11,15 +11,12 @@ FOLDER = Path(__file__).parent
 HEADERS = sorted(FOLDER.glob("*.h"))
 
 Integer = ctypes.c_int64
-# The only function that C calls here; see rounds.h.
-Constrain = ctypes.CFUNCTYPE(Integer, Integer, Integer, Integer)
 TYPES = {
     "int64_t": Integer,
     "int": ctypes.c_int,
     "float": ctypes.c_float,
     "double": ctypes.c_double,
     "void": None,
-    "Constrain": Constrain,
 }
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 FUNCTION = re.compile(r"^(int64_t|int|void) (\w+)\(([^)]*)\);", re.MULTILINE)

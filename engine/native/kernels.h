@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "arena.h"
+#include "rows.h"
 #include "shared.h"
 #include "threads.h"
 
@@ -246,13 +247,6 @@ typedef struct {
     const Linear *combine;        /* NULL: the only tap is the state */
 } Fusion;
 
-/* What a sequence's logits are processed with; [sequences] each. */
-typedef struct {
-    const float *temperature;     /* > 0 */
-    const int64_t *top_k;         /* 0: off */
-    const float *top_p, *min_p;   /* 1 and 0: off */
-} Processors;
-
 /* layers.c */
 void rms_norm(float *out, const float *x, const float *weight, const float *residual, int64_t rows, int64_t size,
               float eps);
@@ -320,10 +314,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
 int64_t fuse(const Fusion *fusion, float *states, const float *tapped, int64_t rows);
 
 /* sampling.c */
-void process_row(float *probs, const float *logits, const Processors *processors, int64_t sequence, float *scratch,
-                 int64_t vocab);
-void process(float *probs, const float *logits, const Processors *processors, float *scratch, int64_t sequences,
-             int64_t positions, int64_t vocab);
+void process_row(float *probs, const float *logits, const Row *row, float *scratch, int64_t vocab);
 void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
                    int64_t offset, int64_t sequences, int64_t positions, int64_t vocab);
 void noise_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab);
@@ -331,9 +322,6 @@ float highest_of(const float *x, int64_t size);
 void round_seed(int64_t *out, int64_t seed, int64_t first_position);
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
 void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab);
-void draw_next(int64_t *ids, const float *target, const float *draft, const int64_t *num_draft,
-               const int64_t *num_accepted, const double *scale, const double *uniforms,
-               int64_t rows, int64_t positions, int64_t vocab);
 int64_t sample_residual(const float *target, const float *draft, double scale, double uniform, int64_t vocab);
 int is_distribution(const float *logits, int64_t vocab);
 int64_t argmax(const float *logits, int64_t vocab);

@@ -114,16 +114,8 @@ class Fusion(ctypes.Structure):
     _fields_ = fields_of("Fusion")
 
 
-class Processors(ctypes.Structure):
-    _fields_ = fields_of("Processors")
-
-
 class Row(ctypes.Structure):
     _fields_ = fields_of("Row")
-
-
-class Drafter(ctypes.Structure):
-    _fields_ = fields_of("Drafter")
 
 
 class Rounds(ctypes.Structure):

@@ -1,21 +1,34 @@
-/* Rounds of speculation in one call: drafts, the target's pass over them, the verdict, and on from there.
+/* A loop over the operations of a round (ops.c) and passes of two decoders: drafts, scores, verdicts.
  *
- * For models whose round takes hardly longer than what Python does around it. Each round is what it would be
- * alone: the same passes, the same random numbers, the same comparisons as in sampler.py and verify.py, the
- * reference. "runner.py" calls this; all arrays are row-major.
+ * The same as rounds of "engine/runtime/phases.py", one after the other, for rows that draft with a draft model, from what
+ * is known, or not at all. All arrays are row-major.
  */
 
+#include <math.h>
 #include <string.h>
 #include <time.h>
 
-#include "arena.h"
+#include "ops.h"
 #include "rounds.h"
 
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec + 1e-9 * time.tv_nsec;
-}
+/* Working memory of a call: [num_rows] unless another shape is given. */
+typedef struct {
+    int64_t *limit;               /* tokens to draft in this round */
+    int64_t *first_block, *first_draft_block; /* into blocks */
+    int64_t *blocks;              /* block tables of all rows */
+    int64_t *first_scored;        /* of a row's logits */
+    /* Spans of a pass. */
+    int64_t *query_lens, *num_logits, *num_stored, *span_first_block, *state_slot, *num_folded, *num_certain;
+    int64_t *token_ids;           /* [tokens of a pass] */
+    int64_t *active;              /* rows that draft on */
+    float *logits;                /* [tokens scored, vocab] */
+    float *draft_logits;          /* [num_rows, vocab of the draft model] */
+    float *draft_probs;           /* [num_rows, max_drafts, vocab], if a rule asks for them */
+    float *padded;                /* [threads, vocab], if the draft model knows fewer tokens */
+    float *work;                  /* of each thread */
+    Verdict *verdicts;
+    int64_t vocab, work_drafts;
+} Scratch;
 
 typedef struct {
     void **pointer;
@@ -23,65 +36,57 @@ typedef struct {
     size_t size;
 } Piece;
 
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+static inline Row *row_at(const Rounds *rounds, int64_t i) { return rounds->table + rounds->index[i]; }
+
+/* memcpy, but either array may be NULL where there is nothing to copy. */
+static inline void copy_ids(int64_t *to, const int64_t *from, int64_t count) {
+    if (count) memcpy(to, from, count * sizeof(int64_t));
+}
+
 /* 0 if there is no memory. */
-static int make_scratch(Scratch *scratch, const Drafter *drafter, const Rounds *rounds, int64_t vocab) {
+static int make_scratch(Scratch *scratch, const Decoder *draft, const Rounds *rounds, int64_t vocab) {
     static _Thread_local Arena arena;
-    const int64_t draft_vocab = drafter ? drafter->model->head->out_features : 0;
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->max_drafts, threads = get_num_threads();
-    int64_t num_blocks = 0, num_new = 0, samples = 0, stops = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
+    const int64_t draft_vocab = draft ? draft->head->out_features : 0;
+    int64_t num_blocks = 0, num_new = 0, uses_probs = 0, has_block = 0;
     for (int64_t i = 0; i < rows; i++) {
-        const Row *row = rounds->rows[i];
-        const int is_sampled = row->rule != GREEDY;
+        const Row *row = row_at(rounds, i);
         num_blocks += row->num_blocks + row->num_draft_blocks;
-        num_new += row->num_tokens - row->num_computed;
-        samples |= is_sampled;
-        stops |= row->stop_rates != NULL;
-        cuts |= is_sampled && (row->top_k > 0 || row->top_p < 1.0f || row->min_p > 0.0f);
-        uses_probs |= row->rule == REJECTION && (!row->draft_ids || rounds->constrain);
-        uses_one_hot |= row->rule == REJECTION && (row->draft_ids || rounds->constrain);
+        num_new += row->num_stored + 1 - row->num_computed;
+        uses_probs |= row->rule == REJECTION_RULE || row->rule == BLOCK_RULE;
+        has_block |= row->rule == BLOCK_RULE;
     }
-    const int64_t num_drafting = rows * (rounds->max_missed + 1), num_scoring = num_new + drafts;
-    const int64_t num_following = is_head(drafter) ? rows * drafter->max_waiting + num_scoring : 0;
-    int64_t num_tokens = num_drafting > num_scoring ? num_drafting : num_scoring;
-    if (num_following > num_tokens) num_tokens = num_following;
-    const int64_t taps = is_head(drafter) ? drafter->fusion->num_taps * drafter->fusion->tap_size : 0;
-    const int64_t size = is_head(drafter) ? drafter->model->hidden_size : 0;
-    const int pads = drafter && (drafter->token_ids || (samples && draft_vocab < vocab));
+    const int64_t drafting = draft ? rows * rounds->max_missed : 0;
+    scratch->vocab = vocab;
+    scratch->work_drafts = has_block ? rounds->max_drafts : -1;
     const size_t integer = sizeof(int64_t), number = sizeof(float);
     const Piece pieces[] = {
         { (void **)&scratch->limit, rows, integer },
-        { (void **)&scratch->chance, rows, sizeof(double) },
-        { (void **)&scratch->num_drafted, rows, integer },
-        { (void **)&scratch->next_id, rows, integer },
-        { (void **)&scratch->is_broken, rows, integer },
         { (void **)&scratch->first_block, rows, integer },
         { (void **)&scratch->first_draft_block, rows, integer },
-        { (void **)&scratch->ones, rows, integer },
-        { (void **)&scratch->zeros, rows, integer },
+        { (void **)&scratch->first_scored, rows, integer },
         { (void **)&scratch->query_lens, rows, integer },
-        { (void **)&scratch->num_computed, rows, integer },
+        { (void **)&scratch->num_logits, rows, integer },
+        { (void **)&scratch->num_stored, rows, integer },
         { (void **)&scratch->span_first_block, rows, integer },
         { (void **)&scratch->state_slot, rows, integer },
         { (void **)&scratch->num_folded, rows, integer },
         { (void **)&scratch->num_certain, rows, integer },
         { (void **)&scratch->active, rows, integer },
-        { (void **)&scratch->num_scored, rows, integer },
-        { (void **)&scratch->first_scored, rows, integer },
-        { (void **)&scratch->draft_ids, drafts, integer },
-        { (void **)&scratch->token_ids, num_tokens, integer },
+        { (void **)&scratch->verdicts, rows, sizeof(Verdict) },
         { (void **)&scratch->blocks, num_blocks, integer },
+        { (void **)&scratch->token_ids, drafting > num_new + drafts ? drafting : num_new + drafts, integer },
         { (void **)&scratch->logits, (rows + drafts) * vocab, number },
         { (void **)&scratch->draft_logits, rows * draft_vocab, number },
-        { (void **)&scratch->tapped, num_scoring * taps, number },
-        { (void **)&scratch->fused, num_scoring * size, number },
-        { (void **)&scratch->states, num_tokens * size, number },
-        { (void **)&scratch->outputs, num_tokens * size, number },
-        { (void **)&scratch->next_states, rows * size, number },
-        { (void **)&scratch->draft_probs, uses_probs ? drafts * vocab : 0, number },
-        { (void **)&scratch->probs, samples || stops ? threads * vocab : 0, number },
-        { (void **)&scratch->padded, pads ? threads * vocab : 0, number },
-        { (void **)&scratch->cut, cuts ? threads * vocab : 0, number },
-        { (void **)&scratch->one_hot, uses_one_hot ? threads * vocab : 0, number },
+        { (void **)&scratch->draft_probs, draft && uses_probs ? drafts * vocab : 0, number },
+        { (void **)&scratch->padded, draft_vocab < vocab ? threads * vocab : 0, number },
+        { (void **)&scratch->work, threads * work_size(vocab, scratch->work_drafts), number },
     };
     const int num_pieces = sizeof pieces / sizeof *pieces;
     size_t bytes = 0;
@@ -89,203 +94,223 @@ static int make_scratch(Scratch *scratch, const Drafter *drafter, const Rounds *
     if (!arena_reserve(&arena, bytes)) return 0;
     for (int i = 0; i < num_pieces; i++)
         *pieces[i].pointer = pieces[i].length ? arena_alloc(&arena, pieces[i].length, pieces[i].size) : NULL;
-    scratch->vocab = vocab;
-    scratch->samples = samples;
-    scratch->stops = stops;
-    return 1;
-}
-
-/* What stays the same for all rounds, and counts of tokens that came from elsewhere. */
-static void prepare_rows(const Rounds *rounds, Scratch *scratch) {
     int64_t size = 0;
-    for (int64_t i = 0; i < rounds->num_rows; i++) {
-        Row *row = rounds->rows[i];
-        scratch->ones[i] = 1;
-        scratch->zeros[i] = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        const Row *row = row_at(rounds, i);
         scratch->first_block[i] = size;
         copy_ids(scratch->blocks + size, row->blocks, row->num_blocks);
         size += row->num_blocks;
         scratch->first_draft_block[i] = size;
         copy_ids(scratch->blocks + size, row->draft_blocks, row->num_draft_blocks);
         size += row->num_draft_blocks;
-        while (row->counts && row->num_counted < row->num_tokens)
-            count_token(row, row->token_ids[row->num_counted]);
     }
-}
-
-/* Masks and drafts from outside of a later round. */
-static int constrain_rows(const Rounds *rounds) {
-    for (int64_t row = 0; row < rounds->num_rows; row++)
-        if (rounds->rows[row]->mask && !rounds->constrain(row, 0, -1)) return 0;
     return 1;
 }
 
-/* The target's logits of every row's pending token and its drafts, behind what its cache does not have yet, and the
- * states that a head's are made of. 0 if a row's table has no blocks for them, or as ``decode``. */
-static int score(const Decoder *target, const Drafter *drafter, const Rounds *rounds, Scratch *scratch) {
+/* How much a row drafts in a round: it emits one token more, and the text must hold it. */
+static int64_t limit_of(const Decoder *draft, const Rounds *rounds, const Row *row) {
+    const int64_t length = row->num_stored + 1, room = row->max_num_tokens - length - 1;
+    int64_t limit = row->num_known ? row->num_known : row->num_wanted;
+    if (room < limit) limit = room;
+    if (rounds->max_drafts < limit) limit = rounds->max_drafts;
+    if (row->num_known) return limit > 0 ? limit : 0;
+    if (rounds->max_draft_len - length < limit) limit = rounds->max_draft_len - length;
+    if (!draft || length - row->num_draft_stored > rounds->max_missed) return 0;
+    return limit > 0 ? limit : 0;
+}
+
+/* What a pass of the draft model computes of its active rows: what its cache misses, or the last draft. */
+static void plan_pass(const Decoder *draft, const Rounds *rounds, Scratch *scratch, int64_t num_active, int64_t offset) {
+    /* Any token stands in for those that only the target has. */
+    const int64_t known = draft->head->out_features;
+    int64_t size = 0;
+    for (int64_t i = 0; i < num_active; i++) {
+        const int64_t place = scratch->active[i], begin = size;
+        const Row *row = row_at(rounds, place);
+        const int64_t length = row->num_stored + 1;
+        if (offset) scratch->token_ids[size++] = rounds->draft_ids[place * rounds->max_drafts + offset - 1];
+        else for (int64_t j = row->num_draft_stored; j < length; j++) scratch->token_ids[size++] = row->token_ids[j];
+        for (int64_t j = begin; j < size; j++)
+            if (scratch->token_ids[j] >= known) scratch->token_ids[j] = known - 1;
+        scratch->query_lens[i] = size - begin;
+        scratch->num_stored[i] = offset ? length + offset - 1 : row->num_draft_stored;
+        scratch->num_logits[i] = 1;
+        scratch->span_first_block[i] = scratch->first_draft_block[place];
+        scratch->state_slot[i] = row->draft_state_slot;
+        scratch->num_folded[i] = row->draft_num_folded;
+        scratch->num_certain[i] = row->num_draft_stored + 1;
+    }
+}
+
+/* Runs the pass that is planned. What a round stores is not certain before it is complete. */
+static int run_pass(const Decoder *decoder, const Scratch *scratch, int64_t num_spans, float *logits) {
+    const NewTokens new = {
+        .num_spans = num_spans, .num_tokens = scratch->query_lens, .num_stored = scratch->num_stored,
+        .num_logits = scratch->num_logits, .first_block = scratch->span_first_block,
+        .token_ids = scratch->token_ids, .blocks = scratch->blocks,
+        .state_slot = scratch->state_slot, .num_folded = scratch->num_folded, .num_certain = scratch->num_certain,
+    };
+    return decode(decoder, &new, NULL, logits) != 0;
+}
+
+typedef struct {
+    const Decoder *draft;
+    const Rounds *rounds;
+    Scratch *scratch;
+    int64_t offset;
+} Draws;
+
+static void draw_task(const void *arguments, int64_t i) {
+    const Draws *task = arguments;
+    const Rounds *rounds = task->rounds;
+    const Scratch *scratch = task->scratch;
+    const int64_t place = scratch->active[i], vocab = scratch->vocab, known = task->draft->head->out_features;
+    Row *row = row_at(rounds, place);
+    int64_t *drafts = rounds->draft_ids + place * rounds->max_drafts;
+    float *logits = scratch->draft_logits + i * known;
+    int64_t width = vocab;
+    /* The most likely of the ids that the draft model knows is found without the others, which have probability 0. */
+    if (known < vocab && row->drafts_greedily && !row->num_drawn) width = known;
+    if (known < width) {
+        float *padded = scratch->padded + this_thread() * vocab;
+        memcpy(padded, logits, known * sizeof(float));
+        for (int64_t id = known; id < vocab; id++) padded[id] = -INFINITY;
+        logits = padded;
+    }
+    adjust_row(row, drafts, task->offset, logits, 1, width);
+    const Work work = work_at(scratch->work, vocab, scratch->work_drafts);
+    float *probs = NULL;
+    if (row->num_drawn) probs = scratch->draft_probs + (place * rounds->max_drafts + task->offset) * vocab;
+    drafts[task->offset] = draw_row(row, task->offset, logits, probs, &work, width);
+    row->num_drafts = task->offset + 1;
+}
+
+/* Drafts of all rows: those that are known, and the draft model's, by a pass and a draw for each token. 0 if there is no
+ * memory, or a row's table has no blocks for its drafts. */
+static int draft_round(const Decoder *draft, const Rounds *rounds, Scratch *scratch, int64_t work_of_draws) {
+    int64_t num_active = 0;
+    for (int64_t i = 0; i < rounds->num_rows; i++) {
+        Row *row = row_at(rounds, i);
+        const int64_t limit = scratch->limit[i] = limit_of(draft, rounds, row);
+        row->num_drafts = row->num_known ? limit : 0;
+        /* A greedy draft is certain. */
+        row->num_drawn = limit && !row->num_known && !row->drafts_greedily && (row->rule == REJECTION_RULE || row->rule == BLOCK_RULE);
+        if (row->num_known || !limit) continue;
+        if (row->num_stored + limit > row->num_draft_blocks * draft->block_size) return 0;
+        scratch->active[num_active++] = i;
+    }
+    for (int64_t offset = 0; num_active; offset++) {
+        plan_pass(draft, rounds, scratch, num_active, offset);
+        if (!run_pass(draft, scratch, num_active, scratch->draft_logits)) return 0;
+        for (int64_t i = 0; i < num_active; i++) {
+            Row *row = row_at(rounds, scratch->active[i]);
+            row->draft_num_folded = num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
+        }
+        run_task(draw_task, &(Draws){ draft, rounds, scratch, offset }, num_active, num_active * work_of_draws);
+        int64_t num_left = 0;
+        for (int64_t i = 0; i < num_active; i++)
+            if (offset + 1 < scratch->limit[scratch->active[i]]) scratch->active[num_left++] = scratch->active[i];
+        num_active = num_left;
+    }
+    return 1;
+}
+
+/* The target's logits of every row's pending token and its drafts, behind what its cache does not have yet of a prompt.
+ * 0 as draft_round. */
+static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) {
     int64_t size = 0, num_logits = 0;
     for (int64_t i = 0; i < rounds->num_rows; i++) {
-        const Row *row = rounds->rows[i];
-        const int64_t num_new = row->num_tokens - row->num_computed, num_drafted = scratch->num_drafted[i];
-        if (row->num_tokens + num_drafted > row->num_blocks * target->block_size) return 0;
+        const Row *row = row_at(rounds, i);
+        const int64_t count = 1 + row->num_drafts, num_new = row->num_stored + 1 - row->num_computed;
+        if (row->num_stored + count > row->num_blocks * target->block_size) return 0;
         scratch->first_scored[i] = num_logits;
-        scratch->num_scored[i] = 1 + num_drafted;
-        scratch->query_lens[i] = num_new + num_drafted;
-        scratch->num_computed[i] = row->num_computed;
+        scratch->num_logits[i] = count;
+        scratch->query_lens[i] = num_new + row->num_drafts;
+        scratch->num_stored[i] = row->num_computed;
+        scratch->span_first_block[i] = scratch->first_block[i];
         scratch->state_slot[i] = row->state_slot;
         scratch->num_folded[i] = row->num_folded;
         scratch->num_certain[i] = row->num_computed + 1;
         copy_ids(scratch->token_ids + size, row->token_ids + row->num_computed, num_new);
-        copy_ids(scratch->token_ids + size + num_new, scratch->draft_ids + i * rounds->max_drafts, num_drafted);
-        size += num_new + num_drafted;
-        num_logits += 1 + num_drafted;
+        copy_ids(scratch->token_ids + size + num_new, rounds->draft_ids + i * rounds->max_drafts, row->num_drafts);
+        size += num_new + row->num_drafts;
+        num_logits += count;
     }
-    const NewTokens new = {
-        .num_spans = rounds->num_rows, .num_tokens = scratch->query_lens, .num_stored = scratch->num_computed,
-        .num_logits = scratch->num_scored, .first_block = scratch->first_block,
-        .token_ids = scratch->token_ids, .blocks = scratch->blocks,
-        .state_slot = scratch->state_slot, .num_folded = scratch->num_folded, .num_certain = scratch->num_certain,
-    };
-    Taps taps = { .states = scratch->tapped };
-    if (is_head(drafter)) {
-        taps.num_taps = drafter->fusion->num_taps;
-        taps.layers = drafter->taps;
-    }
-    if (!decode(target, &new, is_head(drafter) ? &taps : NULL, scratch->logits)) return 0;
+    if (!run_pass(target, scratch, rounds->num_rows, scratch->logits)) return 0;
     for (int64_t i = 0; i < rounds->num_rows; i++)
-        rounds->rows[i]->num_folded = num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
+        row_at(rounds, i)->num_folded = num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
     return 1;
 }
 
-/* Speculative sampling (Leviathan et al. 2211.17192, algorithm 1), as verify_rejection: whether a draft is
- * accepted. Sets the token emitted at its position; draft is -1 behind the last one. */
-static int accept_or_recover(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position,
-                             int64_t draft, const float *probs, int64_t *emitted) {
-    const Row *sequence = rounds->rows[row];
-    const int64_t vocab = scratch->vocab, place = sequence->num_tokens + position;
-    float *draft_probs = NULL;
-    double number;
-    if (draft >= 0 && !sequence->draft_ids)
-        draft_probs = scratch->draft_probs + (row * rounds->max_drafts + position) * vocab;
-    int64_t seed;
-    round_seed(&seed, sequence->seed, sequence->num_tokens);
-    uniform(&number, &seed, &place, ACCEPT_STREAM, 1);
-    *emitted = draft;
-    /* A draft from outside is deterministic: its distribution is one-hot. */
-    if (draft >= 0 && number * (draft_probs ? draft_probs[draft] : 1.0f) < probs[draft]) return 1;
-    if (draft >= 0 && !draft_probs) {
-        draft_probs = scratch->one_hot + this_thread() * vocab;
-        memset(draft_probs, 0, vocab * sizeof(float));
-        draft_probs[draft] = 1.0f;
-    }
-    uniform(&number, &sequence->seed, &place, RECOVER_STREAM, 1);
-    *emitted = sample_residual(probs, draft_probs, 1.0, number, vocab);
-    return 0;
-}
-
-/* Whether a row's draft is accepted by the target's logits, adjusted and a distribution; as above. */
-static int accept(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position, int64_t draft,
-                  const float *logits, int64_t *emitted) {
-    const Row *sequence = rounds->rows[row];
-    const int64_t vocab = scratch->vocab, place = sequence->num_tokens + position;
-    if (sequence->rule == GREEDY) {
-        *emitted = argmax(logits, vocab);
-        return *emitted == draft;
-    }
-    float *probs = scratch->probs + this_thread() * vocab;
-    process_adjusted(sequence, scratch, probs, logits);
-    if (sequence->rule == COUPLED) {
-        gumbel_argmax(emitted, probs, &sequence->seed, &place, 0, 1, 1, vocab);
-        return *emitted == draft;
-    }
-    return accept_or_recover(rounds, scratch, row, position, draft, probs, emitted);
-}
-
-/* How many of a row's drafts are accepted; next_id follows them. Ends at logits that are no distribution. */
-static int64_t verify(const Rounds *rounds, Scratch *scratch, int64_t row, int64_t round) {
-    Row *sequence = rounds->rows[row];
-    const int64_t vocab = scratch->vocab, *drafts = scratch->draft_ids + row * rounds->max_drafts;
-    int64_t position = 0;
-    for (;; position++) {
-        float *logits = scratch->logits + (scratch->first_scored[row] + position) * vocab;
-        if (sequence->logits) {
-            float *copy = sequence->logits + (round * (rounds->max_drafts + 1) + position) * vocab;
-            memcpy(copy, logits, vocab * sizeof(float));
-        }
-        adjust_logits(sequence, position, logits, vocab);
-        scratch->is_broken[row] = !is_distribution(logits, vocab);
-        if (scratch->is_broken[row]) break;
-        const int64_t draft = position < scratch->num_drafted[row] ? drafts[position] : -1;
-        if (!accept(rounds, scratch, row, position, draft, logits, &scratch->next_id[row])) break;
-        count_token(sequence, draft);
-    }
-    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);
-    return position;
-}
-
-typedef struct {
-    const Rounds *rounds;
-    Scratch *scratch;
-    int64_t *num_accepted;        /* [num_rows] */
-    int64_t round;
-} Verdicts;
-
-static void verify_task(const void *arguments, int64_t row) {
-    const Verdicts *task = arguments;
-    task->num_accepted[row] = verify(task->rounds, task->scratch, row, task->round);
+static void verdict_task(const void *arguments, int64_t i) {
+    const Draws *task = arguments;
+    const Rounds *rounds = task->rounds;
+    const Scratch *scratch = task->scratch;
+    const int64_t vocab = scratch->vocab;
+    Row *row = row_at(rounds, i);
+    const Judged judged = {
+        .drafts = rounds->draft_ids + i * rounds->max_drafts,
+        .draft_probs = row->num_drawn ? scratch->draft_probs + i * rounds->max_drafts * vocab : NULL,
+        .logits = scratch->logits + scratch->first_scored[i] * vocab,
+        .vocab = vocab,
+    };
+    const Work work = work_at(scratch->work, vocab, scratch->work_drafts);
+    adjust_row(row, judged.drafts, 0, judged.logits, 1 + row->num_drafts, vocab);
+    scratch->verdicts[i] = judge_row(row, &judged, &work);
 }
 
 /* Appends what a row emits; whether it may go on. */
-static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64_t num_accepted) {
-    Row *row = rounds->rows[i];
-    int64_t *emitted = row->token_ids + row->num_tokens;
-    copy_ids(emitted, scratch->draft_ids + i * rounds->max_drafts, num_accepted);
-    emitted[num_accepted] = scratch->next_id[i];
-    if (row->draft_ids) row->num_draft_tokens = 0;
-    row->num_tokens += num_accepted + 1;
-    row->num_computed = row->num_tokens - 1;
-    for (int64_t j = 0; j <= num_accepted; j++) count_token(row, emitted[j]);
+static int append(const Rounds *rounds, const Scratch *scratch, int64_t i) {
+    Row *row = row_at(rounds, i);
+    const int64_t num_accepted = scratch->verdicts[i].num_accepted, length = row->num_stored + 1;
+    int64_t *emitted = row->token_ids + length;
+    if (!row->num_known && row->num_drafts) {
+        /* The last draft was not stored; what was stored of rejected ones is overwritten. */
+        const int64_t stored = length + row->num_drafts - 1, valid = length + num_accepted;
+        row->num_draft_stored = stored < valid ? stored : valid;
+    }
+    copy_ids(emitted, rounds->draft_ids + i * rounds->max_drafts, num_accepted);
+    emitted[num_accepted] = scratch->verdicts[i].next_token;
+    row->num_stored += num_accepted + 1;
+    row->num_computed = row->num_stored;
+    row->num_known = 0;
     for (int64_t j = 0; j <= num_accepted; j++)
         for (int64_t stop = 0; stop < row->num_stops; stop++)
             if (emitted[j] == row->stop_ids[stop]) return 0;
-    return row->num_tokens < row->max_num_tokens;
+    return row->num_stored + 1 < row->max_num_tokens;
 }
 
-/* Runs rounds and returns how many are complete. It ends when a row has ended, when time is up, and before a
- * round that cannot be verified here: logits that are no distribution, no memory. drafter is NULL if no row
- * needs it, and none is followed by a head. */
-int64_t run_rounds(const Decoder *target, const Drafter *drafter, const Rounds *rounds) {
+/* Runs rounds and returns how many are complete. It ends when a row has ended, when time is up, and before a round that
+ * cannot be verified here: logits that are no distribution, no memory. draft is NULL if no row draws drafts. */
+int64_t run_rounds(const Decoder *target, const Decoder *draft, const Rounds *rounds) {
     const int64_t num_rows = rounds->num_rows, vocab = target->head->out_features;
     const double began = now();
     double round_began = began, longest = 0.0;
     Scratch scratch;
-    if (!make_scratch(&scratch, drafter, rounds, vocab)) return 0;
-    prepare_rows(rounds, &scratch);
-    int64_t round = 0, num_ended = 0;
+    if (!make_scratch(&scratch, draft, rounds, vocab)) return 0;
+    int64_t samples = 0, round = 0, num_ended = 0;
+    for (int64_t i = 0; i < num_rows; i++) samples |= row_at(rounds, i)->rule != EXACT_MATCH_RULE;
+    const int64_t work_of_draws = samples ? vocab * WORK_OF_A_DRAW : 0;
     for (; round < rounds->num_rounds && !num_ended; round++) {
         if (round_began - began + longest > rounds->seconds) break;
-        int64_t *num_accepted = rounds->num_accepted + round * num_rows, num_broken = 0;
-        if (round > 0 && !constrain_rows(rounds)) break;
-        scratch.confidences = round == 0 ? rounds->confidences : NULL;
-        if (!draft_round(drafter, rounds, &scratch)) break;
+        if (!draft_round(draft, rounds, &scratch, work_of_draws)) break;
         const double drafted = now();
-        if (!score(target, drafter, rounds, &scratch)) break;
+        if (!score(target, rounds, &scratch)) break;
         const double scored = now();
-        run_task(verify_task, &(Verdicts){ rounds, &scratch, num_accepted, round }, num_rows,
-                 scratch.samples ? num_rows * vocab * WORK_OF_A_DRAW : 0);
-        for (int64_t row = 0; row < num_rows; row++) num_broken += scratch.is_broken[row];
-        if (num_broken) break;
-        const double judged = now();
-        if (!follow_rows(drafter, rounds, &scratch, num_accepted)) break;
-        const double followed = now();
-        for (int64_t row = 0; row < num_rows; row++)
-            num_ended += !append(rounds, &scratch, row, num_accepted[row]);
-        memcpy(rounds->num_drafted + round * num_rows, scratch.num_drafted, num_rows * sizeof(int64_t));
+        run_task(verdict_task, &(Draws){ draft, rounds, &scratch, 0 }, num_rows, num_rows * work_of_draws);
+        int64_t num_failed = 0;
+        for (int64_t i = 0; i < num_rows; i++) num_failed += scratch.verdicts[i].failed;
+        if (num_failed) break;
+        for (int64_t i = 0; i < num_rows; i++) {
+            rounds->num_drafted[round * num_rows + i] = row_at(rounds, i)->num_drafts;
+            rounds->num_accepted[round * num_rows + i] = scratch.verdicts[i].num_accepted;
+            num_ended += !append(rounds, &scratch, i);
+        }
         const double verified = now();
         double *seconds = rounds->phase_seconds + 3 * round;
-        seconds[0] = drafted - round_began + followed - judged;
+        seconds[0] = drafted - round_began;
         seconds[1] = scored - drafted;
-        seconds[2] = verified - followed + judged - scored;
+        seconds[2] = verified - scored;
         if (verified - round_began > longest) longest = verified - round_began;
         round_began = verified;
     }

@@ -1,10 +1,10 @@
 /* Rows of logits to distributions, and one exact draw from each, for a CPU.
  *
- * The same definitions as "engine/sampling" has for torch: processors.py, random.py and draw.py, which are the
+ * The same definitions as "engine/sampling" has for torch: processors.py, random.py and verify.py, which are the
  * reference. Rows are independent: what becomes of one depends neither on the others nor on their number, and
  * drafts and verification use the same functions, so that seeds survive batching and speculation bit for bit.
  *
- * Arrays are row-major. "library.py" compiles this file, "backend.py" calls it.
+ * Arrays are row-major. "library.py" compiles this file, "ops.c" calls it.
  */
 
 #include <math.h>
@@ -157,13 +157,11 @@ static float lowest_kept(float *scratch, const float *probs, int64_t size, int64
     return radix_select(scratch, keep(scratch, probs, size, lowest), top_p * total, 1);
 }
 
-/* probs [vocab] of logits of one sequence; scratch [vocab] or NULL, as below. */
-void process_row(float *probs, const float *logits, const Processors *processors, int64_t sequence, float *scratch,
-                 int64_t vocab) {
-    const int64_t top_k = processors->top_k[sequence];
-    const float top_p = processors->top_p[sequence], min_p = processors->min_p[sequence];
-    softmax_row(probs, logits, vocab, processors->temperature[sequence]);
-    if (!scratch) return;
+/* probs [vocab] of a row's adjusted logits, by its temperature and cuts; scratch [vocab] is work space. */
+void process_row(float *probs, const float *logits, const Row *row, float *scratch, int64_t vocab) {
+    const int64_t top_k = row->top_k;
+    const float top_p = row->top_p, min_p = row->min_p;
+    softmax_row(probs, logits, vocab, row->temperature);
     float lowest = 0.0f;
     if (top_k > 0 || top_p < 1.0f) lowest = lowest_kept(scratch, probs, vocab, top_k, top_p);
     if (min_p > 0.0f) {
@@ -174,30 +172,6 @@ void process_row(float *probs, const float *logits, const Processors *processors
     double total = 0.0;
     for (int64_t i = 0; i < vocab; i++) total += probs[i] >= lowest ? probs[i] : 0.0f;
     divide_row(probs, vocab, lowest, (float)total);
-}
-
-typedef struct {
-    float *probs;
-    const float *logits;
-    const Processors *processors;
-    float *scratch;
-    int64_t positions, vocab;
-} Processing;
-
-static void process_task(const void *arguments, int64_t row) {
-    const Processing *task = arguments;
-    float *scratch = task->scratch ? task->scratch + this_thread() * task->vocab : NULL;
-    process_row(task->probs + row * task->vocab, task->logits + row * task->vocab, task->processors, row / task->positions,
-                scratch, task->vocab);
-}
-
-/* probs [sequences, positions, vocab] of logits of that shape, none NaN and a finite one in each row.
- * scratch [threads, vocab] is work space; NULL if nothing is cut. */
-void process(float *probs, const float *logits, const Processors *processors, float *scratch, int64_t sequences,
-             int64_t positions, int64_t vocab) {
-    const int64_t rows = sequences * positions;
-    run_task(process_task, &(Processing){ probs, logits, processors, scratch, positions, vocab }, rows,
-             rows * vocab * WORK_OF_A_DRAW);
 }
 
 /* splitmix64's finaliser. */
@@ -378,30 +352,4 @@ int64_t sample_residual(const float *target, const float *draft, double scale, d
     /* Equal rows leave rounding dust at most: the target's row is the limit. */
     if (id < 0) id = id_at(w, uniform, vocab, 0);
     return id < 0 ? 0 : id;
-}
-
-typedef struct {
-    int64_t *ids;
-    const float *target, *draft;
-    const int64_t *num_draft, *num_accepted;
-    const double *scale, *uniforms;
-    int64_t positions, vocab;
-} NextDraws;
-
-static void draw_next_task(const void *arguments, int64_t row) {
-    const NextDraws *task = arguments;
-    const int64_t at = task->num_accepted[row], next = row * (task->positions + 1) + at;
-    const float *rejected = at < task->num_draft[row] ? task->draft + (row * task->positions + at) * task->vocab : NULL;
-    task->ids[row] = sample_residual(task->target + next * task->vocab, rejected, task->scale[row], task->uniforms[next],
-                                   task->vocab);
-}
-
-/* ids [rows] that follow num_accepted [rows] of num_draft [rows] drafted tokens: drawn from target [rows,
- * positions + 1, vocab], less what draft [rows, positions, vocab] had if one was rejected, by uniforms [rows,
- * positions + 1]. scale [rows] as in verify.py. */
-void draw_next(int64_t *ids, const float *target, const float *draft, const int64_t *num_draft,
-               const int64_t *num_accepted, const double *scale, const double *uniforms,
-               int64_t rows, int64_t positions, int64_t vocab) {
-    const NextDraws draws = { ids, target, draft, num_draft, num_accepted, scale, uniforms, positions, vocab };
-    run_task(draw_next_task, &draws, rows, rows * vocab * WORK_OF_A_DRAW);
 }

@@ -3,6 +3,14 @@
 #ifndef TRUEDRAFT_SHARED_H
 #define TRUEDRAFT_SHARED_H
 
+/* Rules of verification. */
+enum {
+    EXACT_MATCH_RULE = 0,
+    COUPLED_RULE = 1,
+    REJECTION_RULE = 2,
+    BLOCK_RULE = 3,
+};
+
 /* Streams of random numbers. */
 enum {
     DRAFT_STREAM = 1,
@@ -73,6 +81,7 @@ enum {
 
 #define STATE_CHUNK 16 /* tokens between two positions where a state is folded */
 #define STATE_ROLLBACK 32 /* the most tokens that may be taken back after a pass */
+#define PROB_UNIT 0x1.0000000000000p-56 /* sums of probabilities count it */
 #define COLUMNS 32 /* columns of quantised weights that lie together */
 #define E4M3_DIVISOR 256 /* divides numbers of the type FLOAT8 */
 #define SWISH_LIMIT 7.0f /* the largest number that clamped_swish lets through */

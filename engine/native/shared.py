@@ -1,7 +1,7 @@
 """Names the numbers that C and Python share. Python has them, and ``shared.h`` is written from here.
 
-``python -m tools.write_headers`` writes it, and a test compares. Structures go the
-other way: ``headers.py`` reads them in C's headers.
+``python -m tools.write_headers`` writes it, and ``tests/engine/test_native_headers.py`` compares. Structures
+go the other way: ``headers.py`` reads them in C's headers. That of a row alone is Python's, too (``rows.h``).
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ from enum import IntEnum, auto
 from truedraft.engine.layers.mlp import ACTIVATIONS, SCORINGS, SWISH_LIMIT, SWISH_SLOPE
 from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.memory.recurrent_state import CHUNK, ROLLBACK
+from truedraft.engine.rows.columns import RULES, Field
+from truedraft.engine.sampling.ops import PROB_UNIT
 from truedraft.engine.sampling.random import Stream
 from truedraft.engine.sampling.splitmix import MIX_1, MIX_2, WEYL
 
@@ -57,6 +59,7 @@ def _numbered(names: tuple[str, ...]) -> dict[str, int]:
 
 # What each enumeration is for, and its members.
 ENUMERATIONS: dict[str, Mapping[str, int]] = {
+    "Rules of verification.": {f"{rule.name}_RULE": rule.code for rule in RULES},
     "Streams of random numbers.": {f"{stream.name}_STREAM": stream for stream in Stream},
     "What weights are kept in; quantised embeddings add a type of blocks to QUANTISED.": dict(
         WeightType.__members__
@@ -71,6 +74,7 @@ ENUMERATIONS: dict[str, Mapping[str, int]] = {
 CONSTANTS = {
     "STATE_CHUNK": (str(CHUNK), "tokens between two positions where a state is folded"),
     "STATE_ROLLBACK": (str(ROLLBACK), "the most tokens that may be taken back after a pass"),
+    "PROB_UNIT": (PROB_UNIT.hex(), "sums of probabilities count it"),
     "COLUMNS": (str(COLUMNS), "columns of quantised weights that lie together"),
     "E4M3_DIVISOR": (str(E4M3_DIVISOR), "divides numbers of the type FLOAT8"),
     "SWISH_LIMIT": (f"{SWISH_LIMIT}f", "the largest number that clamped_swish lets through"),
@@ -95,4 +99,14 @@ def shared_header() -> str:
         lines += [f"    {name} = {int(number)}," for name, number in members.items()]
         lines += ["};", ""]
     lines += [f"#define {name} {value} /* {what} */" for name, (value, what) in CONSTANTS.items()]
+    return "\n".join([*lines, "", "#endif", ""])
+
+
+def rows_header() -> str:
+    """Returns the text of ``rows.h``: a line of the table of rows, as ``rows.columns`` describes it."""
+    opening = OPENING.format(source="engine/rows/columns.py", guard="TRUEDRAFT_ROWS_H")
+    declared = [f"    {field.type}{field.name.lower()};" for field in Field]
+    width = max(map(len, declared))
+    fields = [f"{line:{width}} /* {field.text} */" for line, field in zip(declared, Field, strict=True)]
+    lines = [opening, "#include <stdint.h>", "", "typedef struct {", *fields, "} Row;"]
     return "\n".join([*lines, "", "#endif", ""])

@@ -20,8 +20,9 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DRAFT_MODEL
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
+from truedraft.engine.rows.drafts import Drafts
 from truedraft.engine.sampling.ops import in_width
-from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.sampling.sampler import Sampler
 
 
 class DraftModelProposer(Proposer):

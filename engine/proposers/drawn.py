@@ -6,7 +6,8 @@ import torch
 
 from truedraft.engine.core.step import StepPlan
 from truedraft.engine.memory.host_to_device import on_device
-from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling.sampler import Sampler
 
 # Logits [rows, the target's vocabulary] of the rows with these numbers, which have just drafted these ids;
 # None before the first position.

@@ -3,7 +3,13 @@
 import torch
 
 from truedraft.engine.memory.host_to_device import on_device
-from truedraft.engine.sampling.sampler import Drafts
+from truedraft.engine.rows.drafts import Drafts
+
+
+def known_tokens(draft_ids: list[int], vocab_size: int) -> list[int]:
+    """Returns drafts up to the first that is none of the target's tokens."""
+    unknown = (place for place, token_id in enumerate(draft_ids) if not 0 <= token_id < vocab_size)
+    return draft_ids[: next(unknown, len(draft_ids))]
 
 
 def known_drafts(draft_ids: list[list[int]], device: torch.device) -> Drafts:

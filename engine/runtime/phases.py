@@ -1,8 +1,9 @@
 """Shows the algorithm in plain sight: propose, score, verify, observe (Leviathan et al. 2211.17192,
 algorithm 1).
 
-One round a step, on any device, whatever rows need. What it draws is a function of the rows' own seeds,
-parameters and positions, so that other runners can be compared with it bit for bit.
+On any device, whatever rows need. What a round draws is a function of the rows' own seeds, parameters and
+positions. Where rounds are short, a plan stands for several: they share a step, and emit what they would emit
+one by one. ``NativeLoop`` runs such rounds as one call of C, where rows need nothing else.
 """
 
 import time
@@ -10,36 +11,41 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 
+from truedraft.engine.core.draft_choice import Known
 from truedraft.engine.core.needs import EVERY_NEED, Need
 from truedraft.engine.core.proposer import Observation, Proposer
-from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import RoundTrace, TokenLogprob
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.known import known_drafts
-from truedraft.engine.runtime.history import history_of
-from truedraft.engine.sampling.backend import SamplingBackend
+from truedraft.engine.proposers.known import known_drafts, known_tokens
+from truedraft.engine.rows.drafts import Drafts, RowVerdict, merge_drafts
+from truedraft.engine.rows.table import Row, RowTable
+from truedraft.engine.runtime.native_loop import NativeLoop
 from truedraft.engine.sampling.logprobs import token_logprobs
-from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
-from truedraft.engine.sampling.verify import RowVerdict
+from truedraft.engine.sampling.sampler import Sampler
+from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
 
+# Rows with other needs have one round a step.
+SHARED = EVERY_NEED - {Need.PROMPT, Need.LONG_PROMPT, Need.PROPOSER, Need.CATCH_UP, Need.TRACE}
 # Does as ``ModelRunner.forward``, with the taps of those who follow the target.
 TargetPass: TypeAlias = Callable[[list[Span]], ForwardOutput]
 
 
 class PhaseRunner:
-    """``proposers`` draft during a step. Other drafts are known when it is planned."""
+    """``proposers`` draft during a step. Other drafts are known when it is planned. No round begins that
+    would probably end later than ``step_seconds`` after the step's first one has begun."""
 
     supports = EVERY_NEED
 
-    def __init__(self, target: ModelRunner, proposers: Sequences[Proposer], backend: SamplingBackend) -> None:
+    def __init__(
+        self, target: ModelRunner, proposers: Sequences[Proposer], ops: RoundOps, step_seconds: float = 0.0
+    ) -> None:
         self.target = target
         self.proposers = proposers
         self.observers = [proposer for proposer in proposers if not proposer.can_lag]
@@ -49,44 +55,96 @@ class PhaseRunner:
             for proposer in self.observers
         }
         self.taps = sorted({tap for taps in self._taps_of.values() for tap in taps})
-        self.backend = backend
-        self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
+        self.ops = ops
+        self.step_seconds = step_seconds
+        self.loop: NativeLoop | None = None
+        self.table = RowTable()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, forward: TargetPass | None = None) -> StepResult:
-        """Propose, score, verify, and let those that follow the target observe. ``forward`` takes the place
-        of the target's pass; whoever gives it counts its time."""
+        """Runs one round, or several where the plan stands for more. ``forward`` takes the place of the
+        target's pass; whoever gives it counts its time."""
+        rows = self.table.rows_of([part.sequence for part in plan.rows])
+        if self.loop is not None and plan.rows and self.loop.runs(plan) and not self._is_followed(plan):
+            prompt_seconds = None if plan.is_decode_only else self._prefill(plan)
+            rounds = self.loop.run(plan, rows)
+            if rounds:
+                return StepResult(rounds, {"c": len(rounds) * len(rows)}, prompt_seconds)
+        first = self._round(plan, rows, forward)
+        if not plan.rows:
+            return StepResult([], prompt_seconds=first.seconds)
+        rounds = [first]
+        if plan.max_rounds > 1 and plan.needs <= SHARED:
+            lengths = [len(part.sequence) for part in plan.rows]
+            try:
+                rounds += self._later_rounds(plan, rows, first)
+            finally:
+                for part, length in zip(plan.rows, lengths, strict=True):
+                    del part.sequence.token_ids[length:]
+        return StepResult(rounds, {"phases": len(rounds) * len(rows)})
+
+    def _prefill(self, plan: StepPlan) -> PhaseSeconds:
+        """Proposers store prompts before they are rows of the loop."""
         clock = _Clock()
-        sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.backend)
+        for proposer in self.proposers:
+            proposer.prefill([part for part in plan.prompts if part.is_prefilled_by(proposer.name)])
+        return PhaseSeconds(clock.lap(), 0.0, 0.0)
+
+    def _later_rounds(self, plan: StepPlan, rows: list[Row], last: Round) -> list[Round]:
+        """Runs what else the plan stands for. Sequences have what was emitted until the step ends."""
+        started, longest = time.perf_counter(), sum(last.seconds)
+        rounds: list[Round] = []
+        while len(rounds) + 1 < plan.max_rounds and not _has_ended(plan, last):
+            took = time.perf_counter() - started
+            if took + 2 * longest > self.step_seconds:
+                break
+            plan = self._next_plan(plan, last)
+            self.table.rows_of([part.sequence for part in plan.rows])
+            last = self._round(plan, rows, None)
+            last.sources = [part.draft.first_source for part in plan.rows]
+            longest = max(longest, sum(last.seconds))
+            rounds.append(last)
+        return rounds
+
+    def _next_plan(self, plan: StepPlan, last: Round) -> StepPlan:
+        """Returns the plan of the next round, after what the last one has emitted."""
+        parts = []
+        for part, emitted in zip(plan.rows, last.emitted, strict=True):
+            sequence, draft = part.sequence, part.draft
+            sequence.token_ids += emitted
+            if sequence.matcher is not None:
+                sequence.matcher.advance(emitted)
+            own = next((proposer for proposer in self.proposers if proposer.name == draft.source), None)
+            tables = [sequence.target_blocks]
+            for proposer in self.proposers:
+                tables += [table for _, table in proposer.tables(sequence)]
+            for table in tables:
+                table.num_computed_tokens = min(table.num_computed_tokens, len(sequence) - 1)
+            known = None
+            if draft.in_round is not None and (ids := draft.in_round.drafts()):
+                known = Known(draft.in_round.source, ids)
+            room = sequence.max_num_tokens - len(sequence) - 1
+            most = 0 if own is None else max(0, min(draft.num_tokens, room, own.max_len - len(sequence)))
+            num_missing = own.num_missing(sequence) if own is not None and most and known is None else 0
+            draft = replace(draft, num_tokens=most, known=known, num_missing=num_missing).within(max(0, room))
+            parts.append(ScheduledSequence(sequence, 1, draft, num_missing))
+        return replace(plan, scheduled=parts, rows=parts)
+
+    def _round(self, plan: StepPlan, rows: list[Row], forward: TargetPass | None) -> Round:
+        """Propose, score, adjust, judge, and let those that follow the target observe."""
+        clock = _Clock()
+        sampler = Sampler(rows, self.target.vocab_size, self.target.device, self.ops)
         drafts = self._propose(plan, sampler)
         draft_seconds = clock.lap()
         scored = self._score(plan, drafts.ids, forward)
         lap = clock.lap()
         score_seconds = lap if forward is None else 0.0
-        verdicts = sampler.verify(scored.logits, drafts)
+        verdicts = sampler.judge(sampler.adjust(scored.logits, drafts), drafts)
         verify_seconds = clock.lap()
         if self._is_followed(plan):
             self.observe(list(_standing(plan, scored, verdicts)))
         seconds = PhaseSeconds(draft_seconds + clock.lap(), score_seconds, verify_seconds)
-        if not plan.rows:
-            return StepResult([], prompt_seconds=seconds)
-        done = self._round(plan, sampler, drafts, scored.logits, verdicts, seconds)
-        return StepResult([done], {"phases": len(plan.rows)})
-
-    def _rows_of(self, plan: StepPlan) -> list[Row]:
-        """A sequence's row serves in all of its steps: it follows the tokens by itself."""
-        rows = []
-        for part in plan.rows:
-            row = self._rows.get(part.sequence)
-            if row is None:
-                row = self._rows[part.sequence] = self._row(part.sequence)
-            rows.append(row)
-        return rows
-
-    def _row(self, sequence: Sequence) -> Row:
-        rule = Rule.EXACT_MATCH if sequence.greedy else Rule(sequence.verification)
-        history = history_of(sequence, self.target.model.rules)
-        return Row(rule, sequence.seed, history, sequence.drafts_greedily)
+        return self._done(plan, sampler, drafts, scored.logits, verdicts, seconds)
 
     def _propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
         """The proposers' drafts, and those that are known already. Proposers follow prompts, too."""
@@ -97,8 +155,11 @@ class PhaseRunner:
             elif prompts := [part for part in plan.prompts if part.is_prefilled_by(proposer.name)]:
                 proposer.prefill(prompts)
         if any(part.draft.known for part in plan.rows):
-            parts.append(known_drafts([part.draft.known_ids for part in plan.rows], sampler.device))
-        return merge_drafts(parts, sampler)
+            known = [known_tokens(part.draft.known_ids, sampler.vocab_size) for part in plan.rows]
+            parts.append(known_drafts(known, sampler.device))
+        return merge_drafts(
+            parts, len(plan.rows), sampler.vocab_size, sampler.device, sampler.uses_draft_probs
+        )
 
     def _score(self, plan: StepPlan, drafted: list[list[int]], forward: TargetPass | None) -> "_Scored":
         """The target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
@@ -148,7 +209,7 @@ class PhaseRunner:
             if told:
                 proposer.observe(told)
 
-    def _round(
+    def _done(
         self,
         plan: StepPlan,
         sampler: Sampler,
@@ -184,7 +245,8 @@ class PhaseRunner:
         if Need.TRACE not in plan.needs or not sampler.traced:
             return None
         target_probs, draft_probs, next_probs = (
-            probs.tolist() for probs in sampler.traced_probs(logits, drafts, verdicts)
+            probs.tolist()
+            for probs in TorchOps().probs_of(sampler, sampler.adjust(logits, drafts), drafts, verdicts)
         )
         sources = [
             part.draft.first_source if length else "none"
@@ -223,6 +285,15 @@ class _Scored:
     spans: list[Span]
     logits: torch.Tensor
     hidden: torch.Tensor | None
+
+
+def _has_ended(plan: StepPlan, last: Round) -> bool:
+    """Tells whether a row ends with the last round, or has failed in it."""
+    return last.failed is not None or any(
+        len(part.sequence) + len(emitted) >= part.sequence.max_num_tokens
+        or not part.sequence.stop_token_ids.isdisjoint(emitted)
+        for part, emitted in zip(plan.rows, last.emitted, strict=True)
+    )
 
 
 class _Clock:

@@ -6,6 +6,7 @@ one kept are kept as well, so that the result does not depend on how a sort brea
 the order in which anything is added, as sums are of integers (``ops``).
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import torch
 
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.rows.columns import Field
+from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling.ops import WEIGHT_UNIT, exp_below, goal_of, units
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
@@ -41,6 +44,16 @@ class SamplingTensors(NamedTuple):
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
         """From the rows' parameters; greedy rows get temperature 1, as they never look at it."""
         return _sampling_tensors(tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), device)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], device: torch.device) -> "SamplingTensors":
+        """From the columns of rows."""
+        table, lines = rows[0].table, [row.number for row in rows]
+        temperature, top_p, min_p = (
+            table.floats[lines, field].tolist() for field in (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P)
+        )
+        top_k = table.numbers[lines, Field.TOP_K].tolist()
+        return _sampling_tensors(tuple(zip(temperature, top_k, top_p, min_p, strict=True)), device)
 
 
 @lru_cache(maxsize=64)

@@ -8,11 +8,12 @@ rows is the one after the last drafted token. A deterministic draft has one-hot 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from truedraft.engine.rows.drafts import RowVerdict
 from truedraft.engine.sampling.ops import PROB_UNIT, inverse_cdf, units
 
 
@@ -21,14 +22,6 @@ class Verdict(NamedTuple):
 
     num_accepted: torch.Tensor
     next_token: torch.Tensor
-
-
-class RowVerdict(NamedTuple):
-    """Holds one row's verdict. ``failed``: it met logits that are no distribution (NaN, nothing allowed)."""
-
-    num_accepted: int
-    next_token: int
-    failed: bool
 
 
 def read_verdict(verdict: Verdict, broken: torch.Tensor | None) -> list[RowVerdict]:
@@ -128,13 +121,12 @@ def verify_rejection(
     num_draft: torch.Tensor,
     accept_uniforms: torch.Tensor,
     recover_uniforms: torch.Tensor,
-    draw: Callable[[Accepted], torch.Tensor] = draw_next,
 ) -> Verdict:
     """Speculative sampling (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, alg. 2).
 
     ``target_probs`` [B, K+1, V]; ``draft_ids`` [B, K] were drawn from ``draft_probs`` [B, K, V];
     ``accept_uniforms`` [B, K] and ``recover_uniforms`` [B, K+1], both float64 in (0, 1). There is one
-    number per position, whichever of them turns out to be needed. ``draw`` does what ``draw_next`` does.
+    number per position, whichever of them turns out to be needed.
     """
     # Step 1: accept x if u * draft(x) < target(x). No division, so draft(x) = 0 is no special case.
     target_of_draft, draft_of_draft = probs_of_draft(target_probs, draft_ids, draft_probs)
@@ -142,7 +134,7 @@ def verify_rejection(
     # Steps 2 and 3: draw from what the draft left of the target, or from the target after the last.
     weights = torch.ones_like(num_accepted, dtype=torch.float64)
     accepted = Accepted(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
-    return Verdict(num_accepted, draw(accepted))
+    return Verdict(num_accepted, draw_next(accepted))
 
 
 def verify_block(
@@ -152,7 +144,6 @@ def verify_block(
     num_draft: torch.Tensor,
     accept_uniforms: torch.Tensor,
     recover_uniforms: torch.Tensor,
-    draw: Callable[[Accepted], torch.Tensor] = draw_next,
 ) -> Verdict:
     """Block verification (Sun et al. 2403.10444): the same distribution, never fewer tokens expected.
 
@@ -160,7 +151,7 @@ def verify_block(
     """
     num_accepted, weights = longest_block(target_probs, draft_ids, draft_probs, num_draft, accept_uniforms)
     accepted = Accepted(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
-    return Verdict(num_accepted, draw(accepted))
+    return Verdict(num_accepted, draw_next(accepted))
 
 
 def longest_block(

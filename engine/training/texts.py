@@ -16,7 +16,8 @@ from truedraft.engine.library.params import SamplingParams
 from truedraft.engine.llm import LLM
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.prompt_file import Prompt
-from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)

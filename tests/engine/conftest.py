@@ -14,7 +14,8 @@ from tests.families import save_family
 from tests.models import save_perturbed, save_random_llama
 from truedraft.engine.native import compiler, headers, library
 from truedraft.engine.native.threads import set_num_threads
-from truedraft.engine.sampling import processors, sampler
+from truedraft.engine.rows import drafts
+from truedraft.engine.sampling import processors
 from truedraft.engine.sampling import random as random_numbers
 
 # To compile takes a second, or minutes on a machine that is busy; the engine would go on without its kernels.
@@ -122,7 +123,7 @@ def one_thread_afterwards() -> Iterator[None]:
 def no_kept_tensors() -> None:
     """No test finds tensors that an earlier one had made: where that was in inference mode, or they have been
     written to, it would be another test."""
-    for kept in (processors._sampling_tensors, random_numbers._counters, sampler._no_ids):
+    for kept in (processors._sampling_tensors, random_numbers._counters, drafts._no_ids):
         kept.cache_clear()
 
 

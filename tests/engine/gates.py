@@ -20,7 +20,7 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.sampling.sampler import Rule
+from truedraft.engine.rows.columns import Rule
 from truedraft.engine.sampling.verify import Verdict
 
 SIGNIFICANCE = 1e-5

@@ -19,7 +19,8 @@ from truedraft.engine.core.proposer import Observation
 from truedraft.engine.core.step import StepPlan
 from truedraft.engine.messages import Generate, RoundTrace, SamplingParams
 from truedraft.engine.proposers.heads.proposer import HeadProposer
-from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling.sampler import Sampler
 
 TRAINED = str(Path(__file__).parents[2] / "benchmarks" / "story_hybrid")
 STORIES = (

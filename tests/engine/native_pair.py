@@ -3,14 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from tests.engine.planners import FixedPlanner, phases_of, use_planner
+from tests.engine.planners import FixedPlanner, loops_in_c, phases_of, use_planner, without_loop
 from tests.models import make_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.native.decoder import NativeDecoder
-from truedraft.engine.proposers.draft_model import DraftModelProposer
-from truedraft.engine.proposers.heads.proposer import HeadProposer
-from truedraft.engine.runtime.native.drafter import NativeDrafter
-from truedraft.engine.runtime.native.runner import NativeRunner
 
 VOCAB_SIZE = 40
 # More seconds than any of these takes.
@@ -26,23 +21,6 @@ def save_pair(folder: Path, draft_vocab_size: int = VOCAB_SIZE) -> tuple[str, st
     return target, draft
 
 
-def native_runner(core: EngineCore, step_seconds: float = LONG, max_draft_len: int = 1000) -> NativeRunner:
-    """Makes a runner of the engine's models, with phases as a fallback."""
-    target, phases = core.target.fast_pass, phases_of(core)
-    assert isinstance(target, NativeDecoder)
-    drafter = next(
-        (
-            NativeDrafter(proposer, target)
-            for proposer in phases.proposers
-            if isinstance(proposer, DraftModelProposer | HeadProposer)
-        ),
-        None,
-    )
-    runner = NativeRunner(target, drafter, phases.proposers, phases, True, step_seconds)
-    runner.max_draft_len = max_draft_len
-    return runner
-
-
 def make_twins(
     target: str,
     draft: str,
@@ -52,8 +30,11 @@ def make_twins(
 ) -> tuple[EngineCore, EngineCore]:
     """An engine whose rounds run in C, several a step, and one that takes them phase by phase."""
     native, phased = (make_engine(target, draft, **config) for _ in range(2))
-    native.runner = native_runner(native, max_draft_len=max_draft_len)
-    phased.runner = phases_of(phased)
+    assert loops_in_c(native)
+    phases_of(native).loop.seconds = LONG  # type: ignore[union-attr]
+    phases_of(native).loop.max_draft_len = max_draft_len  # type: ignore[union-attr]
+    phases_of(native).step_seconds = LONG
+    phased.runner = without_loop(phased)
     for core, rounds in ((native, max_rounds), (phased, 1)):
         planner = FixedPlanner(max_draft_len=max_draft_len, max_rounds=rounds)
         use_planner(core, planner)

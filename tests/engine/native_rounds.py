@@ -1,4 +1,4 @@
-"""Plans made by hand for ``NativeRunner``, and the same rounds one by one by phases."""
+"""Plans made by hand for rounds that share a step, and the same rounds one by one."""
 
 from collections.abc import Sequence as Sequences
 from ctypes import memmove
@@ -6,15 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tests.engine.native_pair import native_runner
+from tests.engine.native_pair import LONG
 from tests.engine.planners import draft_cache, phases_of
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.needs import Need, Needs
-from truedraft.engine.core.runner import Runner
+from truedraft.engine.core.needs import Need
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import Kind, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import Kind, Round, ScheduledSequence, StepPlan
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
@@ -51,6 +50,7 @@ def make_sequence(number: int, row: RowPlan) -> Sequence:
         sources=("draft_model",),
         num_speculative_tokens=row.num_draft_tokens,
         fixed_draft_length=True,
+        draft_sample_method=params.draft_sample_method,
         stop_token_ids=row.stop_token_ids,
         token_ids=list(row.prompt),
         num_prompt_tokens=len(row.prompt),
@@ -90,25 +90,19 @@ class RandomMasks:
         self.emitted += token_ids
 
 
-class NoPhases:
-    """Stands in for the phases of a runner that needs none."""
-
-    supports: Needs = frozenset()
-
-    def run(self, plan: StepPlan) -> StepResult:
-        raise AssertionError("runs by phases")
-
-
 class Side:
     """Models, pools and sequences. Two sides reserve alike, so that their caches can be compared."""
 
     def __init__(self, core: EngineCore, rows: Sequences[RowPlan], max_draft_len: int = 1000) -> None:
         self.core = core
         self.max_draft_len = max_draft_len
-        phases = phases_of(core)
-        self.phases: Runner = phases
-        self.native = native_runner(core, max_draft_len=max_draft_len)
-        self.native.phases = NoPhases()
+        self.runner = phases_of(core)
+        self.runner.step_seconds = LONG
+        self.loop, self.runner.loop = self.runner.loop, None
+        assert self.loop is not None
+        self.loop.seconds, self.loop.max_draft_len = LONG, max_draft_len
+        for proposer in self.runner.proposers:
+            proposer.max_len = max_draft_len
         self.models: tuple[ModelRunner, ModelRunner] = core.target, core.draft  # type: ignore[assignment]
         self.draft = draft_cache(core)
         self.pools: tuple[BlockPool, BlockPool] = core.scheduler.target_pool, self.draft.pool
@@ -205,19 +199,24 @@ class Side:
         return found
 
 
-def compare(ours: Side, theirs: Side, max_rounds: int, phases_every: int = 0) -> list[Round]:
-    """Run both to their ends and compare rounds, texts and caches; returns the rounds. Every
-    ``phases_every``-th step of ours goes by phases, too."""
+def compare(
+    ours: Side, theirs: Side, max_rounds: int, phases_every: int = 0, in_c: bool = True
+) -> list[Round]:
+    """Run both to their ends and compare rounds, texts and caches; returns the rounds. Ours share steps, in C
+    if ``in_c``, but for every ``phases_every``-th step."""
     done: list[Round] = []
     for step in range(1, MAX_STEPS):
         if not ours.sequences:
             return done
         by_phases = phases_every > 0 and step % phases_every == 0
         plan, their_plan = (side.plan(1 if by_phases else max_rounds) for side in (ours, theirs))
-        rounds = (ours.phases if by_phases else ours.native).run(plan).rounds
+        ours.runner.loop = ours.loop if in_c and not by_phases else None
+        result = ours.runner.run(plan)
+        rounds = result.rounds
+        assert set(result.num_rows) == {"c" if ours.runner.loop is not None else "phases"}
         assert 0 < len(rounds) <= plan.max_rounds
         for one in rounds:
-            (other,) = theirs.phases.run(their_plan).rounds
+            (other,) = theirs.runner.run(replace(their_plan, max_rounds=1)).rounds
             _assert_same(one, other)
             ours.append(one)
             theirs.append(other)

@@ -20,9 +20,21 @@ from truedraft.engine.runtime.phases import PhaseRunner
 
 
 def phases_of(core: EngineCore) -> PhaseRunner:
-    """The runner that takes steps phase by phase, whether it is the engine's or its fallback."""
+    """The runner that takes rounds phase by phase, whether it is the engine's or its fallback."""
     runner = core.runner
     return runner if isinstance(runner, PhaseRunner) else runner.phases  # type: ignore[attr-defined,no-any-return]
+
+
+def loops_in_c(core: EngineCore) -> bool:
+    """Tells whether rounds are a loop in C, where they can be."""
+    return isinstance(core.runner, PhaseRunner) and core.runner.loop is not None
+
+
+def without_loop(core: EngineCore) -> PhaseRunner:
+    """The runner, whose rounds are all Python's from now on."""
+    runner = phases_of(core)
+    runner.loop = None
+    return runner
 
 
 class CachedProposer(Proposer):

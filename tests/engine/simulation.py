@@ -14,8 +14,11 @@ from scipy import stats
 from tests import naive
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.proposers.drawn import drawn_drafts
-from truedraft.engine.sampling.adjust import History
-from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.sampler import Sampler
 
 VOCAB_SIZE, NUM_TOKENS, NUM_DRAFT = 5, 3, 2
 PROMPT = [1, 1, 3]
@@ -24,8 +27,8 @@ CPU = torch.device("cpu")
 
 
 class Lengths(NamedTuple):
-    """Says how many tokens a round drafts: ``longest``. ``heeding``: a
-    round drafts only if the text's last one did not draft so many, as planners learn from rounds."""
+    """Says how many tokens a round drafts: ``longest``. ``heeding``: a round drafts only if the text's last
+    one did not draft so many, as planners learn from rounds."""
 
     longest: int = NUM_DRAFT
     heeding: int = 0
@@ -80,22 +83,26 @@ def _simulate_batch(
             0 if planned.heeding and last[seed] >= planned.heeding else min(planned.longest, room - 1)
             for seed, room in zip(unfinished, remaining, strict=True)
         ]
-        rows = [
-            Row(
+        each = [
+            LoneText(
+                params,
                 rule,
                 seed,
-                History(params, list(texts[seed]), len(PROMPT), frozenset([STOP_ID])),
-                drafts_greedily,
+                token_ids=list(texts[seed]),
+                num_prompt_tokens=len(PROMPT),
+                stop_token_ids=frozenset([STOP_ID]),
+                drafts_greedily=rule is Rule.EXACT_MATCH if drafts_greedily is None else drafts_greedily,
             )
             for seed in unfinished
         ]
+        rows = RowTable().rows_of(each)
         sampler = Sampler(rows, VOCAB_SIZE, CPU)
         drafts = _propose(sampler, lengths)
         lengths = drafts.lengths
         last |= zip(unfinished, lengths, strict=True)
         logits = torch.stack(
             [
-                TARGET([*row.history.token_ids, *ids[:j]])
+                TARGET([*row.token_ids, *ids[:j]])
                 for row, ids, length in zip(rows, drafts.token_ids.tolist(), lengths, strict=True)
                 for j in range(length + 1)
             ]
@@ -109,7 +116,7 @@ def _simulate_batch(
 
 def _propose(sampler: Sampler, lengths: list[int]) -> Drafts:
     """Drafts like the draft-model proposer, with look-ups for forward passes."""
-    texts = [list(row.history.token_ids) for row in sampler.rows]
+    texts = [list(row.token_ids) for row in sampler.rows]
 
     def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
         if last_ids is not None:

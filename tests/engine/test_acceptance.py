@@ -9,17 +9,20 @@ import torch
 from tests import naive
 from tests.engine.simulation import CPU, DRAFT, PROMPT, TARGET, VOCAB_SIZE, _propose
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.sampling.adjust import History
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.rows.table import RowTable
 from truedraft.engine.sampling.explain import explain_block, explain_rejection
-from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
+from truedraft.engine.sampling.sampler import Sampler
 
 NUM_SEEDS = 15_000
 
 
 def accepted_lengths(params: SamplingParams, rule: Rule, k: int) -> np.ndarray:
     """Accepted tokens of one round for each of many seeds."""
-    history = History(params, PROMPT, len(PROMPT), frozenset())
-    sampler = Sampler([Row(rule, seed, history) for seed in range(NUM_SEEDS)], VOCAB_SIZE, CPU)
+    texts = [LoneText(params, rule, seed, PROMPT, len(PROMPT)) for seed in range(NUM_SEEDS)]
+    sampler = Sampler(RowTable().rows_of(texts), VOCAB_SIZE, CPU)
     drafts: Drafts = _propose(sampler, [k] * NUM_SEEDS)
     rows = {
         ids: torch.stack([TARGET([*PROMPT, *ids[:j]]) for j in range(k + 1)])

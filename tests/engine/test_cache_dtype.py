@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.engine.planners import loops_in_c
 from tests.engine.test_native import BATCHES, SHAPES, TableOfAngles, make_batch, make_cache
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 from truedraft.engine.commands.check_weights import check_weights
@@ -26,7 +27,6 @@ from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.native_run import NativeKernels, qkv_width
-from truedraft.engine.runtime.native.runner import NativeRunner
 
 CPU = torch.device("cpu")
 HALF = torch.float16
@@ -157,7 +157,7 @@ def test_speculation_preemption_and_hits_change_no_token(folder: str, kernels: b
     alone = [run_engine(plain, [prompt], params)[0] for prompt in prompts]
     # Both caches hold about two of the texts.
     pair = make_engine(folder, draft, cache_memory=2 * 44 * 4 * 2 * 2 * 32 * 2, **settings)
-    assert isinstance(pair.runner, NativeRunner) == kernels
+    assert loops_in_c(pair) == kernels
     assert run_engine(pair, prompts, params) == alone
     assert pair.scheduler.num_preemptions > 0
     assert pair.stats.num_accepted_tokens > pair.stats.num_draft_tokens / 5

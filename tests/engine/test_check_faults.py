@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.engine.planners import loops_in_c
 from tests.engine.test_native import plant
 from tests.families import save_random
 from tests.hybrids import HYBRIDS
 from tests.models import save_perturbed
+from truedraft.engine import build
 from truedraft.engine.build import build_engine
 from truedraft.engine.commands import check
 from truedraft.engine.commands.check import PROMPTS
@@ -26,9 +28,8 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Verification
-from truedraft.engine.native import compiler
+from truedraft.engine.native import compiler, ops
 from truedraft.engine.proposers.translated.pairing import load_tokenizer
-from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.sampling import adjust, verify
 from truedraft.server.cli.settings_sources import read_options
 
@@ -44,14 +45,14 @@ class InC(NamedTuple):
     rule: Verification = "rejection"
 
 
-PROCESS = "process_adjusted(sequence, scratch, probs, logits);"
-ADJUST = "adjust_logits(sequence, position, logits, vocab);"
+PROCESS = "process_row(work->probs, logits, row, work->cut, vocab);"
+ADJUST = "adjust_position(row, offset + i, i, logits + i * vocab, vocab);"
 
 
-def with_own(change: str, call: str, condition: str = "position > 0") -> str:
+def with_own(change: str, call: str, condition: str = "i > 0") -> str:
     """Makes ``call`` with a copy of the row that is changed at some positions."""
-    own = call.replace("(sequence,", "(&own,")
-    return f"{{ Row own = *sequence; if ({condition}) {{ {change} }} {own} }}"
+    own = call.replace("(row,", "(&own,").replace("logits, row,", "logits, &own,")
+    return f"{{ Row own = *row; if ({condition}) {{ {change} }} {own} }}"
 
 
 def from_the_second_on(change: str, rule: Verification = "rejection") -> InC:
@@ -62,56 +63,57 @@ def adjusted_from_the_second_on(change: str, rule: Verification = "rejection") -
     return InC(ADJUST, with_own(change, ADJUST), rule)
 
 
-ACCEPT = "if (draft >= 0 && number"
+NUMBER = "number_of(row, i, ACCEPT_STREAM)"
+ACCEPT = f"if (draft >= 0 && {NUMBER}"
 IN_C = {
     "one draft in a hundred is accepted whatever the target says": InC(
-        ACCEPT, "if (draft >= 0 && number < 0.01) return 1;\n    " + ACCEPT
+        ACCEPT, f"if (draft >= 0 && {NUMBER} < 0.01) continue;\n            {ACCEPT}"
     ),
     "every third draft and later ones are accepted": InC(
-        ACCEPT, "if (draft >= 0 && position >= 2) return 1;\n    " + ACCEPT
+        ACCEPT, f"if (draft >= 0 && i >= 2) continue;\n            {ACCEPT}"
     ),
     "penalties do not see the drafts of their round": InC(
-        "        count_token(sequence, draft);\n    }\n"
-        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);",
-        "    }",
+        f"if (i) count_token(row, drafts[offset + i - 1]);\n        {ADJUST}\n    }}\n"
+        "    for (int64_t i = offset + positions - 2; i >= 0; i--)",
+        f"{ADJUST}\n    }}\n    for (int64_t i = offset - 1; i >= 0; i--)",
     ),
-    "top-p is ignored": from_the_second_on("own.top_p = 1.0f;"),
-    "top-p is ignored by coupled rows": from_the_second_on("own.top_p = 1.0f;", "coupled"),
+    "top-p is ignored": from_the_second_on("own.top_p = 1.0;"),
+    "top-p is ignored by coupled rows": from_the_second_on("own.top_p = 1.0;", "coupled"),
     "top-k is ignored": from_the_second_on("own.top_k = 0;"),
     "top-k keeps one more": from_the_second_on("own.top_k += own.top_k > 0;"),
     "top-k keeps one less": from_the_second_on("own.top_k -= own.top_k > 2;"),
-    "min-p is ignored": from_the_second_on("own.min_p = 0.0f;", "coupled"),
-    "the temperature is ignored": from_the_second_on("own.temperature = 1.0f;"),
+    "min-p is ignored": from_the_second_on("own.min_p = 0.0;", "coupled"),
+    "the temperature is ignored": from_the_second_on("own.temperature = 1.0;"),
     "biases are ignored": adjusted_from_the_second_on("own.num_biases = 0;"),
     "biases are lost at the bonus token": InC(
-        ADJUST,
-        with_own("own.num_biases = 0;", ADJUST, "position > 0 && position == scratch->num_drafted[row]"),
+        ADJUST, with_own("own.num_biases = 0;", ADJUST, "i > 0 && i == positions - 1")
     ),
-    "the presence penalty is ignored": adjusted_from_the_second_on("own.presence = 0.0f;"),
-    "the frequency penalty is ignored": adjusted_from_the_second_on("own.frequency = 0.0f;", "coupled"),
-    "the repetition penalty is ignored": adjusted_from_the_second_on("own.repetition = 1.0f;"),
+    "the presence penalty is ignored": adjusted_from_the_second_on("own.presence = 0.0;"),
+    "the frequency penalty is ignored": adjusted_from_the_second_on("own.frequency = 0.0;", "coupled"),
+    "the repetition penalty is ignored": adjusted_from_the_second_on("own.repetition = 1.0;"),
     "the minimum does not count drafts": InC(
-        "row->num_tokens + position < row->min", "row->num_tokens < row->min"
+        "row->num_stored + 1 + num_drafts < row->min", "row->num_stored + 1 < row->min"
     ),
     "the minimum is ignored": adjusted_from_the_second_on("own.min_num_tokens = 0;", "coupled"),
     "masks come a token late": InC(
         "row->mask + position * row->mask_words", "row->mask + (position - (position > 0)) * row->mask_words"
     ),
     "noise comes again at the next position": InC(
-        "gumbel_argmax(emitted, probs, &sequence->seed, &place",
-        "const int64_t first = place - (position > 0);\n"
-        "        gumbel_argmax(emitted, probs, &sequence->seed, &first",
+        "draw_coupled(row, i, work->probs, vocab)",
+        "draw_coupled(row, i - (i > 0), work->probs, vocab)",
         "coupled",
     ),
     "numbers that accept also recover": InC(
-        "uniform(&number, &sequence->seed, &place, RECOVER_STREAM, 1);",
-        "uniform(&number, &seed, &place, ACCEPT_STREAM, 1);",
+        "number_of(row, num_accepted, RECOVER_STREAM)", "number_of(row, num_accepted, ACCEPT_STREAM)"
     ),
     "rejected drafts are drawn again from the target": InC(
-        "sample_residual(probs, draft_probs, 1.0,", "sample_residual(probs, NULL, 1.0,"
+        "sample_residual(target, draft, weight,", "sample_residual(target, NULL, weight,"
     ),
     "drafts are accepted at twice their chance": InC(
-        ": 1.0f) < probs[draft]", ": 1.0f) < 2.0f * probs[draft]"
+        "* of_draft < work->probs[draft]", "* of_draft < 2.0f * work->probs[draft]"
+    ),
+    "the block rule's lengths stand by their weights": InC(
+        "stands = slack > 0.0 ? mass / slack : 1.0;", "stands = slack > 0.0 ? weight : 1.0;", "block"
     ),
 }
 
@@ -197,12 +199,14 @@ def failure(rule: Verification, seed: int = 0) -> str:
 def test_a_fault_in_c_is_called(name: str, fresh_library: Patch, tmp_path: Path) -> None:
     fault = IN_C[name]
     fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, fault.right, fault.wrong, tmp_path))
-    assert isinstance(engine().runner, NativeRunner)
+    fresh_library.setattr(ops, "agrees", lambda own: True)  # at load the operations are compared with torch's
+    assert loops_in_c(engine())
     assert failure(fault.rule)
 
 
 @pytest.mark.parametrize("name", some_slow(BY_TORCH))
 def test_a_fault_of_the_block_rule_is_called(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(build, "native_ops", lambda rules: None)
     plant_it, rule = BY_TORCH[name]
     plant_it(monkeypatch)
     assert failure(rule)
@@ -245,6 +249,6 @@ def test_a_state_with_rejected_drafts_is_called(
     hybrid: tuple[str, str], fresh_library: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = "scratch->num_certain[i] = row->num_computed + 1;\n        copy_ids"
-    planted = plant(compiler.SOURCES, right, right.replace("+ 1;", "+ 1 + num_drafted;"), tmp_path)
+    planted = plant(compiler.SOURCES, right, right.replace("+ 1;", "+ 1 + row->num_drafts;"), tmp_path)
     fresh_library.setattr(compiler, "SOURCES", planted)
     assert verdict(hybrid, capsys).startswith("NOT EXACT")

@@ -20,7 +20,8 @@ from tests.reference import joint_distribution, with_temperature
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import Round, StepPlan
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.rows.table import Row
+from truedraft.engine.runtime.native_loop import NativeLoop
 
 VOCAB_SIZE, NUM_TOKENS, PROMPT = 6, 3, [2]
 TEMPERATURE = 0.8
@@ -106,14 +107,14 @@ def test_joint_distribution_of_rounds_that_share_a_step(
     native_pair: Pair, verification: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_samples, shared = 2000, []
-    honest = NativeRunner.run_rounds
+    honest = NativeLoop.run
 
-    def counted(self: NativeRunner, plan: StepPlan) -> list[Round]:
-        rounds = honest(self, plan)
+    def counted(self: NativeLoop, plan: StepPlan, rows: list[Row]) -> list[Round]:
+        rounds = honest(self, plan, rows)
         shared.append(rounds)
         return rounds
 
-    monkeypatch.setattr(NativeRunner, "run_rounds", counted)
+    monkeypatch.setattr(NativeLoop, "run", counted)
     values = p_values(native_pair, num_samples, 1, verification, step_seconds=1000.0)
     assert min(values) > SIGNIFICANCE
     assert len(shared) > num_samples / 2

@@ -13,8 +13,11 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import Need
 from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.drafts import DraftDraw
 from truedraft.engine.runtime.cuda.runner import CudaRunner
-from truedraft.engine.sampling.sampler import DraftDraw, Rule, Sampler
+from truedraft.engine.sampling.step_rows import StepRows
+from truedraft.engine.sampling.torch_ops import TorchOps
 from truedraft.engine.speculation.planner import group_name
 
 SAMPLED_RULES = (Rule.REJECTION, Rule.BLOCK, Rule.COUPLED)
@@ -35,21 +38,21 @@ def test_a_greedy_draft_is_exact(rule: Rule, cut: str) -> None:
 
 def judged_as_if_drawn(patch: pytest.MonkeyPatch) -> None:
     """Takes the most likely token, and lets the softmax stand for what it was drawn from."""
-    honest = Sampler._draw
+    honest = TorchOps._draw
 
     def draw(
-        self: Sampler,
+        self: TorchOps,
+        step: StepRows,
         rule: Rule,
         greedily: bool,
         indices: list[int],
         logits: torch.Tensor,
         offset: int,
-        with_confidences: bool,
     ) -> DraftDraw:
-        drawn = honest(self, rule, False, indices, logits, offset, with_confidences)
+        drawn = honest(self, step, rule, False, indices, logits, offset)
         return DraftDraw(logits.argmax(-1), drawn.probs) if greedily else drawn
 
-    patch.setattr(Sampler, "_draw", draw)
+    patch.setattr(TorchOps, "_draw", draw)
 
 
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])

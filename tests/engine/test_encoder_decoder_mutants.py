@@ -1,7 +1,6 @@
 """The tests of encoder-decoder pairs can fail: planted bugs, each caught by a gate."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.hf import cross_attention
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
+from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling import adjust
-from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.rules import GenerationRules
 
 Patch = pytest.MonkeyPatch
@@ -96,20 +95,15 @@ def prompt_not_read_again(patch: Patch) -> None:
 
 
 def penalties_see_the_prompt(patch: Patch) -> None:
-    honest = adjust._text_counts
-
-    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
-        return honest([replace(each, num_encoder_tokens=0) for each in histories], vocab, device)
-
-    patch.setattr(adjust, "_text_counts", text_counts)
+    patch.setattr(Row, "prompt", property(lambda self: self.token_ids[: self.num_prompt_tokens]))
 
 
 def rules_forget_the_drafted_tokens(patch: Patch) -> None:
     """Repeated n-grams are looked for in what was committed only."""
     honest = adjust._apply_rules
 
-    def apply(logits: torch.Tensor, history: History, drafted: list[int], offset: int) -> None:
-        honest(logits, history, [], offset)
+    def apply(logits: torch.Tensor, row: Row, rules: Any, drafted: list[int], offset: int) -> None:
+        honest(logits, row, rules, [], offset)
 
     patch.setattr(adjust, "_apply_rules", apply)
 
@@ -176,7 +170,7 @@ def test_planted_bug_is_caught(
 def test_planted_bug_shows_in_samples(
     tiny_pairs: dict[str, Pair], monkeypatch: Patch, plant: Any, family: str
 ) -> None:
-    monkeypatch.setattr(build, "native_backend", lambda: None)  # some are planted in torch's way of drawing
+    monkeypatch.setattr(build, "native_ops", lambda rules: None)  # some are planted in torch's way of drawing
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         gates.sampled_is_the_targets(tiny_pairs[family], "rejection", in_flight=32, num_samples=1200)

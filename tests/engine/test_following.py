@@ -15,7 +15,7 @@ from tests.engine.head_runs import (
     save_small_hybrid,
     story_prompts,
 )
-from tests.engine.planners import FixedPlanner, phases_of, use_planner
+from tests.engine.planners import FixedPlanner, use_planner, without_loop
 from tests.engine.test_own_proposers import PROMPTS, Follower
 from tests.models import make_engine, save_random_llama, stepped
 from tests.mtp import trained_head
@@ -143,7 +143,7 @@ def test_heads_let_go_and_the_text_stays(hybrid: str, params: SamplingParams, by
     prompts = 2 * [[1, 2, 3], list(range(1, 30)), [4], [7] * 9, [1, 2, 3, 4], list(range(1, 30))]
     core = mtp_engine(hybrid, num_speculative_tokens="auto")
     if by_phases:
-        core.runner = phases_of(core)
+        core.runner = without_loop(core)
     Pausing(core, 0.1)
     texts = run(core, prompts, params)
     assert core.stats.num_draft_tokens > 100

@@ -47,6 +47,7 @@ from transformers import (
 )
 
 from tests import gguf_models
+from tests.engine.planners import loops_in_c
 from tests.gguf_models import join, save_gguf
 from tests.models import make_engine, run_engine
 from truedraft.engine.errors import ModelLoadError
@@ -67,7 +68,6 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear
-from truedraft.engine.runtime.native.runner import NativeRunner
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -306,7 +306,7 @@ def test_speculation_changes_no_token(seconds: float, tmp_path: Path) -> None:
     plain = make_engine(str(target), None, **settings)
     alone = [run_engine(plain, [prompt], params)[0] for prompt in prompts]
     pair = make_engine(str(target), str(draft), **settings)
-    assert isinstance(pair.runner, NativeRunner)
+    assert loops_in_c(pair)
     assert run_engine(pair, prompts, params) == alone
     assert pair.stats.num_accepted_tokens > pair.stats.num_draft_tokens / 5
 

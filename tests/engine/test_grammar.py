@@ -14,7 +14,7 @@ from msgspec import structs
 
 from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained, Drafting
-from tests.engine.planners import use_planner
+from tests.engine.planners import loops_in_c, use_planner
 from tests.models import make_engine, outputs_by_choice, run_engine, stepped
 from truedraft.engine.commands.replay import Replayer
 from truedraft.engine.commands.replay_round import Outcome
@@ -28,11 +28,10 @@ from truedraft.engine.messages import DraftCounts, Failed, Generate, SamplingPar
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.proposers import known
-from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.rows.drafts import Drafts
 from truedraft.engine.sampling import grammar_compiler
 from truedraft.engine.sampling.grammar import Grammars, Matcher
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
-from truedraft.engine.sampling.sampler import Drafts
 from truedraft.engine.speculation import lookups, planner
 
 Patch = pytest.MonkeyPatch
@@ -101,7 +100,7 @@ def test_distribution_of_native_rounds(
 def test_distribution_of_native_rounds_of_one_row(
     native: Constrained, verification: str, max_rounds: int
 ) -> None:
-    assert isinstance(native.engine().runner, NativeRunner)
+    assert loops_in_c(native.engine())
     drafting: Drafting = "draft_model and forced"
     grammars.masked_distribution(native, verification, 1, 300, drafting, max_rounds, step_seconds=1000.0)
 
@@ -432,14 +431,14 @@ def test_a_model_without_a_tokenizer_takes_no_grammars(constrained: Constrained)
 
 
 def test_a_parser_that_gives_up_ends_its_request_alone(constrained: Constrained, monkeypatch: Patch) -> None:
-    honest = Matcher.masks
+    honest = Matcher.write_masks
 
-    def masks(self: Matcher, draft_ids: list[int], first: int = 0) -> torch.Tensor:
-        found = honest(self, draft_ids, first)
+    def write_masks(self: Matcher, place: int, draft_ids: list[int], first: int = 0) -> bool:
+        found = honest(self, place, draft_ids, first)
         self.advance([3] * 9)  # an error that stays, as that of a parser without fuel
         return found
 
-    monkeypatch.setattr(Matcher, "masks", masks)
+    monkeypatch.setattr(Matcher, "write_masks", write_masks)
     core = make_engine_without_drafts(constrained.target)
     core.add(Generate("constrained", PROMPT, SEEDED[1]))
     core.add(Generate("free", PROMPT, SEEDED[2]))

@@ -30,8 +30,9 @@ from truedraft.engine.models.fused import describe_module
 from truedraft.engine.models.hf import decoder_only
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.draft_model import DraftModelProposer
-from truedraft.engine.sampling.adjust import History
-from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.sampler import Sampler
 
 META = torch.device("meta")
 # Top-p looks at fewer tokens first.
@@ -59,10 +60,6 @@ ROWS = {
         params(temperature=0, repetition_penalty=1.3, min_tokens=50),
     ],
 }
-
-
-def rule_of(given: SamplingParams) -> Rule:
-    return Rule.EXACT_MATCH if given.temperature == 0 else Rule(given.verification)
 
 
 @pytest.fixture(scope="module", params=["same ids", "fewer ids", "more ids", "the module's own layers"])
@@ -116,22 +113,20 @@ def part_of(number: int, given: SamplingParams, length: int) -> ScheduledSequenc
 
 
 @torch.inference_mode()
-def drafted(model: ModelRunner, rows: Sequence[SamplingParams]) -> tuple[Sampler, Drafts]:
+def drafted(
+    model: ModelRunner, rows: Sequence[SamplingParams]
+) -> tuple[Sampler, Drafts, list[ScheduledSequence]]:
+    """Returns the sequences, too: their rows end with them."""
     each = [rows[i % len(rows)] for i in range(len(LENGTHS))]
     parts = [part_of(i, *row) for i, row in enumerate(zip(each, LENGTHS, strict=True))]
-    histories = [History(p.sequence.params, p.sequence.token_ids, 3, frozenset([2])) for p in parts]
-    sampler = Sampler(
-        [Row(rule_of(row), i, history) for i, (row, history) in enumerate(zip(each, histories, strict=True))],
-        VOCAB_SIZE,
-        META,
-    )
+    sampler = Sampler(RowTable().rows_of([part.sequence for part in parts]), VOCAB_SIZE, META)
     proposer = DraftModelProposer(model, BlockPool(32, 4), 99, VOCAB_SIZE)
     for number, part in enumerate(parts):
         table = proposer.cache.table(part.sequence)
         table.block_ids = [5 - number, 6 + number, 20 + number]
         table.num_computed_tokens = 2
     plan = StepPlan(parts, parts, frozenset({Need.DRAFT_MODEL}), 1, 0.0)
-    return sampler, proposer.propose(plan, sampler)
+    return sampler, proposer.propose(plan, sampler), parts
 
 
 def count_reads(
@@ -152,7 +147,7 @@ def count_reads(
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_nothing_is_read_while_a_gpu_drafts(rows: list[SamplingParams], model: ModelRunner) -> None:
-    _, drafts = drafted(model, rows)
+    _, drafts, _ = drafted(model, rows)
     assert (drafts.lengths, drafts.token_ids.shape) == (LENGTHS, (5, 5))
     with pytest.raises((RuntimeError, NotImplementedError)):
         drafts.token_ids.tolist()
@@ -162,13 +157,13 @@ def test_nothing_is_read_while_a_gpu_drafts(rows: list[SamplingParams], model: M
 def test_a_gpus_drafts_are_read_once_and_a_verdict_per_rule(
     name: str, model: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler, drafts = drafted(model, ROWS[name])
+    sampler, drafts, parts = drafted(model, ROWS[name])
     logits = torch.empty(sum(LENGTHS) + len(LENGTHS), VOCAB_SIZE, device=META)
     reads = count_reads(
         monkeypatch,
         {"tolist": lambda x: np.zeros(x.shape, dtype=np.int64).tolist(), "__bool__": lambda x: False},
     )
-    assert list(map(len, drafts.ids)) == LENGTHS
+    assert list(map(len, drafts.ids)) == LENGTHS == [part.draft.num_tokens for part in parts]
     assert reads == ["tolist"]
     assert len(sampler.verify(logits, drafts)) == len(LENGTHS)
     of_verdict = ["tolist"] * len(sampler.groups)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from tests.engine import gates
 from tests.engine.conftest import Models
+from truedraft.engine import build
 from truedraft.engine.core import commit as commits
 from truedraft.engine.core import engine as core
 from truedraft.engine.core.sequence import Sequence
@@ -26,10 +27,14 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.proposers import draft_model
 from truedraft.engine.proposers.draft_model import DraftModelProposer
-from truedraft.engine.sampling import adjust, backend, random, sampler, verify
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling import adjust, random, torch_ops, verify
 from truedraft.engine.sampling.ops import inverse_cdf
 from truedraft.engine.sampling.random import Stream
-from truedraft.engine.sampling.sampler import Drafts, Rule, Sampler
+from truedraft.engine.sampling.sampler import Sampler
+from truedraft.engine.sampling.step_rows import StepRows
+from truedraft.engine.sampling.torch_ops import TorchOps
 from truedraft.engine.sampling.verify import Verdict
 
 Patch = pytest.MonkeyPatch
@@ -56,19 +61,19 @@ def raw_draft_probs(patch: Patch) -> None:
 
 def argmax_draft_called_sampled(patch: Patch) -> None:
     """A greedy draft reports the distribution that it did not draw from."""
-    patch.setattr(backend, "inverse_cdf", lambda weights, uniforms: weights.argmax(-1))
+    patch.setattr(torch_ops, "inverse_cdf", lambda weights, uniforms: weights.argmax(-1))
 
 
 def recovered_with(patch: Patch, spent: Stream) -> None:
     """Tokens that follow a rejection are drawn with the numbers of another stream, those of their round."""
-    honest = backend.uniform
+    honest = torch_ops.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         if stream is Stream.RECOVER:
             seeds, stream = random.round_seeds(seeds, positions[:, :1]), spent
         return honest(seeds, positions, stream)
 
-    patch.setattr(backend, "uniform", uniform)
+    patch.setattr(torch_ops, "uniform", uniform)
 
 
 def draft_noise_draws_the_recovered_token(patch: Patch) -> None:
@@ -85,7 +90,7 @@ def draft_drawn_in_low_precision(patch: Patch) -> None:
     def coarse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         return inverse_cdf((16 * weights).round(), uniforms)
 
-    patch.setattr(backend, "inverse_cdf", coarse)
+    patch.setattr(torch_ops, "inverse_cdf", coarse)
 
 
 def residual_through_softmax(patch: Patch) -> None:
@@ -112,25 +117,27 @@ def target_changed_in_place(patch: Patch) -> None:
 
 
 def bonus_from_unprocessed_logits(patch: Patch) -> None:
-    honest = Sampler._probs
+    honest = TorchOps._probs
 
-    def probs(self: Sampler, logits: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        processed = honest(self, logits, *arguments, **options)
+    def probs(
+        self: TorchOps, step: StepRows, logits: torch.Tensor, *arguments: Any, **options: Any
+    ) -> torch.Tensor:
+        processed = honest(self, step, logits, *arguments, **options)
         if processed.shape[1] > 1:
             processed[:, -1] = logits[:, -1].softmax(-1)
         return processed
 
-    patch.setattr(Sampler, "_probs", probs)
+    patch.setattr(TorchOps, "_probs", probs)
 
 
 def everything_accepted(patch: Patch) -> None:
-    honest = backend.uniform
+    honest = torch_ops.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         numbers = honest(seeds, positions, stream)
         return numbers * 0 if stream is Stream.ACCEPT else numbers
 
-    patch.setattr(backend, "uniform", uniform)
+    patch.setattr(torch_ops, "uniform", uniform)
 
 
 def rows_off_by_one(patch: Patch) -> None:
@@ -140,7 +147,7 @@ def rows_off_by_one(patch: Patch) -> None:
     def shifted(target_probs: torch.Tensor, *rest: torch.Tensor, **numbers: torch.Tensor) -> Verdict:
         return honest(torch.cat([target_probs[:, 1:], target_probs[:, -1:]], dim=1), *rest, **numbers)
 
-    patch.setattr(sampler, "verify_rejection", shifted)
+    patch.setattr(torch_ops, "verify_rejection", shifted)
 
 
 def unsure_drafts_dropped(patch: Patch) -> None:
@@ -166,18 +173,18 @@ def _starts(drafts: Drafts) -> list[int]:
 
 
 def large_batches_mix_their_drafts(patch: Patch) -> None:
-    honest = Sampler._draft_probs
+    honest = TorchOps._draft_probs
 
-    def mixed(self: Sampler, drafts: Drafts, members: Any) -> torch.Tensor:
-        probs = honest(self, drafts, members)
+    def mixed(self: TorchOps, step: StepRows, drafts: Drafts, members: Any) -> torch.Tensor:
+        probs = honest(self, step, drafts, members)
         return probs.roll(1, 0) if len(probs) > 2 else probs
 
-    patch.setattr(Sampler, "_draft_probs", mixed)
+    patch.setattr(TorchOps, "_draft_probs", mixed)
 
 
 def block_numbers_by_position_only(patch: Patch) -> None:
     """Numbers that a verdict has looked at come again in the next round."""
-    patch.setattr(Sampler, "_seeds", lambda self, members: self.seeds[members])
+    patch.setattr(TorchOps, "_seeds", lambda self, step, members: step.seeds[members])
 
 
 def noise_forgets_the_position(patch: Patch) -> None:
@@ -198,8 +205,8 @@ def coupled_emits_the_draft(patch: Patch) -> None:
 
 
 def penalties_see_only_the_last_token(patch: Patch) -> None:
-    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
-        last = F.one_hot(torch.tensor([history.token_ids[-1] for history in histories]), vocab).float()
+    def text_counts(rows: Any, vocab: int, device: torch.device) -> torch.Tensor:
+        last = F.one_hot(torch.tensor([row.token_ids[-1] for row in rows]), vocab).float()
         return torch.stack([torch.zeros_like(last), last])
 
     def counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, positions: int) -> torch.Tensor:
@@ -212,8 +219,8 @@ def penalties_see_only_the_last_token(patch: Patch) -> None:
 def all_penalties_count_the_prompt(patch: Patch) -> None:
     honest = adjust._text_counts
 
-    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
-        in_prompt, in_output = honest(histories, vocab, device)
+    def text_counts(rows: Any, vocab: int, device: torch.device) -> torch.Tensor:
+        in_prompt, in_output = honest(rows, vocab, device)
         return torch.stack([in_prompt, in_prompt + in_output])
 
     patch.setattr(adjust, "_text_counts", text_counts)
@@ -222,8 +229,8 @@ def all_penalties_count_the_prompt(patch: Patch) -> None:
 def repetition_forgets_the_prompt(patch: Patch) -> None:
     honest = adjust._text_counts
 
-    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
-        _, in_output = honest(histories, vocab, device)
+    def text_counts(rows: Any, vocab: int, device: torch.device) -> torch.Tensor:
+        _, in_output = honest(rows, vocab, device)
         return torch.stack([torch.zeros_like(in_output), in_output])
 
     patch.setattr(adjust, "_text_counts", text_counts)
@@ -232,9 +239,9 @@ def repetition_forgets_the_prompt(patch: Patch) -> None:
 def penalties_count_the_pending_token_twice(patch: Patch) -> None:
     honest = adjust._text_counts
 
-    def text_counts(histories: Any, vocab: int, device: torch.device) -> torch.Tensor:
-        last = torch.tensor([history.token_ids[-1] for history in histories])
-        return honest(histories, vocab, device) + F.one_hot(last, vocab)
+    def text_counts(rows: Any, vocab: int, device: torch.device) -> torch.Tensor:
+        last = torch.tensor([row.token_ids[-1] for row in rows])
+        return honest(rows, vocab, device) + F.one_hot(last, vocab)
 
     patch.setattr(adjust, "_text_counts", text_counts)
 
@@ -253,14 +260,16 @@ def minimum_counts_rounds_not_tokens(patch: Patch) -> None:
     """The minimum length is looked up once per round, for its first position."""
     honest = adjust.adjust_logits
 
-    def adjusted(logits: torch.Tensor, histories: Any, drafted: torch.Tensor, offset: int) -> torch.Tensor:
-        good = honest(logits, histories, drafted, offset)
-        for row, history in enumerate(histories):
-            if history.below_minimum:
-                good[row][:, sorted(history.stop_token_ids)] = -torch.inf
+    def adjusted(
+        logits: torch.Tensor, rows: Any, drafted: torch.Tensor, offset: int, *rules: Any
+    ) -> torch.Tensor:
+        good = honest(logits, rows, drafted, offset, *rules)
+        for place, row in enumerate(rows):
+            if row.is_below_minimum:
+                good[place][:, row.stop_token_ids] = -torch.inf
         return good
 
-    patch.setattr(sampler, "adjust_logits", adjusted)
+    patch.setattr(torch_ops, "adjust_logits", adjusted)
 
 
 def positions_advance_by_rounds(patch: Patch) -> None:
@@ -357,7 +366,7 @@ def look_ups_called_drawn(patch: Patch) -> None:
     def flat(ids: torch.Tensor, num_classes: int) -> torch.Tensor:
         return honest(ids, num_classes) * 0 + 1 / num_classes
 
-    patch.setattr(sampler.F, "one_hot", flat)
+    patch.setattr(torch_ops.F, "one_hot", flat)
 
 
 def draft_cache_skips_what_others_drafted(patch: Patch) -> None:
@@ -437,6 +446,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.plant.__name__)
 def test_planted_bug_is_caught(models: Models, monkeypatch: Patch, mutant: Mutant) -> None:
+    monkeypatch.setattr(build, "native_ops", lambda rules: None)  # most are planted in the definition
     mutant.plant(monkeypatch)
     # The self-check at load sees some of them first.
     with pytest.raises((AssertionError, ModelLoadError)):

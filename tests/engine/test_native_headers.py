@@ -1,4 +1,4 @@
-"""Structures read from the headers lie as the compiler lays them out; numbers that C shares are Python's."""
+"""Python and C agree: structures lie as the compiler lays them out, and numbers are Python's."""
 
 import ctypes
 import re

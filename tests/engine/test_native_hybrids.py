@@ -10,6 +10,7 @@ from msgspec import structs
 
 from tests.engine import grammars
 from tests.engine.hybrid_models import CONTEXT, KINDS, VOCAB_SIZE, hybrid, hybrid_engine
+from tests.engine.planners import loops_in_c
 from tests.engine.random_runs import Pair, check, random_run
 from tests.engine.test_hybrids import GREEDY, PROMPTS, SEEDED, few_slots, text, turns
 from tests.models import outputs_by_choice, run_engine, stepped
@@ -22,7 +23,6 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.library import load_library
-from truedraft.engine.runtime.native.runner import NativeRunner
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -32,7 +32,7 @@ ATTENTION = ("attention", "attention")
 
 def engine(draft: FusedDecoder | None = None, kinds: tuple[str, ...] = KINDS, **config: Any) -> EngineCore:
     core = hybrid_engine(hybrid(in_c=True, kinds=kinds), draft, **{"step_seconds": 1.0, **config})
-    assert isinstance(core.runner, NativeRunner)
+    assert loops_in_c(core)
     return core
 
 

@@ -1,6 +1,5 @@
-"""Rounds of a step as one call of C: what the same rounds emit and store phase by phase, bit for bit."""
+"""Rounds that share a step, in C or in Python, emit and store what they would one by one, bit for bit."""
 
-import ctypes
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -11,21 +10,19 @@ import pytest
 import torch
 from msgspec.structs import replace as with_params
 
-from tests.engine.native_pair import LONG, make_twins, native_runner, save_pair
+from tests.engine.native_pair import LONG, make_twins, save_pair
 from tests.engine.native_rounds import RandomMasks, RowPlan, Side, compare, make_sequence
-from tests.engine.planners import phases_of
 from tests.engine.test_native import plant
-from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
+from tests.models import make_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.needs import EVERY_NEED, Need, Needs
-from truedraft.engine.core.step import Round, StepPlan, StepResult
+from truedraft.engine.core.step import Round, StepResult
 from truedraft.engine.layers.linear import DenseEmbeddings
-from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from truedraft.engine.native import compiler, library
-from truedraft.engine.runtime.native.rows import NativeRow
-from truedraft.engine.runtime.native.runner import NativeRunner
-from truedraft.engine.sampling.adjust import History, adjust_logits
+from truedraft.engine.native.ops import NativeOps
+from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.step_rows import StepRows
+from truedraft.engine.sampling.torch_ops import TorchOps
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -37,7 +34,9 @@ NUCLEUS = SamplingParams(max_tokens=99, temperature=1.2, top_p=0.8, seed=9, veri
 BIAS = {1: 3.0, 2: -100.0, 7: 1.25, 39: 2.5}
 STOPS = frozenset(range(0, 40, 3))
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(40)), [2, 2]]
+BLOCK = SamplingParams(max_tokens=99, temperature=0.9, seed=7, verification="block")
 ALL = [GREEDY, COUPLED, REJECTION, CUT, NUCLEUS]
+OTHER_DRAWS: tuple[Any, ...] = ("probabilistic", "greedy", "greedy", "probabilistic", "greedy")
 
 
 def rows_of(params: list[SamplingParams], **fields: Any) -> list[RowPlan]:
@@ -86,6 +85,10 @@ KINDS: dict[str, list[RowPlan]] = {
     "all adjustments": rows_of(
         [with_params(own, min_tokens=7, logit_bias=BIAS, **PENALTIES) for own in ALL], stop_token_ids=STOPS
     ),
+    "the block rule": rows_of([BLOCK] * 4),
+    "drafts that are drawn in another way": rows_of(
+        [with_params(own, draft_sample_method=how) for own, how in zip(ALL, OTHER_DRAWS, strict=True)]
+    ),
     "masks": [replace(row, mask_seed=number) for number, row in enumerate(rows_of(ALL))],
     "some masks": [
         replace(row, mask_seed=number if number % 2 else None)
@@ -106,54 +109,43 @@ KINDS: dict[str, list[RowPlan]] = {
     "prompts": [replace(row, num_uncomputed=len(row.prompt)) for row in rows_of(ALL)],
     "some prompts": [
         replace(row, num_uncomputed=max(1, len(row.prompt) * (number % 2)))
-        for number, row in enumerate(each_with(logprobs=1, logit_bias=BIAS, **PENALTIES))
-    ],
-    "ends of prompts under masks": [
-        replace(row, num_uncomputed=min(3, len(row.prompt)), mask_seed=number)
-        for number, row in enumerate(rows_of(ALL))
+        for number, row in enumerate(each_with(logit_bias=BIAS, **PENALTIES))
     ],
     "everything at once": [
-        RowPlan(with_params(GREEDY, logprobs=1, **PENALTIES), PROMPTS[0], 5),
+        RowPlan(with_params(GREEDY, **PENALTIES), PROMPTS[0], 5),
         RowPlan(with_params(COUPLED, min_tokens=9, logit_bias=BIAS), PROMPTS[1], 2, stop_token_ids=STOPS),
         RowPlan(
             with_params(REJECTION, frequency_penalty=1.5), PROMPTS[2], draft_ids=given(3, range(0, 30, 2))
         ),
-        RowPlan(with_params(CUT, logprobs=0), PROMPTS[3], 0),
+        RowPlan(with_params(BLOCK, top_k=30), PROMPTS[3], 2),
         RowPlan(NUCLEUS, PROMPTS[4], 4),
         RowPlan(GREEDY, PROMPTS[3], 3, num_missing=32),
     ],
 }
 
 
+# Such rows have rounds in Python, whose passes and operations alone are C's.
+IN_PYTHON = {kind for kind in KINDS if "masks" in kind or "log-prob" in kind}
+
+
 def run_twins(
     folder: Path,
-    rows: list[RowPlan],
+    kind: str,
     max_rounds: int,
     draft_vocab_size: int = 40,
     max_draft_len: int = 1000,
     phases_every: int = 0,
+    in_c: bool = True,
 ) -> list[Round]:
-    pair = save_pair(folder, draft_vocab_size)
+    pair, rows = save_pair(folder, draft_vocab_size), KINDS[kind]
     ours, theirs = (Side(make_engine(*pair), rows, max_draft_len) for _ in range(2))
-    return compare(ours, theirs, max_rounds, phases_every)
+    return compare(ours, theirs, max_rounds, phases_every, in_c and kind not in IN_PYTHON)
 
 
-# Sharing a step matters to what is kept from one to the next.
-ALONE = (
-    "of all rules",
-    "all adjustments",
-    "some masks",
-    "drafts from outside",
-    "prompts",
-    "everything at once",
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "max_rounds"), [*((kind, 5) for kind in KINDS), *((kind, 1) for kind in ALONE)]
-)
-def test_they_emit_what_phases_emit(kind: str, max_rounds: int, tmp_path: Path) -> None:
-    rounds = run_twins(tmp_path, KINDS[kind], max_rounds)
+@pytest.mark.parametrize("in_c", [True, False], ids=["in C", "in Python"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_emit_what_lone_rounds_emit(kind: str, in_c: bool, tmp_path: Path) -> None:
+    rounds = run_twins(tmp_path, kind, 5, in_c=in_c)
     if kind != "without drafts":
         assert sum(map(sum, (one.num_drafted for one in rounds))) > 0
 
@@ -162,19 +154,19 @@ def test_they_emit_what_phases_emit(kind: str, max_rounds: int, tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["of all rules", "all adjustments", "masks", "everything at once"])
 def test_other_vocabularies(kind: str, draft_vocab_size: int, tmp_path: Path) -> None:
     """The draft knows fewer tokens than the target, or more."""
-    run_twins(tmp_path, KINDS[kind], 4, draft_vocab_size)
+    run_twins(tmp_path, kind, 4, draft_vocab_size)
 
 
 @pytest.mark.parametrize("kind", ["of all rules", "all adjustments", "everything at once"])
 def test_rows_that_take_some_steps_by_phases(kind: str, tmp_path: Path) -> None:
     """Tokens that C has not emitted itself are counted, too."""
-    run_twins(tmp_path, KINDS[kind], 3, phases_every=2)
+    run_twins(tmp_path, kind, 3, phases_every=2)
 
 
 @pytest.mark.parametrize("kind", ["of all rules", "all penalties"])
 def test_sequences_outgrow_the_draft_model(kind: str, tmp_path: Path) -> None:
     """Near its longest text it drafts less, then nothing, and the round goes on."""
-    rounds = run_twins(tmp_path, KINDS[kind], 5, max_draft_len=30)
+    rounds = run_twins(tmp_path, kind, 5, max_draft_len=30)
     lengths = [length for one in rounds for length in one.num_drafted]
     assert lengths.count(0) > len(lengths) / 4
 
@@ -195,9 +187,7 @@ def test_logits_are_adjusted_as_by_torch() -> None:
     """Bit for bit, at every position, and only for as many tokens as there are."""
     loaded = library.load_library()
     assert loaded is not None
-    loaded.adjust_logits.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-    loaded.count_token.argtypes = loaded.uncount_token.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    vocab_size = 1003
+    ours, theirs, vocab_size = NativeOps(loaded), TorchOps(), 1003
     generator = torch.Generator().manual_seed(7)
     for trial in range(60):
         frequency, presence, repetition, *biases = torch.randn(8, generator=generator).tolist()
@@ -210,107 +200,61 @@ def test_logits_are_adjusted_as_by_torch() -> None:
             min_tokens=trial % 7,
         )
         prompt = torch.randint(0, vocab_size, (200,), generator=generator).tolist() * 2
-        masks = RandomMasks(trial, vocab_size) if trial % 6 == 1 else None
         plan = RowPlan(params, prompt, max_num_tokens=600, stop_token_ids=frozenset((5, prompt[0])))
-        text = prompt + prompt[:trial] + torch.randint(0, vocab_size, (60,), generator=generator).tolist()
-        history = History(params, text, len(prompt), plan.stop_token_ids, matcher=masks)
-        drafts = torch.randint(0, vocab_size, (1, 4), generator=generator)
-        drafts[0, ::2] = torch.tensor([prompt[-1], text[-1]])
-        logits = 5 * torch.randn(1, 5, vocab_size, generator=generator)
-        expected = adjust_logits(logits, [history], drafts, 0)
         sequence = make_sequence(0, plan)
-        sequence.token_ids += text[len(prompt) :]
-        row = NativeRow(sequence, BlockTable())
-        row.row.num_tokens = len(text)
-        if masks is not None:
-            kept = masks.masks(drafts[0].tolist())
-            row.row.mask, (row.row.num_masked, row.row.mask_words) = kept.data_ptr(), kept.shape
-        for position in range(5):
-            loaded.adjust_logits(row.address, position, logits[0, position].data_ptr(), vocab_size)
-            if position < 4:
-                loaded.count_token(row.address, drafts[0, position])
-        assert torch.equal(logits, expected)
+        sequence.token_ids += prompt[:trial]
+        sequence.token_ids += torch.randint(0, vocab_size, (60,), generator=generator).tolist()
+        if trial % 6 == 1:
+            sequence.matcher = RandomMasks(trial, vocab_size)  # type: ignore[assignment]
+        step = StepRows(RowTable().rows_of([sequence]), vocab_size, torch.device("cpu"))
+        drafts = torch.randint(0, vocab_size, (1, 4), generator=generator)
+        drafts[0, ::2] = torch.tensor([prompt[-1], sequence.token_ids[-1]])
+        logits = 5 * torch.randn(5, vocab_size, generator=generator)
+        expected = theirs.adjust(step, logits, drafts, 0, [5])
         # What was drafted is taken back, and everything counts as before.
-        for draft in reversed(drafts[0].tolist()):
-            loaded.uncount_token(row.address, draft)
-        first = torch.randn(1, 1, vocab_size, generator=generator)
-        again = adjust_logits(first, [history], drafts[:, :0], 0)
-        loaded.adjust_logits(row.address, 0, first.data_ptr(), vocab_size)
-        assert torch.equal(first, again)
+        for _ in range(2):
+            assert torch.equal(ours.adjust(step, logits, drafts, 0, [5]), expected)
+        for offset in range(5):
+            (one,) = ours.adjust(step, logits[offset:][:1], drafts, offset, [1])
+            assert torch.equal(one, expected[offset])
 
 
-class CountingPhases:
-    supports = EVERY_NEED
-
-    def __init__(self) -> None:
-        self.plans: list[StepPlan] = []
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
-        return StepResult([])
-
-
-def one_step(folder: Path, row: RowPlan, **runner: Any) -> tuple[NativeRunner, StepPlan, list[Round]]:
-    """Runs a lone row's step of up to four rounds; ``runner`` is what is different about it."""
+def one_step(folder: Path, row: RowPlan, in_c: bool, seconds: float = LONG) -> tuple[Side, StepResult]:
+    """Runs a lone row's step of up to four rounds."""
     side = Side(make_engine(*save_pair(folder)), [row])
-    side.native.phases = CountingPhases()
-    for name, value in runner.items():
-        setattr(side.native, name, value)
-    plan = side.plan(4)
-    return side.native, plan, side.native.run(plan).rounds
+    assert side.loop is not None
+    side.runner.loop = side.loop if in_c else None
+    side.runner.step_seconds = side.loop.seconds = seconds
+    return side, side.runner.run(side.plan(4))
 
 
-def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_c", [True, False], ids=["in C", "in Python"])
+def test_no_round_begins_that_would_end_too_late(in_c: bool, tmp_path: Path) -> None:
     row = RowPlan(GREEDY, [1, 2, 3])
-    assert len(one_step(tmp_path, row)[2]) == 4
-    assert len(one_step(tmp_path, row, step_seconds=0.0)[2]) == 1
+    assert len(one_step(tmp_path, row, in_c)[1].rounds) == 4
+    assert len(one_step(tmp_path, row, in_c, seconds=0.0)[1].rounds) == 1
 
 
-def test_prompts_are_rows_of_a_round(tmp_path: Path) -> None:
-    runner, _, rounds = one_step(tmp_path, RowPlan(GREEDY, [1, 2, 3], num_uncomputed=3))
-    assert [one.num_accepted for one in rounds] == [[0]]
-    assert isinstance(runner.phases, CountingPhases)
-    assert runner.phases.plans == []
+@pytest.mark.parametrize(
+    "row",
+    [
+        RowPlan(with_params(GREEDY, trace=True), [1, 2, 3]),
+        RowPlan(with_params(GREEDY, logprobs=1), [1, 2, 3]),
+        RowPlan(GREEDY, [1, 2, 3], mask_seed=1),
+        RowPlan(GREEDY, list(range(40)), num_missing=39),
+    ],
+    ids=["trace", "log-probabilities", "mask", "far behind"],
+)
+def test_what_the_loop_does_not_do_goes_by_phases(row: RowPlan, tmp_path: Path) -> None:
+    _, result = one_step(tmp_path, row, in_c=True)
+    assert set(result.num_rows) == {"phases"}
 
 
-def test_prompts_that_the_draft_model_does_not_follow_are_noticed(tmp_path: Path) -> None:
-    """With the bug they are in the target's cache alone."""
-    pair = save_pair(tmp_path)
-    ours, theirs = (Side(make_engine(*pair), KINDS["prompts"]) for _ in range(2))
-    ours.native.proposers = ()
-    with pytest.raises(AssertionError):
-        compare(ours, theirs, 1)
-
-
-def test_what_it_does_not_support_goes_by_phases(tmp_path: Path) -> None:
-    cases = [
-        (RowPlan(with_params(GREEDY, trace=True), [1, 2, 3]), {}),
-        (RowPlan(with_params(REJECTION, verification="block"), [1, 2, 3]), {}),
-        (RowPlan(GREEDY, list(range(40)), num_missing=39), {}),
-        (RowPlan(COUPLED, [1, 2, 3]), {"supports": {Need.DRAFT_MODEL}}),
-    ]
-    for row, changed in cases:
-        runner, plan, rounds = one_step(tmp_path, row, **changed)
-        assert rounds == []
-        assert isinstance(runner.phases, CountingPhases)
-        assert runner.phases.plans == [plan]
-
-
-def test_it_supports_what_its_models_and_draws_do(tmp_path: Path) -> None:
-    core = make_engine(*save_pair(tmp_path))
-    whole = native_runner(core)
-    lone = NativeRunner(whole.target, None, (), whole.phases, False, LONG)
-    assert whole.supports - lone.supports == {Need.DRAFT_MODEL, Need.SAMPLING}
-    assert not whole.supports & {Need.TRACE, Need.LONG_PROMPT, Need.CATCH_UP, Need.BLOCK_RULE}
-
-
-def test_a_row_with_log_probabilities_bounds_the_rounds_by_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "truedraft.engine.runtime.native.runner.MAX_LOGITS_BYTES", 2 * 4 * 40 * 4
-    )  # two rounds of four tokens
-    assert len(one_step(tmp_path, RowPlan(with_params(GREEDY, logprobs=1), [1, 2, 3]))[2]) == 2
+def test_a_texts_tokens_are_those_that_were_committed(tmp_path: Path) -> None:
+    """Rounds in Python extend it until the step ends."""
+    side, result = one_step(tmp_path, RowPlan(with_params(GREEDY, logprobs=1), [1, 2, 3]), in_c=False)
+    assert len(result.rounds) == 4
+    assert side.sequences[0].token_ids == [1, 2, 3]
 
 
 # Whole engines: what is emitted and counted, steps that share rounds, blocks, ends.
@@ -353,7 +297,8 @@ def run(
         num_steps += 1
         for sequence in core.scheduler.running:
             for share, table in core.scheduler._shares(sequence):
-                assert len(table.block_ids) <= share.blocks_for(len(sequence))
+                if sequence.is_decoding:  # a prompt that waits has reserved its first drafts, too
+                    assert len(table.block_ids) <= share.blocks_for(len(sequence))
     for pool in (core.scheduler.target_pool, *core.scheduler.draft_pools):
         assert pool is None or pool.usage == 0
     return told, num_steps
@@ -467,141 +412,58 @@ def test_an_aborted_request_is_gone_after_its_step(tmp_path: Path) -> None:
     assert core.scheduler.target_pool.usage == 0
 
 
-def spied_needs(monkeypatch: pytest.MonkeyPatch, runner: Any, name: str) -> list[Needs]:
-    """Lists the needs of the steps that a method is called with, from now on."""
-    honest, seen = getattr(runner, name), []
-
-    def spy(plan: StepPlan) -> Any:
-        seen.append(plan.needs)
-        return honest(plan)
-
-    monkeypatch.setattr(runner, name, spy)
-    return seen
-
-
-def test_long_prompts_and_parts_of_them_go_by_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts whose log-probabilities are asked for do, too; all others are rows of a round."""
-    monkeypatch.setattr("truedraft.engine.core.scheduler.MAX_PROMPT_TOKENS", 20)
-    native, phased = make_twins(*save_pair(tmp_path), max_num_batched_tokens=30)
-    by_phases = spied_needs(monkeypatch, phases_of(native), "run")
-    in_c = spied_needs(monkeypatch, native.runner, "run_rounds")
-    prompts = [[number, *range(length)] for number, length in enumerate((5, 8, 3, 2, 35))]
-    params = [
-        GREEDY,
-        COUPLED,
-        with_params(GREEDY, prompt_logprobs=1),
-        with_params(GREEDY, max_tokens=3),
-        GREEDY,
-    ]
-    texts = [
-        run_engine(core, prompts, shortened(params), arrivals=[0, 0, 0, 4, 0]) for core in (native, phased)
-    ]
-    assert texts[0] == texts[1]
-    # These are three prompts, one with log-probabilities, and a part of the last one; then its other parts.
-    assert len(by_phases) >= 2
-    assert all(Need.LONG_PROMPT in needs for needs in by_phases)
-    assert any(Need.PROMPT in needs for needs in in_c)
-    assert not any(Need.LONG_PROMPT in needs for needs in in_c)
-
-
 # Planted bugs: what is right, what is wrong, and rows that show it.
 BUGS = {
     "scores a token behind": (
-        "num_computed[i] = row->num_computed;",
-        "num_computed[i] = row->num_computed - 1;",
+        "scratch->num_stored[i] = row->num_computed;",
+        "scratch->num_stored[i] = row->num_computed - 1;",
         "greedy",
-    ),
-    "computes another part of a prompt": (
-        "row->token_ids + row->num_computed, num_new",
-        "row->token_ids, num_new",
-        "ends of prompts under masks",
     ),
     "another row's table": ("->first_block[i] = size;", "->first_block[i] = 0;", "greedy"),
     "another row's draft table": ("first_draft_block[i] = size;", "first_draft_block[i] = 0;", "greedy"),
-    "accepts too much": (": 1.0f) < probs[draft]", ": 1.0f) < 2.0f * probs[draft]", "rejection"),
-    "accepts by the draft's number": ("&place, ACCEPT_STREAM", "&place, DRAFT_STREAM", "rejection"),
-    "recovers from the target": ("(probs, draft_probs, 1.0,", "(probs, NULL, 1.0,", "rejection"),
-    "takes drafts from outside for drawn": (
-        "draft_probs[draft] : 1.0f",
-        "draft_probs[draft] : 0.5f",
-        "drafts from outside",
+    "a neighbour's number of drafts": (
+        "limit_of(draft, rounds, row);",
+        "limit_of(draft, rounds, row_at(rounds, i ? i - 1 : i));",
+        "of several lengths",
     ),
-    "recovers drafts from outside": (
-        "draft_probs[draft] = 1.0f;",
-        "draft_probs[draft] = 0.0f;",
-        "drafts from outside",
-    ),
-    "coupled draws at the first position": (
-        "gumbel_argmax(emitted, probs, &sequence->seed, &place,",
-        "gumbel_argmax(emitted, probs, &sequence->seed, &sequence->num_tokens,",
-        "coupled",
+    "takes known drafts for drawn": (
+        "row->num_drawn = limit && !row->num_known &&",
+        "row->num_drawn = limit && scratch->draft_probs &&",
+        "some drafts from outside",
     ),
     "takes rejected drafts for stored": ("= stored < valid ? stored : valid;", "= stored;", "greedy"),
     "goes on after a stop": ("if (emitted[j] == row->stop_ids[stop]) return 0;", "", "with stops"),
-    "forgets what follows": ("= scratch->next_id[i];", "= 0;", "greedy"),
-    "keeps logits of one position": (
-        "(rounds->max_drafts + 1) + position) * vocab",
-        "(rounds->max_drafts + 1)) * vocab",
-        "log-probabilities",
+    "computes another part of a prompt": (
+        "row->token_ids + row->num_computed, num_new",
+        "row->token_ids, num_new",
+        "prompts",
     ),
-    "biases another token": ("+= row->biases[i];", "+= row->biases[0];", "bias"),
-    "biases the first position only": (
-        "if (is_token(row->bias_ids[i], vocab))",
-        "if (position == 0 && is_token(row->bias_ids[i], vocab))",
+    "forgets what follows": ("= scratch->verdicts[i].next_token;", "= 0;", "greedy"),
+    "judges before it adjusts": (
+        "adjust_row(row, judged.drafts, 0, judged.logits, 1 + row->num_drafts, vocab);",
+        "",
         "bias",
     ),
-    "verifies with penalties that forget drafts": (
-        "        count_token(sequence, draft);\n    }\n"
-        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);",
-        "    }",
-        "frequency",
-    ),
-    "drafts with penalties that forget drafts": (
-        "count_token(task->rounds->rows[row], id);",
-        "",
-        "repetition",
-    ),
-    "counts accepted drafts twice": (
-        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);",
-        "",
-        "frequency",
-    ),
-    "counts the prompt's tokens": (
-        "rounded(row->frequency * (float)row->counts[i])",
-        "rounded(row->frequency * (float)(row->counts[i] + (i < row->num_distinct_in_prompt)))",
-        "frequency",
-    ),
-    "takes the prompt's tokens for said": (
-        "row->counts[i] ? logit - row->presence : logit",
-        "logit - row->presence",
-        "presence",
-    ),
-    "forgets the prompt with rejected drafts": (
-        "if (i >= row->num_distinct_in_prompt && !row->counts[i])",
-        "if (!row->counts[i])",
-        "repetition",
+    "adjusts the first position only": (
+        "adjust_row(row, judged.drafts, 0, judged.logits, 1 + row->num_drafts, vocab);",
+        "adjust_row(row, judged.drafts, 0, judged.logits, 1, vocab);",
+        "bias",
     ),
     "drafts by raw logits": (
-        "adjust_logits(sequence, position, logits, known);",
+        "adjust_row(row, drafts, task->offset, logits, 1, width);",
         "",
         "all penalties",
     ),
-    "forbids stops by the round's start": (
-        "row->num_tokens + position < row->min",
-        "row->num_tokens < row->min",
-        "a minimum",
+    "drafts with penalties that forget drafts": (
+        "adjust_row(row, drafts, task->offset, logits, 1, width);",
+        "adjust_row(row, drafts, 0, logits, 1, width);",
+        "rewarded repetition",
     ),
-    "masks all positions alike": ("row->mask + position * row->mask_words", "row->mask", "masks"),
-    "drafts a token behind": (
-        "- is_head(drafter) + position;",
-        "- is_head(drafter) + position - 1;",
+    "drafts a token behind": ("length + offset - 1 :", "length + offset - 2 :", "greedy"),
+    "drafts by another row's logits": (
+        "scratch->draft_logits + i * known",
+        "scratch->draft_logits",
         "greedy",
-    ),
-    "drafts by another row's logits": ("draft_logits + i * task->known", "draft_logits", "greedy"),
-    "drafts all tokens at one position": (
-        "place = sequence->num_tokens + position;\n    int64_t id;",
-        "place = sequence->num_tokens;\n    int64_t id;",
-        "coupled",
     ),
 }
 
@@ -612,16 +474,12 @@ def test_planted_bugs_are_caught(
 ) -> None:
     fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     with pytest.raises(AssertionError):
-        run_twins(tmp_path, KINDS[kind], 4)
+        run_twins(tmp_path, kind, 4)
 
 
 def test_a_verdict_on_broken_logits_is_caught(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the bug such a row emits the first token."""
-    emits = (
-        "for (int64_t i = 0; num_broken && i < num_rows; i++) "
-        "if (scratch.is_broken[i]) scratch.next_id[i] = 0;"
-    )
-    planted = plant(compiler.SOURCES, "if (num_broken) break;", emits, tmp_path)
+    planted = plant(compiler.SOURCES, "if (num_failed) break;", "", tmp_path)
     fresh_library.setattr(compiler, "SOURCES", planted)
     with pytest.raises(AssertionError):
         test_logits_that_are_no_distribution_end_them(GREEDY, 11, tmp_path)

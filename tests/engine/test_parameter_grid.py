@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.simulation import STOP_ID, p_value, simulate
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.sampling.sampler import Rule
+from truedraft.engine.rows.columns import Rule
 
 RULES = [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED]
 SIGNIFICANCE = 1e-5  # some 50 tests with fixed seeds: none should come near it

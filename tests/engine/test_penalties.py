@@ -6,7 +6,6 @@ how a text was computed: in C or by torch, with drafts, after a preemption, afte
 several choices.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests import naive
+from tests.engine.planners import loops_in_c
 from tests.engine.test_mutants import all_penalties_count_the_prompt, repetition_forgets_the_prompt
 from tests.engine.test_round_graphs import taped  # noqa: F401
 from tests.models import make_engine, outputs_by_choice, run_engine, save_perturbed, save_random_llama
@@ -23,10 +23,9 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.rows.columns import Field
+from truedraft.engine.rows.table import Row, RowTable
 from truedraft.engine.runtime.cuda.adjuster import _Counts
-from truedraft.engine.runtime.native import rows
-from truedraft.engine.runtime.native.rows import NativeRow
-from truedraft.engine.runtime.native.runner import NativeRunner
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 Patch = pytest.MonkeyPatch
@@ -67,7 +66,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def engine(pair: Pair, draft: bool = True, **config: Any) -> EngineCore:
     core = make_engine(pair[0], pair[1] if draft else None, **config)
-    assert isinstance(core.runner, NativeRunner) == config.get("native_kernels", True)
+    assert loops_in_c(core) == config.get("native_kernels", True)
     return core
 
 
@@ -141,20 +140,28 @@ def test_what_is_output_stays_output(
     gate(pair, way)
 
 
-def c_counts_the_prompt(patch: Patch) -> None:
-    patch.setattr(rows, "Counter", lambda ids: Counter(dict.fromkeys(ids, 1)))
+def rows_count_the_prompt(patch: Patch) -> None:
+    honest = RowTable._add
+
+    def add(self: RowTable, text: Any) -> Row:
+        row = honest(self, text)
+        if row.is_penalised:
+            row.arrays[Field.COUNTS][: self.numbers[row.number, Field.NUM_DISTINCT]] = 1
+        return row
+
+    patch.setattr(RowTable, "_add", add)
 
 
-def c_takes_all_it_finds_for_prompt(patch: Patch) -> None:
+def rows_take_all_they_find_for_prompt(patch: Patch) -> None:
     """A row that begins after the first token was drawn elsewhere counts it as prompt."""
-    honest = NativeRow._count_tokens
+    honest = RowTable._add
 
-    def count(self: NativeRow, sequence: Any) -> None:
-        honest(self, sequence)
-        for place in range(self.row.num_distinct):
-            self._counts[place] = 0
+    def add(self: RowTable, text: Any) -> Row:
+        row = honest(self, text)
+        self.numbers[row.number, Field.NUM_COUNTED] = len(row.token_ids)
+        return row
 
-    patch.setattr(NativeRow, "_count_tokens", count)
+    patch.setattr(RowTable, "_add", add)
 
 
 def the_device_counts_the_prompt(patch: Patch) -> None:
@@ -172,8 +179,8 @@ def the_device_counts_the_prompt(patch: Patch) -> None:
     [
         (all_penalties_count_the_prompt, BY_TORCH, "all"),
         (repetition_forgets_the_prompt, BY_TORCH, "all"),
-        (c_counts_the_prompt, {}, "all"),
-        (c_takes_all_it_finds_for_prompt, {}, "all, after a prompt by torch"),
+        (rows_count_the_prompt, {}, "all"),
+        (rows_take_all_they_find_for_prompt, {}, "all, after a prompt by torch"),
     ],
 )
 def test_a_planted_bug_shows(

@@ -17,7 +17,8 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.native.decoder import NativeDecoder
-from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.rows.table import Row
+from truedraft.engine.runtime.native_loop import NativeLoop
 
 Patch = pytest.MonkeyPatch
 SHAPE = {"hidden_size": 320, "num_attention_heads": 4, "num_hidden_layers": 6, "vocab_size": 8}
@@ -69,13 +70,13 @@ def test_texts_are_those_of_a_whole_table(pair: tuple[str, str], monkeypatch: Pa
     prompts, params = [[1, 2, 3], [4] * 8], SamplingParams(max_tokens=90, temperature=0)
     whole, _ = make_twins(*pair)
     expected = run_engine(whole, prompts, params)
-    honest = NativeRunner.run_rounds
+    honest = NativeLoop.run
 
-    def run_rounds(self: NativeRunner, plan: StepPlan) -> list[Round]:
-        assert (rounds := honest(self, plan)), "logits were no distribution: phases do the step instead"
+    def run_rounds(self: NativeLoop, plan: StepPlan, rows: list[Row]) -> list[Round]:
+        assert (rounds := honest(self, plan, rows)), "logits were no distribution: phases do the step instead"
         return rounds
 
-    monkeypatch.setattr(NativeRunner, "run_rounds", run_rounds)
+    monkeypatch.setattr(NativeLoop, "run", run_rounds)
     monkeypatch.setattr(rotary_module, "GROWTH", 4)
     for core in make_twins(*pair):
         assert run_engine(core, prompts, params) == expected

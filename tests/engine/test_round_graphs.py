@@ -6,7 +6,7 @@ freezes and refuses what a graph cannot hold. ``torch_kernels`` stand in for tho
 runs the same gates on real graphs.
 """
 
-import dataclasses
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +32,6 @@ from tests.tape import NotCapturableError, Tape, TapeCapture
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import Kind
 from truedraft.engine.cuda import torch_sampling
-from truedraft.engine.cuda.fields import Field
 from truedraft.engine.cuda.triton_run import _is_served
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows, Span
@@ -41,6 +40,8 @@ from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.rows.columns import Field
+from truedraft.engine.rows.table import Row
 from truedraft.engine.runtime.cuda import graphs as graphs_module
 from truedraft.engine.runtime.cuda import plan as plan_module
 from truedraft.engine.runtime.cuda import runner as runner_module
@@ -59,7 +60,6 @@ from truedraft.engine.runtime.cuda.shapes import (
     smallest_stage,
 )
 from truedraft.engine.runtime.phases import PhaseRunner
-from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.random import Stream
 
 Patch = pytest.MonkeyPatch
@@ -670,8 +670,10 @@ def adjusted_logits_are_anothers(patch: Patch) -> None:
 def counts_lack_what_was_just_said(patch: Patch) -> None:
     of = _Counts.of
 
-    def lacking(self: _Counts, history: History) -> torch.Tensor:
-        return of(self, dataclasses.replace(history, token_ids=history.token_ids[:-1]))
+    def lacking(self: _Counts, row: Row) -> torch.Tensor:
+        less = copy.copy(row)
+        less.token_ids = row.token_ids[:-1]
+        return of(self, less)
 
     patch.setattr(_Counts, "of", lacking)
 

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import LlamaConfig
 
+from tests.engine.planners import loops_in_c
 from tests.engine.test_replay import traced
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_random_llama
@@ -24,7 +25,6 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.quantised import QuantisedLinear
-from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.server.cli.settings_sources import read_options
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
@@ -82,7 +82,7 @@ def test_the_text_is_the_targets(name: str, seconds: float, folder: str, files: 
     target = str(files / f"{kind}.gguf") if kind in ("Q8_0", "F16") else folder
     settings = {**TARGETS[name], "step_seconds": seconds}
     plain, pair = make_engine(target, None, **settings), make_engine(target, "self:int4", **settings)
-    assert isinstance(pair.runner, NativeRunner)
+    assert loops_in_c(pair)
     assert layers_of(plain, "target") == layers_of(pair, "target") != layers_of(pair, "draft")
     assert layers_of(pair, "draft") == {TYPES["Q4_0"]}
     for params in (

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.engine.conftest import Models
 from tests.engine.hybrid_models import hybrid
 from tests.engine.other_tokenizers import LEARNT, TOKENIZERS, save_learnt, save_tokenizer
-from tests.engine.planners import phases_of
+from tests.engine.planners import loops_in_c, phases_of
 from tests.engine.simulation import chi_square
 from tests.engine.test_replay import Outcome, replay, traced
 from tests.models import make_engine, run_engine, save_random_llama, stepped
@@ -35,8 +35,8 @@ from truedraft.engine.process.worker import describe
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.translated.draft_text import DraftText
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
-from truedraft.engine.runtime.native.runner import NativeRunner
-from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling.sampler import Sampler
 
 STEPS = {"coarse": 80, "fine": 100, "metaspace": 100, "characters": 150}
 DRAFTS = ["fine", "metaspace", "characters"]
@@ -243,12 +243,9 @@ def test_ended_and_aborted_sequences_leave_nothing_behind(learnt: dict[str, str]
 
 
 @pytest.mark.usefixtures("needs_compiler")
-def test_prompts_are_stored_beside_rounds_in_c(
-    learnt: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_stored_beside_rounds_in_c(learnt: dict[str, str]) -> None:
     core = make_engine(learnt["coarse"], learnt["fine"], num_speculative_tokens="auto")
-    assert isinstance(core.runner, NativeRunner)
-    monkeypatch.setattr(core.runner.phases, "run", None)
+    assert loops_in_c(core)
     core.add(Generate("a", [5, 60, 61], SamplingParams(max_tokens=9, temperature=0)))
     core.step()
     (state,) = proposer_of(core)._states.values()

@@ -9,7 +9,7 @@ from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.served_tokens import Ids
 from truedraft.engine.models.hf.fresh import from_empty_cache
-from truedraft.engine.sampling.adjust import History
+from truedraft.engine.rows.lone import LoneText
 
 
 class FreshHead:
@@ -21,9 +21,9 @@ class FreshHead:
         self.token_ids = None if token_ids is None else torch.from_numpy(token_ids)
 
     @torch.inference_mode()
-    def following(self, history: History, drafted: list[int], vocab_size: int) -> torch.Tensor:
+    def following(self, text: LoneText, drafted: list[int], vocab_size: int) -> torch.Tensor:
         """Is as ``FreshModel.following``; the text has two tokens or more."""
-        head, token_ids = self.head, history.token_ids
+        head, token_ids = self.head, text.token_ids
         hidden = from_empty_cache(self.target, token_ids[:-1], head.taps).hidden
         assert hidden is not None
         states, rows = head.states(hidden), []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from truedraft.engine.core.sequence import is_greedy
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
@@ -21,9 +22,11 @@ from truedraft.engine.models.hf.module import load_causal_model
 from truedraft.engine.models.load import load_if_rounded
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.sampling.adjust import History, adjust_logits
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.sampling.adjust import adjust_logits
 from truedraft.engine.sampling.processors import SamplingTensors, to_probs
-from truedraft.engine.sampling.rules import NO_RULES
+from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
 
 class FreshModel:
@@ -43,18 +46,24 @@ class FreshModel:
         """The prompt's ids as a sequence holds them: an encoder's are followed by the decoder's start."""
         return [*prompt, *decoder_start_ids(self.model)] if self.has_encoder else list(prompt)
 
-    def history(
+    @property
+    def rules(self) -> GenerationRules:
+        """Returns what the checkpoint forbids or forces, as this target's engine has it."""
+        return generation_rules(self.model) if self.has_encoder else NO_RULES
+
+    def text(
         self, params: SamplingParams, prompt: list[int], output: list[int], stop_token_ids: frozenset[int]
-    ) -> History:
+    ) -> LoneText:
         """What the token after ``prompt`` and ``output`` depends on, as this target's engine has it."""
         begun = self.begin(prompt)
-        return History(
+        return LoneText(
             params,
-            begun + output,
-            len(begun),
-            stop_token_ids,
+            Rule.EXACT_MATCH if is_greedy(params) else Rule.REJECTION,
+            token_ids=begun + output,
+            num_prompt_tokens=len(begun),
             num_encoder_tokens=len(prompt) if self.has_encoder else 0,
-            rules=generation_rules(self.model) if self.has_encoder else NO_RULES,
+            stop_token_ids=stop_token_ids,
+            has_rules=bool(self.rules),
         )
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -80,10 +89,10 @@ class FreshModel:
             logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
         return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
 
-    def following(self, history: History, drafted: list[int], vocab_size: int) -> torch.Tensor:
+    def following(self, text: LoneText, drafted: list[int], vocab_size: int) -> torch.Tensor:
         """Returns logits [drafted tokens + 1, vocab_size]: row j predicts what follows ``drafted[:j]``."""
-        token_ids = history.token_ids + drafted
-        found = self.logits(token_ids, vocab_size, num_encoder_tokens=history.num_encoder_tokens)
+        token_ids = text.token_ids + drafted
+        found = self.logits(token_ids, vocab_size, num_encoder_tokens=text.num_encoder_tokens)
         return found[-len(drafted) - 1 :]
 
 
@@ -99,10 +108,12 @@ def from_empty_cache(
     return runner.forward([Span(table, token_ids, len(token_ids), states=states)], taps=taps)
 
 
-def adjusted(logits: torch.Tensor, history: History, drafted: list[int]) -> torch.Tensor:
+def adjusted(
+    logits: torch.Tensor, text: LoneText, drafted: list[int], rules: GenerationRules = NO_RULES
+) -> torch.Tensor:
     """``logits`` [positions, V] after bias, penalties and minimum length; row j follows ``drafted[:j]``."""
     ids = torch.tensor([drafted], dtype=torch.int64, device=logits.device)
-    return adjust_logits(logits[None], [history], ids, offset=0)[0]
+    return adjust_logits(logits[None], [text.row()], ids, offset=0, rules=rules)[0]
 
 
 def processed(adjusted_logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -24,7 +24,8 @@ from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
 from truedraft.engine.proposers.heads.waiting import Waiting
-from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling.sampler import Sampler
 
 # What a place holds depends on the token after it.
 LOOKAHEAD = 1

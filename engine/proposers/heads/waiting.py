@@ -6,8 +6,7 @@ from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS
 
 
 class Waiting:
-    """The first ``num_tokens`` of ``states`` [MAX_CATCH_UP_TOKENS, hidden size] wait. Rounds in C read and
-    write them where they are."""
+    """The first ``num_tokens`` of ``states`` [MAX_CATCH_UP_TOKENS, hidden size] wait."""
 
     __slots__ = ("num_tokens", "states")
 

@@ -25,7 +25,8 @@ from truedraft.engine.proposers.known import known_drafts
 from truedraft.engine.proposers.translated.draft_text import DraftText
 from truedraft.engine.proposers.translated.target_text import TargetText
 from truedraft.engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
-from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling.sampler import Sampler
 
 # Draft tokens per target token: no more, however short the draft's tokens are.
 MAX_TOKENS_PER_TOKEN = 6

@@ -18,17 +18,19 @@ from itertools import accumulate
 
 import torch
 
-from truedraft.engine.cuda.fields import Field, RuleCode
 from truedraft.engine.cuda.triton_sampling import Sampling
 from truedraft.engine.memory.batch import Span, states_of
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
-from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.agreement import TOLERANCES, same_logits
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.native.ops_check import PARAMS
+from truedraft.engine.rows.columns import RULES, Field
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.rows.table import RowTable
 from truedraft.engine.runtime.cuda.capture import Capture
 from truedraft.engine.runtime.cuda.head_passes import HeadPasses
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows
@@ -413,6 +415,7 @@ def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
     rows, shape = graphs.rows, stage.shape
     num_drafts = graphs.max_drawn if shape.queries is None else shape.queries - 1
     found = []
+    checked = RowTable().rows_of(probes := [_probe(row) for row in range(shape.rows)])
     for run in (graphs.replays[stage], lambda: graphs.capture.launch(lambda: graphs.run(stage))):
         rows.begin()
         for row in range(shape.rows):
@@ -421,19 +424,18 @@ def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
             drawn = length if length <= graphs.max_drawn else 0
             ids = [number % graphs.target.vocab_size for number in range(2 + length)]
             rows.set_row(row, CHECK_CONTEXT, ids, length, drawn)
-            rows.set_sampling(row, *_rule_to_check(row))
+            rows.set_sampling(row, checked[row])
         rows.send(shape.rows)
         run()
         written = rows.ids(shape.rows), graphs.draft_probs[: shape.rows], graphs.verdicts[: shape.rows]
         found.append([tensor.clone() for tensor in written])
     rows.forget()
+    del probes  # their rows end with them
     return all(map(torch.equal, *found))
 
 
-def _rule_to_check(row: int) -> tuple[SamplingParams, int, RuleCode]:
-    cuts = {"top_k": 3 * (row % 2), "top_p": 0.9, "min_p": 0.01} if row % 3 else {}
-    params = SamplingParams(max_tokens=1, temperature=0.8, **cuts)  # type: ignore[arg-type]
-    return params, row + 1, RuleCode(row % len(RuleCode))
+def _probe(row: int) -> LoneText:
+    return LoneText(PARAMS[row % len(PARAMS)], RULES[row % len(RULES)], seed=row + 1)
 
 
 def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:

@@ -5,10 +5,10 @@ their ids on the device, and verdicts are given by graphs after it, which find t
 captured pass leaves them: the weights are read once, and the host does not wait.
 """
 
-from truedraft.engine.cuda.fields import DRAFTS
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.models.base import ForwardOutput
+from truedraft.engine.rows.columns import DRAFTS_AT
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.shapes import Shape
 
@@ -35,7 +35,7 @@ def score_together(
     for span, row, number in zip(spans, rows, num_drawn, strict=True):
         end += len(span.token_ids)
         places += range(end - number, end)
-        first = row * drawn.shape[1] + DRAFTS
+        first = row * drawn.shape[1] + DRAFTS_AT
         sources += range(first, first + number)
         index += range(row * shape.queries, row * shape.queries + len(span.token_ids))
     sizes = len(token_ids), len(places), len(sources), len(index)

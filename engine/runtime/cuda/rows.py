@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from truedraft.engine.cuda.fields import DRAFTS, NUM_STATE_FIELDS, Field, RuleCode
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows, StateRows, folded_after
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import SamplingParams
+from truedraft.engine.rows.columns import DEVICE_WIDTH, DRAFTS_AT, IDS_AT, NUM_STATE_FIELDS, Field
+from truedraft.engine.rows.table import Row
 from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
-from truedraft.engine.sampling.processors import SMALLEST
 
 TARGET, DRAFT = 0, 1  # whose block tables
 
@@ -49,7 +48,7 @@ class DeviceRows:
         self.block_size = block_size
         self.scratch_slot = scratch_slot
         self.tables = torch.zeros(2, max_rows, max_blocks, dtype=torch.int64, device=device)
-        self.width = DRAFTS + max_drafts
+        self.width = DRAFTS_AT + max_drafts
         # It holds the number of the draft model's pass, then the rows.
         self.sent = SentNumbers(1 + max_rows * self.width, device, capture)
         self.pass_number = self.sent.numbers[:1]
@@ -57,7 +56,6 @@ class DeviceRows:
         self.changes = SentNumbers(2 * self.tables.numel(), device, capture)
         self.numbers = self._rows_of(self.sent.numbers)
         self._host = self._rows_of(self.sent.host).numpy()
-        self._host_floats = self._rows_of(self.sent.host.view(torch.float64)).numpy()
         self._known: dict[tuple[int, int], _KnownTable] = {}  # each is found by cache and row
         self._places: list[int] = []
         self._entries: list[int] = []
@@ -101,12 +99,12 @@ class DeviceRows:
         """``token_ids``: the one before the pending one, the pending one, and drafts that are known."""
         host = self._host[row]
         host[: Field.STATE_SLOT] = num_stored, num_drafts, num_drawn, num_skipped
-        host[Field.IDS : Field.IDS + len(token_ids)] = token_ids
+        host[IDS_AT : IDS_AT + len(token_ids)] = token_ids
 
-    def set_sampling(self, row: int, params: SamplingParams, seed: int, rule: RuleCode) -> None:
-        self._host[row, Field.SEED : Field.TEMPERATURE] = seed, rule, params.top_k
-        temperature = max(params.temperature or 1.0, SMALLEST)
-        self._host_floats[row, Field.TEMPERATURE : Field.IDS] = temperature, params.top_p, params.min_p
+    def set_sampling(self, place: int, row: Row) -> None:
+        """Copies how a row of the table draws to a place."""
+        line = row.table.numbers[row.number]
+        self._host[place, Field.SEED : DEVICE_WIDTH] = line[Field.SEED : DEVICE_WIDTH]
 
     def set_states(self, cache: int, row: int, table: BlockTable, num_certain_tokens: int) -> None:
         """Says where the row's states are, if there are some, and how far they are folded: before the pass,
@@ -155,7 +153,7 @@ class DeviceRows:
 
     def ids(self, num_rows: int) -> torch.Tensor:
         """int64 [rows, 2 + most drafts], as sent, or drawn since."""
-        return self.numbers[:num_rows, Field.IDS :]
+        return self.numbers[:num_rows, IDS_AT:]
 
     def batch(
         self,

@@ -20,13 +20,15 @@ from truedraft.engine.core.needs import Need
 from truedraft.engine.core.proposer import Observation
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
-from truedraft.engine.cuda.fields import RuleCode
 from truedraft.engine.memory.batch import Span, folded_after
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.heads.proposer import HeadProposer
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.rows.table import Row
 from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
@@ -40,8 +42,8 @@ T = TypeVar("T")
 
 # What a sequence has in the cache of a draft model that is not there.
 NO_TABLE = BlockTable()
-# A verdict that nobody reads is given by these, as a row has to have some.
-UNJUDGED = SamplingParams(max_tokens=1, temperature=0)
+# A verdict that nobody reads is given of such a row.
+UNJUDGED = LoneText(SamplingParams(max_tokens=1, temperature=0), Rule.EXACT_MATCH, seed=0)
 
 
 @dataclass(slots=True)  # not frozen: one is made in every round
@@ -85,6 +87,7 @@ class CudaRunner:
         self.phases = phases
         self.when_launched: Callable[[], None] = lambda: None
         self._adjuster = Adjuster(graphs)
+        self.table = phases.table
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -152,7 +155,8 @@ class CudaRunner:
         score, of_others = held.verdicts.shape, None
         started = graphs.capture.mark()
         self._catch_up(parts)
-        rows, places = self._send(parts, held)
+        table_rows = self.table.rows_of([part.sequence for part in parts])
+        rows, places = self._send(parts, table_rows, held)
         if held.draft is not None:
             self._feed_head(parts, rows, held)
             graphs.replay_drafts(held.draft, max(held.drawn))
@@ -169,7 +173,7 @@ class CudaRunner:
         else:
             spans = [_span(part, length) for part, length in zip(parts, held.lengths, strict=True)]
             of_others = score_together(graphs, score, others, spans, rows, held.drawn)
-        kept = self._adjuster.adjust(score, parts, rows, held.lengths)
+        kept = self._adjuster.adjust(score, table_rows, rows, held.lengths)
         graphs.replay(held.verdicts)
         return _Launched(graphs, score, rows, held.lengths, kept, started, drafted, of_others)
 
@@ -198,7 +202,9 @@ class CudaRunner:
         draft = self.graphs.find(num_rows, None) if draws else None
         return None if verdicts is None or (draws and draft is None) else (verdicts, draft)
 
-    def _send(self, parts: list[ScheduledSequence], held: "_Held") -> tuple[list[int], list[range]]:
+    def _send(
+        self, parts: list[ScheduledSequence], table_rows: list[Row], held: "_Held"
+    ) -> tuple[list[int], list[range]]:
         """Sends the rows' message. Returns where the rows of ``parts`` are, and where the guests' tokens will
         be."""
         rows, score = self.graphs.rows, held.verdicts.shape
@@ -208,14 +214,14 @@ class CudaRunner:
         places = rows.rows_for(keys, min(num_rows))
         ours, theirs = places[: len(parts)], [row for row, _ in places[len(parts) :]]
         rows.begin()
-        for part, (row, is_new), num_drawn, length in zip(parts, ours, held.drawn, held.lengths, strict=True):
+        columns = zip(parts, table_rows, ours, held.drawn, held.lengths, strict=True)
+        for part, own, (row, is_new), num_drawn, length in columns:
             self._set_row(part, row, length, num_drawn)
             if is_new:
-                sequence = part.sequence
-                rows.set_sampling(row, sequence.params, sequence.seed, _rule_of(sequence))
+                rows.set_sampling(row, own)
         guests = self.graphs.set_spans(score, held.guests, theirs)
         for row in theirs:
-            rows.set_sampling(row, UNJUDGED, 0, RuleCode.EXACT_MATCH)
+            rows.set_sampling(row, *self.table.rows_of([UNJUDGED]))
         rows.send(max(num_rows))
         return [row for row, _ in ours], guests
 
@@ -345,10 +351,6 @@ def _span(part: ScheduledSequence, length: int) -> Span:
     sequence = part.sequence
     drafts = part.draft.known_ids[:length] or [0] * length
     return Span(sequence.target_blocks, [sequence.token_ids[-1], *drafts], length + 1, len(sequence))
-
-
-def _rule_of(sequence: Sequence) -> RuleCode:
-    return RuleCode.EXACT_MATCH if sequence.greedy else RuleCode[sequence.verification.upper()]
 
 
 def _joined(rounds: list[Round]) -> Round:

@@ -1,0 +1,88 @@
+"""Compares the operations of a round in C with torch's on a few rows, when an engine is loaded."""
+
+import torch
+
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.drafts import Drafts, RowVerdict
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.sampler import Sampler
+from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
+
+CPU = torch.device("cpu")
+# Probabilities may differ by it; both ways round to 1e-7.
+TOLERANCE = 1e-5
+# A vocabulary that fills no vector; each row drafts so many tokens or fewer.
+VOCAB_SIZE, NUM_DRAFTS = 1003, 3
+# Every processor alone and with others, and every adjustment.
+PARAMS = [
+    SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature, top_k, top_p, min_p in (
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 0.9, 0.0),
+        (1.5, 20, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (2.0, 50, 0.8, 0.05),
+    )
+]
+PARAMS.append(
+    SamplingParams(
+        max_tokens=9,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=1.25,
+        logit_bias={7: 2.0, 8: -100.0},
+        min_tokens=3,
+    )
+)
+
+
+def agrees(ops: RoundOps) -> bool:
+    """Tells whether ``ops`` draw, adjust and judge as torch does, by every rule, with and without cuts."""
+    probes = [
+        LoneText(
+            params,
+            rule,
+            seed,
+            stop_token_ids=frozenset({11, 12}),
+            drafts_greedily=rule is Rule.EXACT_MATCH or seed % 7 == 3,
+        )
+        for seed, (params, rule) in enumerate((params, rule) for params in PARAMS * 4 for rule in Rule)
+    ]
+    rows = RowTable().rows_of(probes)
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(len(rows), NUM_DRAFTS + 1, VOCAB_SIZE, generator=generator)
+    near = logits[:, :-1] + 2 * torch.randn(len(rows), NUM_DRAFTS, VOCAB_SIZE, generator=generator)
+    expected, found = (
+        drawn_and_judged(Sampler(rows, VOCAB_SIZE, CPU, each), logits, near) for each in (TorchOps(), ops)
+    )
+    (drafts, adjusted, verdicts), (our_drafts, ours, our_verdicts) = expected, found
+    assert drafts.probs is not None
+    assert our_drafts.probs is not None
+    return (
+        torch.equal(our_drafts.token_ids, drafts.token_ids)
+        and torch.allclose(our_drafts.probs, drafts.probs, rtol=0, atol=TOLERANCE)
+        and torch.equal(ours, adjusted)
+        and our_verdicts == verdicts
+    )
+
+
+def drawn_and_judged(
+    sampler: Sampler, logits: torch.Tensor, draft_logits: torch.Tensor
+) -> tuple[Drafts, torch.Tensor, list[RowVerdict]]:
+    """Returns drafts of every row from ``draft_logits`` [B, K, V], the target's adjusted logits and the
+    verdicts; rows draft 0 to K tokens by turns."""
+    num_rows, num_drafts, vocab_size = draft_logits.shape
+    token_ids = torch.zeros(num_rows, num_drafts, dtype=torch.int64)
+    probs = torch.zeros(num_rows, num_drafts, vocab_size)
+    for position in range(num_drafts):
+        draw = sampler.draw_drafts(draft_logits[:, position].clone(), token_ids[:, :position])
+        token_ids[:, position] = draw.ids
+        if draw.probs is not None:
+            probs[:, position] = draw.probs
+    lengths = [num_drafts - row % (num_drafts + 1) for row in range(num_rows)]
+    packed = torch.cat([logits[row, : length + 1] for row, length in enumerate(lengths)])
+    drafts = Drafts(token_ids, probs if sampler.uses_draft_probs else None, lengths)
+    adjusted = sampler.adjust(packed, drafts)
+    return drafts, adjusted, sampler.judge(adjusted.clone(), drafts)

@@ -1,0 +1,80 @@
+"""Carries what rows have drafted, and what becomes of it."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from truedraft.engine.memory.host_to_device import on_device
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
+
+    ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
+    deterministic or no row asks for them.
+    """
+
+    token_ids: torch.Tensor  # int64 [B, K]
+    probs: torch.Tensor | None  # float32 [B, K, V]
+    lengths: list[int]
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
+        return cls(token_ids=_no_ids(num_rows, device), probs=None, lengths=[0] * num_rows)
+
+    @cached_property
+    def ids(self) -> list[list[int]]:
+        """Each row's drafted ids, without padding, in one copy from the device."""
+        return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths, strict=True)]
+
+
+class DraftDraw(NamedTuple):
+    """One drafted token of each row."""
+
+    ids: torch.Tensor  # [B]
+    probs: torch.Tensor | None  # [B, V], the distributions drawn from, if a row asks for them
+
+
+class RowVerdict(NamedTuple):
+    """Holds one row's verdict: how many drafts stand, and the token after them. ``failed``: the row met
+    logits that are no distribution (NaN, nothing allowed)."""
+
+    num_accepted: int
+    next_token: int
+    failed: bool
+
+
+def merge_drafts(
+    parts: list[Drafts], num_rows: int, vocab_size: int, device: torch.device, with_probs: bool
+) -> Drafts:
+    """Merges ``parts``, which are of all rows, to one draft for each row: at most one of them has drafted for
+    it, and the others hold zeros there. ``with_probs``: some row asks for distributions."""
+    drafting = [part for part in parts if any(part.lengths)]
+    if not drafting:
+        return Drafts.empty(num_rows, device)
+    if len(drafting) == 1:
+        return drafting[0]
+    lengths = [sum(row) for row in zip(*(part.lengths for part in drafting), strict=True)]
+    width = max(lengths)
+    token_ids = torch.stack(
+        [F.pad(part.token_ids, (0, width - part.token_ids.shape[1])) for part in drafting]
+    ).sum(0)
+    if not with_probs:
+        return Drafts(token_ids, None, lengths)
+    probs = torch.zeros(num_rows, width, vocab_size, device=device)
+    for part in drafting:
+        drew = on_device([row for row, length in enumerate(part.lengths) if length], device)
+        part_probs = part.probs
+        if part_probs is None:
+            part_probs = F.one_hot(part.token_ids, vocab_size).float()
+        probs[drew, : part_probs.shape[1]] = part_probs[drew]
+    return Drafts(token_ids, probs, lengths)
+
+
+@lru_cache(maxsize=64)
+def _no_ids(num_rows: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
