@@ -4,9 +4,9 @@ import { allowAsking, getJson, onKeyNeeded } from "./api.js";
 import { allowChat, startChat } from "./chat.js";
 import { byId, element, visible } from "./elements.js";
 import { follow, redrawLive, startLive } from "./live.js";
-import { raceInChats, startRace } from "./race.js";
+import { raceInChats, raceOn, startRace } from "./race.js";
 import { showServer, startAbout } from "./server.js";
-import { startSettings } from "./settings.js";
+import { offerSources, startSettings } from "./settings.js";
 import { startSnippets } from "./snippets.js";
 import { watchTokens } from "./tokens.js";
 
@@ -80,7 +80,13 @@ function askForKey(wasRefused) {
   });
 }
 
-const meetServer = () => listModels().then(() => showServer(card));
+async function meetServer() {
+  await listModels();
+  const proposers = await showServer(card);
+  if (!proposers) return;
+  offerSources(proposers);
+  raceOn(proposers);
+}
 
 let wasReady = null;
 

@@ -2,6 +2,7 @@
 
 import { byId, button, element, keep, kept, numbers } from "./elements.js";
 import { SAMPLING } from "./parameters.js";
+import { SOURCES } from "./tokens.js";
 
 const form = byId("settings-form");
 const STORED = "settings";
@@ -36,6 +37,9 @@ export function startSettings() {
     toggle.focus();
   });
   byId("sampling").append(...SAMPLING.map(numberField));
+  const sources = Object.entries(SOURCES).map(([value, [label]]) => element("option", { value, disabled: value === "prediction" }, label));
+  sources.find(({ value }) => value === "prediction").textContent += " (by the API only)"; // this page sends none
+  form.elements.method.append(...sources, element("option", { value: "none" }, "nothing"));
   restore();
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", changed);
@@ -48,6 +52,14 @@ export function startSettings() {
   }
   changed();
   show(kept("drawer") === true);
+}
+
+/** Offers to draft from what can draft here, by the server's account. */
+export function offerSources(proposers) {
+  const { method } = form.elements;
+  for (const option of method.options) option.hidden = !["", "none", ...proposers].includes(option.value);
+  if (method.selectedOptions[0].hidden) method.value = "";
+  changed();
 }
 
 function numberField({ label, ...field }) {

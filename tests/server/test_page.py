@@ -1,11 +1,14 @@
 """A real browser opens the page at ``/``: files, header, race and live views, keys; what stays text."""
 
+from typing import get_args
+
 import pytest
 
 from tests.server.browser import Browser
 from tests.server.conftest import StartServer
-from tests.server.page_user import figures, page, send, texts, tokens, wait_until_ready
+from tests.server.page_user import figures, legends, page, send, texts, tokens, wait_until_ready
 from tests.server.running import MODEL, RunningServer
+from truedraft.engine.messages import Source
 from truedraft.server.routes.page import FOLDER
 
 HOSTILE = (
@@ -15,6 +18,45 @@ HOSTILE = (
     "<a href=javascript:alert(1)>a</a>"
 )
 MAX_BYTES = 200_000
+CALLED_SO = ("prediction", "grammar")  # sources whose name in requests is their name in words
+
+# Returns the texts that are fainter on their ground than WCAG's AA allows, 4.5 to 1.
+FAINT = """(() => {
+    const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+    const light = colours => {
+        for (const colour of colours) {
+            canvas.globalAlpha = colour.alpha;
+            canvas.fillStyle = colour.fill;
+            canvas.fillRect(0, 0, 1, 1);
+        }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3)
+            .map(part => part / 255)
+            .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, part, at) => sum + part * [0.2126, 0.7152, 0.0722][at], 0);
+    };
+    const faint = [];
+    for (const element of document.querySelectorAll(SELECTOR)) {
+        const hasText = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+        if (!hasText || !element.checkVisibility()) continue;
+        const above = [];
+        let alpha = 1;
+        for (let at = element; at; at = at.parentElement) {
+            above.unshift({fill: getComputedStyle(at).backgroundColor, alpha: 1});
+            alpha *= getComputedStyle(at).opacity;
+        }
+        const ground = light(above);
+        const text = light([...above, {fill: getComputedStyle(element).color, alpha}]);
+        const contrast = (Math.max(ground, text) + 0.05) / (Math.min(ground, text) + 0.05);
+        if (contrast < 4.5) faint.push([element.textContent, contrast]);
+    }
+    return faint;
+})()"""
+
+
+def options(browser: Browser) -> list[str]:
+    """Returns the sources that the settings offer."""
+    offered = "[...document.querySelector('#settings [name=method]').options].filter(o => !o.hidden)"
+    return sorted(browser.run(f"{offered}.map(o => o.value)"))
 
 
 def test_files_are_small_plain_and_refer_to_nothing_else(server: RunningServer) -> None:
@@ -47,6 +89,39 @@ def test_the_header_says_what_is_served(browser: Browser, server: RunningServer)
         assert facts["Name in requests"] == MODEL
         assert facts["Context"] == "512 tokens of prompt and answer"
         assert facts["Who drafts"] in line
+
+
+SOURCES = sorted({*get_args(Source)} - {"none"})
+
+
+def test_every_source_has_a_name_a_colour_and_an_option(browser: Browser, start_server: StartServer) -> None:
+    with start_server("--sources", ",".join(SOURCES)) as server, page(browser, server):
+        browser.fill("[name=max_tokens]", str(4 * len(SOURCES)))
+        send(browser)
+        kinds = [kind for kind in legends(browser)[0] if kind.startswith("accepted, ")]
+        assert len(kinds) == len(SOURCES)
+        assert not [kind for kind in kinds if kind.removeprefix("accepted, ") in {*SOURCES} - {*CALLED_SO}]
+        swatches = "[...document.querySelectorAll('.turn .summary .swatch')]"
+        colours = browser.run(f"{swatches}.map(e => getComputedStyle(e).backgroundColor)")
+        assert len({*colours, "rgba(0, 0, 0, 0)"}) == len(kinds) + 2, colours  # and bonus
+        assert options(browser) == sorted(["", "none", *SOURCES])
+        for mode in ("light", "dark"):
+            browser.look(theme=mode)
+            assert browser.run(FAINT.replace("SELECTOR", "'.token'")) == []
+
+
+def test_only_what_drafts_here_is_named_and_offered(browser: Browser, start_server: StartServer) -> None:
+    """A head is no draft model. Where nothing but the text drafts, the race is an edit of a text."""
+    drafts = "drafts by an EAGLE head or n-grams of the text"
+    with start_server("--sources", "eagle,grammar,ngram") as server, page(browser, server):
+        assert browser.text("#server-text").endswith(f" \u00b7 {drafts}")
+        assert options(browser) == ["", "eagle", "grammar", "ngram", "none"]
+        assert "story" in browser.run("document.querySelector('#race [name=prompt]').value")
+    with start_server("--sources", "grammar,ngram") as server, page(browser, server):
+        assert browser.text("#server-text").endswith(" \u00b7 drafts by n-grams of the text")
+        assert "Tom in place of Tim" in browser.run("document.querySelector('#race [name=prompt]').value")
+    with start_server("--sources", "grammar") as server, page(browser, server):
+        assert browser.text("#server-text").endswith(" \u00b7 no drafts")
 
 
 @pytest.mark.parametrize("order", ["alone", "together"])
