@@ -1,7 +1,7 @@
 // The race: the same prompt and seed, decoded plainly and speculatively, several times by turns.
 
 import { chunks } from "./api.js";
-import { byId, element, fillFigures, numbers, percent, seconds, visible } from "./elements.js";
+import { byId, element, fillFigures, numbers, onEscape, percent, seconds, visible } from "./elements.js";
 import { TokenText } from "./tokens.js";
 
 const form = byId("race-form");
@@ -110,7 +110,7 @@ export function startRace(modelName) {
   });
   form.elements.kind.addEventListener("change", offerPrompt);
   byId("stop-race").addEventListener("click", () => running?.abort());
-  document.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
+  onEscape("race", () => running?.abort());
 }
 
 /** A model with a chat template races on a message, as it is meant to be used. */

@@ -6,7 +6,6 @@ import { SOURCES } from "./tokens.js";
 
 const form = byId("settings-form");
 const STORED = "settings";
-const OWN = { temperature: "0.7" }; // where the page asks for something else than an empty field
 const COMPLETION_TOKENS = 256; // a completion has no natural end, and OpenAI's default is 16
 
 const EXAMPLES = {
@@ -63,7 +62,7 @@ export function offerSources(proposers) {
 }
 
 function numberField({ label, ...field }) {
-  const input = element("input", { ...field, type: "number", defaultValue: OWN[field.name] ?? "" });
+  const input = element("input", { ...field, type: "number" });
   return element("label", { className: "field" }, element("span", {}, label), input);
 }
 

@@ -155,7 +155,9 @@ export function watchTokens() {
   document.addEventListener("click", (event) => (tokenAt(event) ? pin(event.target) : hideCard()));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && tokenAt(event)) pin(event.target);
-    if (event.key === "Escape") hideCard();
+    if (event.key !== "Escape") return;
+    if (isPinned) event.preventDefault(); // the card that stays takes the key
+    hideCard();
   });
   // To focus a token may scroll to it.
   const follow = () => (facts.has(document.activeElement) && !isPinned ? showCard(document.activeElement) : hideCard());

@@ -6,7 +6,7 @@ import pytest
 
 from tests.server.browser import Browser
 from tests.server.conftest import StartServer
-from tests.server.page_user import figures, legends, page, send, texts, tokens, wait_until_ready
+from tests.server.page_user import FAINT, figures, legends, page, send, texts, tokens, wait_until_ready
 from tests.server.running import MODEL, RunningServer
 from truedraft.engine.messages import Source
 from truedraft.server.routes.page import FOLDER
@@ -19,38 +19,6 @@ HOSTILE = (
 )
 MAX_BYTES = 200_000
 CALLED_SO = ("prediction", "grammar")  # sources whose name in requests is their name in words
-
-# Returns the texts that are fainter on their ground than WCAG's AA allows, 4.5 to 1.
-FAINT = """(() => {
-    const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-    const light = colours => {
-        for (const colour of colours) {
-            canvas.globalAlpha = colour.alpha;
-            canvas.fillStyle = colour.fill;
-            canvas.fillRect(0, 0, 1, 1);
-        }
-        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3)
-            .map(part => part / 255)
-            .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
-            .reduce((sum, part, at) => sum + part * [0.2126, 0.7152, 0.0722][at], 0);
-    };
-    const faint = [];
-    for (const element of document.querySelectorAll(SELECTOR)) {
-        const hasText = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
-        if (!hasText || !element.checkVisibility()) continue;
-        const above = [];
-        let alpha = 1;
-        for (let at = element; at; at = at.parentElement) {
-            above.unshift({fill: getComputedStyle(at).backgroundColor, alpha: 1});
-            alpha *= getComputedStyle(at).opacity;
-        }
-        const ground = light(above);
-        const text = light([...above, {fill: getComputedStyle(element).color, alpha}]);
-        const contrast = (Math.max(ground, text) + 0.05) / (Math.min(ground, text) + 0.05);
-        if (contrast < 4.5) faint.push([element.textContent, contrast]);
-    }
-    return faint;
-})()"""
 
 
 def options(browser: Browser) -> list[str]:
@@ -193,6 +161,25 @@ def test_keys_and_themes(browser: Browser, server: RunningServer) -> None:
                 browser.click(f"#tab-{view}")
                 overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
                 assert browser.run(overflow) == 0, (width, view)
+
+
+def test_it_can_be_read_and_named(browser: Browser, server: RunningServer) -> None:
+    """What WCAG's AA asks of contrasts, of names that hold what is seen, and of landmarks."""
+    with page(browser, server):
+        assert browser.run("document.activeElement.id") == "prompt"  # ready to type
+        browser.fill("[name=max_tokens]", "8")
+        browser.click("#settings-button")
+        send(browser, "Read `this`.")
+        for theme in ("light", "dark"):
+            for view in ("text", "tokens"):
+                browser.look(theme=theme)
+                browser.click(f"[name=view][value={view}]")
+                assert browser.run(FAINT.replace("SELECTOR", "'body *'")) == [], (theme, view)
+        named = "[...document.querySelectorAll('button[aria-label]')].filter(b => b.textContent.trim())"
+        assert browser.run(f"{named}.map(b => b.outerHTML)") == []
+        places = "'header, nav, main, dialog, .skip, [hidden]'"
+        lost = f"[...document.body.children].filter(e => !e.matches({places}))"
+        assert browser.run(f"{lost}.map(e => e.outerHTML)") == []
 
 
 def test_a_key_is_asked_for_and_kept_in_memory(browser: Browser, start_server: StartServer) -> None:
