@@ -177,6 +177,8 @@ def test_it_can_be_read_and_named(browser: Browser, server: RunningServer) -> No
                 assert browser.run(FAINT.replace("SELECTOR", "'body *'")) == [], (theme, view)
         named = "[...document.querySelectorAll('button[aria-label]')].filter(b => b.textContent.trim())"
         assert browser.run(f"{named}.map(b => b.outerHTML)") == []
+        plain = "[...document.querySelectorAll('div[aria-label], span[aria-label]')].filter(e => !e.role)"
+        assert browser.run(f"{plain}.map(e => e.outerHTML)") == []
         places = "'header, nav, main, dialog, .skip, [hidden]'"
         lost = f"[...document.body.children].filter(e => !e.matches({places}))"
         assert browser.run(f"{lost}.map(e => e.outerHTML)") == []
