@@ -242,6 +242,8 @@ def test_a_lost_server_is_waited_for(browser: Browser, start_server: StartServer
         browser.fill("#prompt", "Hello")
         browser.click("#send")
         browser.wait("document.querySelector('.prose')?.textContent === 'Hello, w'")
+        # The page need not wait for its next look to know that there is no server.
+        browser.run("for (let id = setTimeout(() => {}); id; id -= 1) clearTimeout(id)")
         browser.connect(is_there=False)
         server.drop_connections()
         wait_for_answer(browser)
@@ -284,10 +286,12 @@ def test_a_server_that_is_lost_before_it_answers(browser: Browser, server: Runni
         browser.problems.clear()  # the browser notes each request that failed
 
 
+@pytest.mark.parametrize("hides_first", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_a_reload_in_mid_answer_is_explained(
-    browser: Browser, start_server: StartServer, num_steps: int
+    browser: Browser, start_server: StartServer, num_steps: int, hides_first: bool
 ) -> None:
+    """Whether the browser hides the page first, or breaks off the answer first."""
     with start_server() as server, page(browser, server):
         server.worker.at_most(num_steps)
         browser.fill("[name=max_tokens]", "12")
@@ -296,9 +300,13 @@ def test_a_reload_in_mid_answer_is_explained(
         server.wait_for_messages("Generate", 1)
         if num_steps:
             browser.wait("document.querySelector('.prose')?.textContent === 'Hello, w'")
+        kept = browser.run("(dispatchEvent(new Event('pagehide')), sessionStorage.conversations)")
+        source = f"sessionStorage.conversations = {json.dumps(kept)}" if hides_first else ""
+        script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=source)
         browser.run("window.isOld = true")
         browser.call("Page.reload")
         browser.wait("!window.isOld && document.querySelector('#totals') !== null")
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
         wait_until_ready(browser)
         why = "The page was left before this answer was complete."
         assert browser.text("#error-text") == (why if num_steps else "The last message has no answer yet.")
@@ -317,6 +325,9 @@ def test_an_answer_that_was_cut_goes_on(browser: Browser, server: RunningServer,
         browser.click(f"[name=mode][value={mode}]")
         browser.fill("[name=max_tokens]", "8")
         send(browser)
+        assert "".join(tokens(browser)) == "Hello, w"
+        browser.click(".token")
+        browser.wait("document.querySelectorAll('#token-card meter').length >= 5")
         press_button(browser, "Continue")
         assert [sum(legend.values()) for legend in legends(browser)] == [16]
         assert "".join(tokens(browser)) == "Hello, w" * 2
@@ -329,6 +340,7 @@ def test_an_answer_that_was_cut_goes_on(browser: Browser, server: RunningServer,
         browser.press("ArrowRight")
         browser.press("Enter")
         browser.wait("document.querySelectorAll('#token-card meter').length >= 5")
+        assert texts(browser, "#token-card .chosen span") == ['"H"']
         offered = "[...document.querySelectorAll('.turn button')].some(b => b.textContent === 'Continue')"
         assert browser.run(offered)
         browser.fill("[name=format]", "json_object")
