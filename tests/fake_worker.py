@@ -299,7 +299,7 @@ class FakeWorker:
 
     def step(self) -> None:
         running = self.sequences[: self.options.max_running]
-        sources = self.options.sources.split(",") if self.options.sources else ["draft_model"]
+        sources: list[Source] = self.options.sources.split(",") if self.options.sources else ["draft_model"]
         for sequence in running:
             sequence.source = sources[self.num_steps % len(sources)]
         outputs = [sequence.step(self.options.tokens_per_step) for sequence in running]

@@ -326,7 +326,7 @@ function showPending() {
 function showError(error) {
   trouble = error;
   byId("error").hidden = error === null;
-  const state = !isServerReady ? " This page goes on looking for the server." : error?.status === 0 ? " The server is there again." : "";
+  const state = !isServerReady ? " This page waits for the server." : error?.status === 0 ? " The server is there again." : "";
   byId("error-text").textContent = error === null ? "" : visible(error.message + state);
   const last = turns.at(-1);
   const isCut = last?.end in WHY;

@@ -71,7 +71,7 @@ def test_every_source_has_a_name_a_colour_and_an_option(browser: Browser, start_
         assert not [kind for kind in kinds if kind.removeprefix("accepted, ") in {*SOURCES} - {*CALLED_SO}]
         swatches = "[...document.querySelectorAll('.turn .summary .swatch')]"
         colours = browser.run(f"{swatches}.map(e => getComputedStyle(e).backgroundColor)")
-        assert len({*colours, "rgba(0, 0, 0, 0)"}) == len(kinds) + 2, colours  # and bonus
+        assert len({*colours, "rgba(0, 0, 0, 0)"}) == len(kinds) + 2, colours  # bonus has one as well
         assert options(browser) == sorted(["", "none", *SOURCES])
         for mode in ("light", "dark"):
             browser.look(theme=mode)

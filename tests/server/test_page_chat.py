@@ -249,7 +249,7 @@ def test_a_lost_server_is_waited_for(browser: Browser, start_server: StartServer
         wait_for_answer(browser)
         browser.wait("document.querySelector('#retry').disabled")
         lost = "The connection to the server was lost."
-        assert browser.text("#error-text") == f"{lost} This page goes on looking for the server."
+        assert browser.text("#error-text") == f"{lost} This page waits for the server."
         assert figures(browser)[0]["ended"] == "as the connection was lost"
         browser.connect(is_there=True)
         browser.wait("!document.querySelector('#retry').disabled")
@@ -261,7 +261,7 @@ def test_a_lost_server_is_waited_for(browser: Browser, start_server: StartServer
         assert turns(browser) == ["Hello", f"Hello, w{TEXT.rstrip()}"]
         assert last_prompt(server).endswith("<|im_start|>assistant\nHello, w")
         assert figures(browser)[0]["tokens"] == "28"
-        assert "drafts accepted" not in figures(browser)[0]  # of the first part nobody said
+        assert "drafts accepted" not in figures(browser)[0]  # nobody counted those of the first part
         assert browser.run("document.querySelector('#error').hidden")
         browser.problems.clear()  # the browser notes each request that failed
 
@@ -291,7 +291,7 @@ def test_a_server_that_is_lost_before_it_answers(browser: Browser, server: Runni
 def test_a_reload_in_mid_answer_is_explained(
     browser: Browser, start_server: StartServer, num_steps: int, hides_first: bool
 ) -> None:
-    """Whether the browser hides the page first, or breaks off the answer first."""
+    """Some browsers hide the page first, others break off the answer first."""
     with start_server() as server, page(browser, server):
         server.worker.at_most(num_steps)
         browser.fill("[name=max_tokens]", "12")
