@@ -36,6 +36,7 @@ from truedraft.engine.messages import (
     RoundTrace,
     SamplingParams,
     Shutdown,
+    Source,
     Stats,
     StepOutput,
     TokenLogprob,
@@ -75,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--orders", default="", help="file that holds back or kills; see tests.server.orders")
     parser.add_argument("--refuse", default="", help="answer every request with this error message")
     parser.add_argument("--refusal-code", default="context_length_exceeded")
+    parser.add_argument("--sources", default="", help="what drafts here, by turns")
     parser.add_argument("--troubled", action="store_true", help="report preemptions, and no accepted draft")
     parser.add_argument("--log", default="", help="file that gets one line per received message")
     return parser.parse_args()
@@ -95,6 +97,7 @@ def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
 
 @dataclass
 class FakeSequence:
+    source: Source
     request_id: str
     index: int
     params: SamplingParams
@@ -127,9 +130,7 @@ class FakeSequence:
             prompt_logprobs=self.prompt_logprobs() if is_first else None,
             trace=self.trace(token_ids, start, drafted, accepted) if params.trace else None,
             prediction=self.use_prediction(token_ids, drafted),
-            origins=[RoundOrigin("draft_model", drafted, accepted, len(token_ids))]
-            if params.origins
-            else None,
+            origins=[RoundOrigin(self.source, drafted, accepted, len(token_ids))] if params.origins else None,
         )
 
     def use_prediction(self, token_ids: list[int], drafted: int) -> PredictionUse | None:
@@ -244,6 +245,7 @@ class FakeWorker:
         for index in range(request.n):
             self.sequences.append(
                 FakeSequence(
+                    "draft_model",
                     request.request_id,
                     index,
                     request.params,
@@ -297,6 +299,9 @@ class FakeWorker:
 
     def step(self) -> None:
         running = self.sequences[: self.options.max_running]
+        sources: list[Source] = self.options.sources.split(",") if self.options.sources else ["draft_model"]
+        for sequence in running:
+            sequence.source = sources[self.num_steps % len(sources)]
         outputs = [sequence.step(self.options.tokens_per_step) for sequence in running]
         finished = {(o.request_id, o.index) for o in outputs if o.finish_reason}
         self.sequences = [s for s in self.sequences if (s.request_id, s.index) not in finished]
@@ -366,8 +371,8 @@ def main() -> None:
             num_target_blocks=num_blocks,
             num_draft_blocks=num_blocks,
             block_size=BLOCK_SIZE,
-            methods=["draft_model", "ngram", "prediction"],
-            method="draft_model",
+            methods=options.sources.split(",") if options.sources else ["draft_model", "ngram", "prediction"],
+            method="auto" if options.sources else "draft_model",
             forward="fused layers in C",
             weights=["Q4_1", "float32"],
             fingerprint="fake",

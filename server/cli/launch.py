@@ -50,9 +50,8 @@ from truedraft.server.workers.worker_client import WorkerClient
 from truedraft.server.workers.worker_pool import WorkerPool
 from truedraft.server.workers.worker_process import WorkerTimeouts
 
-# Draft sources, as the start shows them.
+# Draft sources that the settings can name, as the start shows them.
 DRAFTERS = {
-    "auto": "draft model or n-grams, by expected speed",
     "draft_model": "the draft model",
     "eagle": "the head on the target's states",
     "mtp": "the head of the target's checkpoint",
@@ -392,8 +391,15 @@ def _drafting(settings: Settings, worker: Ready) -> str:
     if worker.method == "none" or length == 0:
         return "off, unless a request asks for it" if worker.methods else "off"
     if length == "auto":
-        return f"length auto; source: {DRAFTERS[worker.method]}"
-    return f"length {length}; source: {DRAFTERS[worker.method]}"
+        return f"length auto; source: {_sources(worker)}"
+    return f"length {length}; source: {_sources(worker)}"
+
+
+def _sources(worker: Ready) -> str:
+    """Returns what drafts for requests that do not choose. With ``auto`` that is whatever is there."""
+    names = [source for source in DRAFTERS if worker.method in (source, "auto") and source in worker.methods]
+    choice = ", by expected speed" if len(names) > 1 else ""
+    return f"{' or '.join(DRAFTERS[name] for name in names) or 'none'}{choice}"
 
 
 def _together(worker: Ready) -> str:

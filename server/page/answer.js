@@ -37,7 +37,7 @@ export class AnswerView {
   constructor(turn, { view, given = null, score = null }) {
     Object.assign(this, { turn, score, given, isText: view === "text" });
     this.said = element("div", { className: this.isText ? "prose" : "text", tabIndex: this.isText ? -1 : 0 });
-    if (!this.isText) this.said.setAttribute("aria-label", "Tokens of the answer; arrow keys go from one to the next");
+    if (!this.isText) Object.assign(this.said, { role: "group", ariaLabel: "Tokens of the answer; arrow keys go from one to the next" });
     this.calls = element("div");
     this.footer = element("footer");
     this.summary = element("div", { className: "summary" });

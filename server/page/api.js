@@ -35,18 +35,32 @@ export function onKeyNeeded(ask) {
   };
 }
 
+let noteLoss = () => {};
+
+/** `note` is called when a request finds no server, or loses it. */
+export function onLoss(note) {
+  noteLoss = note;
+}
+
+/** Browsers have words of their own for a lost server, which say little. */
+function lost(error) {
+  if (!(error instanceof TypeError)) throw error;
+  noteLoss();
+  throw new ApiError("The connection to the server was lost.", 0);
+}
+
 async function send(path, options = {}) {
   for (;;) {
     const used = apiKey;
     const headers = { ...options.headers, ...(used && { authorization: `Bearer ${used}` }) };
-    const response = await fetch(path, { ...options, headers, cache: "no-store" });
+    const response = await fetch(path, { ...options, headers, cache: "no-store" }).catch(lost);
     if (response.ok) return response;
     if (response.status !== 401 || !(await askForKey(used))) throw await errorOf(response);
   }
 }
 
 async function errorOf(response) {
-  const text = await response.text();
+  const text = await response.text().catch(lost);
   try {
     return new ApiError(JSON.parse(text).error.message, response.status);
   } catch {
@@ -55,11 +69,11 @@ async function errorOf(response) {
 }
 
 export async function getJson(path) {
-  return (await send(path)).json();
+  return (await send(path)).json().catch(lost);
 }
 
 export async function getText(path) {
-  return (await send(path)).text();
+  return (await send(path)).text().catch(lost);
 }
 
 function post(path, body, signal) {
@@ -68,7 +82,7 @@ function post(path, body, signal) {
 }
 
 export async function postJson(path, body) {
-  return (await post(path, body)).json();
+  return (await post(path, body)).json().catch(lost);
 }
 
 /**
@@ -80,14 +94,14 @@ export async function* chunks(path, body, signal) {
   const ignored = response.headers.get("x-truedraft-ignored");
   if (ignored) yield { choices: [], ignored: ignored.split(",").map((name) => name.trim()) };
   if (!body.stream) {
-    yield await response.json();
+    yield await response.json().catch(lost);
     return;
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new ApiError("The connection ended before the answer did.", 0);
+    const { value, done } = await reader.read().catch(lost);
+    if (done) lost(new TypeError("The connection ended before the answer did."));
     const events = (buffer + value).split("\n\n");
     buffer = events.pop();
     for (const event of events) {

@@ -2,8 +2,8 @@
 
 import { AnswerView, resultCard, totalsText } from "./answer.js";
 import { chunks } from "./api.js";
-import { addChoice, append, newAnswer, requestFor, storedTurns, storeTurns, tokensOf, totals } from "./conversation.js";
-import { button, byId, copyButton, element, keep, kept, visible } from "./elements.js";
+import { addChoice, append, canContinue, FAILED, LEFT, LOST, newAnswer, requestFor, storedTurns, storeTurns, tokensOf, totals, wholeReport } from "./conversation.js";
+import { button, byId, copyButton, element, keep, kept, onEscape, visible } from "./elements.js";
 import { scorer } from "./scoring.js";
 import { askedFields, showMode } from "./settings.js";
 import { openSnippets } from "./snippets.js";
@@ -22,10 +22,37 @@ const conversations = storedTurns();
 let turns = null; // of the mode that is shown
 let running = null; // the request under way: { stop, turn, view }
 let modelName = null;
+let trouble = null; // the error that is shown
+let isServerReady = true; // until the page learns otherwise
+
+const WHY = {
+  [LEFT]: "The page was left before this answer was complete.",
+  [LOST]: "The connection to the server was lost before this answer was complete.",
+  [FAILED]: "An error ended this answer before it was complete.",
+};
 
 const mode = () => modes.value;
 const toBottom = () => scrollTo(0, document.documentElement.scrollHeight);
-const isAtBottom = () => innerHeight + scrollY > document.documentElement.scrollHeight - 80;
+const isAtBottom = (slack = 80) => innerHeight + scrollY > document.documentElement.scrollHeight - slack;
+const isOpen = (turn) => ["user", "tool"].includes(turn?.role); // it has no answer yet
+
+/** Whoever sees the end of the conversation still does so after `change`. */
+function following(change) {
+  const follows = isAtBottom();
+  change();
+  if (follows) toBottom();
+}
+
+/** The dock grows with what is typed and with errors, over the end of the conversation. */
+function followDock() {
+  const dock = document.querySelector(".dock");
+  let height = dock.offsetHeight;
+  new ResizeObserver(() => {
+    const grown = dock.offsetHeight - height;
+    height = dock.offsetHeight;
+    if (turns.length && grown > 0 && isAtBottom(80 + grown)) toBottom();
+  }).observe(dock);
+}
 
 export function startChat(model) {
   modelName = model;
@@ -38,9 +65,9 @@ export function startChat(model) {
     event.preventDefault();
     send();
   });
-  document.addEventListener("keydown", (event) => event.key === "Escape" && running?.stop.abort());
+  onEscape("chat", () => running?.stop.abort());
   byId("stop").addEventListener("click", () => running?.stop.abort());
-  byId("retry").addEventListener("click", () => answer());
+  byId("retry").addEventListener("click", retry);
   byId("new-chat").addEventListener("click", () => {
     running?.stop.abort();
     conversations[mode()] = [];
@@ -52,9 +79,18 @@ export function startChat(model) {
   views.value = kept("view") ?? "text";
   for (const choice of [...modes, ...views]) choice.addEventListener("change", show);
   addEventListener("pagehide", store);
+  // Some browsers break the answer off before they hide the page.
+  addEventListener("beforeunload", () => running?.turn && (running.turn.end = LEFT));
   if (!CSS.supports("field-sizing: content")) form.elements.prompt.rows = 3;
   show();
   if (turns.length) toBottom();
+  followDock();
+}
+
+/** Says whether requests make sense now. */
+export function serverChanged(isReady) {
+  isServerReady = isReady;
+  showError(trouble);
 }
 
 /** Without a chat template there are no chats. */
@@ -107,6 +143,7 @@ function viewOf(turn) {
 function finishView(view, turn) {
   view.actions.replaceChildren(
     copyButton(() => turn.content),
+    ...(turn === turns.at(-1) && canContinue(turn) ? [button("Continue", () => answer(turn), "quiet changes")] : []),
     button("Regenerate", () => regenerate(turns.indexOf(turn)), "quiet changes"),
     button("Code", () => openSnippets(...requestFor(mode(), turns, turns.indexOf(turn), turn.asked)), "quiet"),
   );
@@ -127,7 +164,10 @@ function userCard(turn) {
       regenerate(turns.indexOf(turn) + 1);
     };
     box.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") read();
+      if (event.key === "Escape" && !event.isComposing) {
+        event.preventDefault(); // it is not for the answer that may be running
+        read();
+      }
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
       save();
@@ -175,19 +215,31 @@ function sendResults(turn, results) {
   answer();
 }
 
-async function answer() {
+/** Answers what has no answer, or goes on with one that was cut, or else answers anew. */
+function retry() {
+  const last = turns.at(-1);
+  if (isOpen(last)) answer();
+  else if (canContinue(last)) answer(last);
+  else regenerate(turns.length - 1);
+}
+
+/** `cut`: the last answer, which goes on with the settings that it began with. */
+async function answer(cut = null) {
   if (running) return;
   const mine = turns; // another mode may be shown before the answer is complete
-  running = { stop: new AbortController(), turn: null, view: null };
+  running = { stop: new AbortController(), turn: cut, view: null };
+  if (cut) cut.end = null;
   show();
   setBusy(true);
   let problem = null;
   try {
-    running.turn = newAnswer(askedFields(mode(), await modelName()));
+    running.turn ??= newAnswer(askedFields(mode(), await modelName()));
     const [path, body] = requestFor(mode(), mine, mine.length, running.turn.asked);
-    mine.push(running.turn);
-    if (mode() === "completion") transcript.replaceChildren();
-    transcript.append(viewOf(running.turn).card);
+    if (!cut) {
+      mine.push(running.turn);
+      if (mode() === "completion") transcript.replaceChildren();
+      transcript.append(viewOf(running.turn).card);
+    }
     running.view.update(true);
     toBottom();
     await receive(path, body);
@@ -200,14 +252,13 @@ async function answer() {
 /** Reads the answer as it comes; text is drawn once a frame, not once a chunk. */
 async function receive(path, body) {
   const { turn, stop } = running;
-  const started = performance.now();
+  const started = performance.now() - turn.seconds * 1000; // of an answer that goes on, its beginning counts as well
+  const { report: earlier, numTokens: numBefore } = turn;
   const waiting = [];
   let frame = 0;
   const draw = () => {
     frame = 0;
-    const follows = isAtBottom();
-    running.view.update(true);
-    if (follows) toBottom();
+    following(() => running.view.update(true));
   };
   try {
     for await (const chunk of chunks(path, body, stop.signal)) {
@@ -215,7 +266,7 @@ async function receive(path, body) {
       turn.ignored = chunk.ignored ?? turn.ignored;
       for (const choice of chunk.choices) addChoice(turn, choice, waiting);
       if (turn.numTokens) turn.first ??= turn.seconds;
-      turn.report = chunk.truedraft ?? turn.report;
+      if (chunk.truedraft) turn.report = wholeReport(earlier, numBefore > 0, chunk.truedraft);
       frame ||= requestAnimationFrame(draw);
     }
   } finally {
@@ -230,10 +281,12 @@ function finish(mine, problem) {
   const isStopped = problem?.name === "AbortError";
   running = null;
   setBusy(false);
-  if (turn && problem) turn.end = isStopped ? "stopped by you" : "with an error";
+  if (turn && problem) turn.end ??= isStopped ? "stopped by you" : problem.status === 0 ? LOST : FAILED;
   if (turn?.numTokens) {
-    view.update(false);
-    finishView(view, turn);
+    following(() => {
+      view.update(false);
+      finishView(view, turn);
+    });
   } else {
     if (turn) mine.splice(mine.indexOf(turn), 1);
     if (mine === turns) show();
@@ -248,9 +301,12 @@ function finish(mine, problem) {
 
 async function showCode() {
   try {
-    const given = form.elements.prompt.value || PROMPTS[mode()][0];
-    const before = mode() === "completion" ? [] : turns;
-    openSnippets(...requestFor(mode(), [...before, { role: "user", content: given }], before.length + 1, askedFields(mode(), await modelName())));
+    const content = form.elements.prompt.value;
+    // Without a message it is the request of the last answer, as it would be sent with the settings of now.
+    const before = turns.slice(0, content ? turns.length : 1 + turns.findLastIndex(isOpen));
+    const shown = content ? [...(mode() === "chat" ? before : []), { role: "user", content }] : before;
+    if (!shown.length) throw new Error("Write a message first: the code is that of the request with it.");
+    openSnippets(...requestFor(mode(), shown, shown.length, askedFields(mode(), await modelName())));
   } catch (error) {
     showError(error);
   }
@@ -260,16 +316,23 @@ function showTotals() {
   byId("totals").textContent = totalsText(totals(turns));
 }
 
-/** Offers to answer what has no answer. */
+/** Offers to complete what has no answer, or a part of one for a reason from outside. */
 function showPending() {
-  const isPending = !running && ["user", "tool"].includes(turns.at(-1)?.role);
-  showError(isPending ? new Error("The last message has no answer yet.") : null);
+  const last = running ? null : turns.at(-1);
+  const why = isOpen(last) ? "The last message has no answer yet." : WHY[last?.end];
+  showError(why ? new Error(why) : null);
 }
 
 function showError(error) {
+  trouble = error;
   byId("error").hidden = error === null;
-  byId("error-text").textContent = error === null ? "" : visible(error.message);
-  byId("retry").hidden = !["user", "tool"].includes(turns.at(-1)?.role);
+  const state = !isServerReady ? " This page waits for the server." : error?.status === 0 ? " The server is there again." : "";
+  byId("error-text").textContent = error === null ? "" : visible(error.message + state);
+  const last = turns.at(-1);
+  const isCut = last?.end in WHY;
+  byId("retry").hidden = !isOpen(last) && !isCut;
+  byId("retry").textContent = isCut && canContinue(last) ? "Continue" : "Try again";
+  byId("retry").disabled = !isServerReady;
 }
 
 function setBusy(isBusy) {

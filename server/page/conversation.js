@@ -6,6 +6,11 @@ import { keep, kept } from "./elements.js";
 
 const STORED = "conversations";
 
+// Ends that came from outside.
+export const LEFT = "as the page was left";
+export const LOST = "as the connection was lost";
+export const FAILED = "with an error";
+
 /** `asked`: the request's fields and the system prompt that the answer came from. */
 export function newAnswer(asked) {
   return {
@@ -30,7 +35,9 @@ export const tokensOf = (turn) => [...turn.thoughtTokens, ...turn.tokens];
 /** Returns the turns of each mode as the last page in this tab left them. */
 export function storedTurns() {
   const { chat = [], completion = [] } = kept(STORED) ?? {};
-  for (const turn of [...chat, ...completion]) if (turn.role === "assistant") turn.end ??= "as the page was left";
+  for (const turn of [...chat, ...completion]) if (turn.role === "assistant") turn.end ??= LEFT;
+  // The page was left before the last answer began.
+  for (const mode of [chat, completion]) if (mode.at(-1)?.role === "assistant" && !mode.at(-1).numTokens) mode.pop();
   return { chat, completion };
 }
 
@@ -41,11 +48,19 @@ export function storeTurns(turns) {
   return keep(STORED, JSON.parse(JSON.stringify(turns, withoutTokens)));
 }
 
-/** Returns path and body of the request that answers the turns before `end`. */
+/** An answer that was cut can go on from its text; JSON and calls of functions would begin anew. */
+export function canContinue({ role, content, calls, asked, end }) {
+  if (role !== "assistant" || !content || calls.length || asked.tools || asked.response_format) return false;
+  if (end === "length") return Boolean(asked.max_completion_tokens || asked.max_tokens); // else the context is full
+  return !["stop", "tool_calls", "content_filter"].includes(end);
+}
+
+/** Returns path and body of the request that answers the turns before `end`, or goes on with the last of them. */
 export function requestFor(mode, turns, end, { system, ...fields }) {
   const before = turns.slice(0, end);
-  if (mode === "completion") return ["v1/completions", { ...fields, prompt: before.at(-1).content }];
+  if (mode === "completion") return ["v1/completions", { ...fields, prompt: before.map(({ content }) => content).join("") }];
   const { model, ...others } = fields;
+  if (before.at(-1).role === "assistant") others.continue_final_message = true;
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...before.map(asMessage)];
   return ["v1/chat/completions", { model, messages, ...others }];
 }
@@ -99,6 +114,16 @@ function placeTokens(turn, content, waiting, isAnswering, isLast) {
 /** Appends to a list; an answer in one piece may have more tokens than a function takes arguments. */
 export function append(list, items) {
   for (const item of items) list.push(item);
+}
+
+/** Returns the server's account of an answer that went on; null if its beginning has none. */
+export function wholeReport(earlier, hasBeginning, report) {
+  if (!hasBeginning) return report;
+  if (!earlier) return null;
+  const sum = (name) => earlier[name] + report[name];
+  const [rounds, drafted_tokens, accepted_tokens] = ["rounds", "drafted_tokens", "accepted_tokens"].map(sum);
+  const counts = { rounds, drafted_tokens, accepted_tokens };
+  return { ...report, ...counts, acceptance_rate: accepted_tokens / drafted_tokens, acceptance_length: 1 + accepted_tokens / rounds };
 }
 
 /** Returns the sums over all answers, from the same figures that stand below each. */

@@ -15,6 +15,14 @@ export function button(text, act, className = "") {
   return made;
 }
 
+/** Calls `act` on Escape while `view` is shown, unless the key belongs to a dialog, a text that is composed, or another listener. */
+export function onEscape(view, act) {
+  document.addEventListener("keydown", (event) => {
+    const isTaken = event.defaultPrevented || event.isComposing || document.querySelector("dialog[open]");
+    if (event.key === "Escape" && !isTaken && !byId(view).hidden) act();
+  });
+}
+
 /** A button that copies what `read` returns and says so. */
 export function copyButton(read, className = "quiet") {
   const made = button("Copy", async () => {
@@ -46,7 +54,7 @@ export function seconds(value) {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(2)} s`;
 }
 
-export const percent = (share) => `${Math.round(share * 100)} %`;
+export const percent = (share) => `${Math.round(share * 100)}%`;
 
 export const plural = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
@@ -63,14 +71,23 @@ export function visible(text) {
   );
 }
 
-/** Returns the numbers of a form; what is left empty is left out. */
+/** Returns the numbers of a form; what is left empty is left out. Throws what to mend. */
 export function numbers(form, names) {
   const found = {};
   for (const name of names) {
+    checkNumber(form.elements[name]);
     const value = form.elements[name].value.trim();
     if (value !== "") found[name] = Number(value);
   }
   return found;
+}
+
+/** A step of 1 means whole numbers; any other one only says how far the arrows of the field go. */
+function checkNumber({ labels, min, max, step, validity }) {
+  const isWhole = step === "1";
+  if (!(validity.badInput || validity.rangeUnderflow || validity.rangeOverflow || (isWhole && validity.stepMismatch))) return;
+  const range = min && max ? ` from ${min} to ${max}` : min && ` of at least ${min}`;
+  throw new Error(`“${labels[0].textContent.trim()}” must be a ${isWhole ? "whole " : ""}number${range}.`);
 }
 
 /** Reads what `keep` kept in this tab; a reload finds it, another tab does not. */

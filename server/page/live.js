@@ -1,7 +1,7 @@
 // Live charts of /metrics and /speculation, read once a second while they are looked at.
 
 import { chunks, getJson, getText } from "./api.js";
-import { byId, element, fillFigures, visible } from "./elements.js";
+import { byId, element, fillFigures, percent, visible } from "./elements.js";
 import { parseMetrics } from "./metrics.js";
 
 const INTERVAL = 1000;
@@ -13,7 +13,7 @@ const history = []; // { time, metrics, speculation }
 let charts = [];
 let following = null; // the loop that reads; null while the view is closed
 
-const share = (value) => (value == null ? "–" : `${Math.round(value * 100)} %`);
+const share = (value) => (value == null ? "–" : percent(value));
 const plainNumber = (value) => (value == null ? "–" : value >= 100 ? value.toFixed(0) : value.toFixed(1));
 const rounded = (value) => String(+value.toFixed(2));
 const milliseconds = (value) => (value == null ? "–" : `${value.toFixed(value < 10 ? 2 : 0)} ms`);
@@ -60,7 +60,7 @@ const CHARTS = [
     idle: "No request is running or waiting.",
   },
   {
-    title: "Share of time by phase", unit: " %", scale: 100, format: share, stacked: true, top: 1,
+    title: "Share of time by phase", unit: "%", scale: 100, format: share, stacked: true, top: 1,
     series: PHASES.map((phase, place) => [phase, ["green", "blue", "violet", "grey"][place], phaseRate(phase)]),
     idle: "The engine is idle. While it works: drafting, scoring by the target, verifying, and the host's own work.",
   },
@@ -75,7 +75,7 @@ const CHARTS = [
     idle: "No token has come while this view was open.",
   },
   {
-    title: "Cache in use", unit: " %", scale: 100, format: share, top: 1,
+    title: "Cache in use", unit: "%", scale: 100, format: share, top: 1,
     series: [
       ["target", "blue", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").target)],
       ["draft", "green", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").draft)],

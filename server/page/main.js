@@ -1,12 +1,12 @@
 // The page's frame: tabs, theme, the server's state, the API key.
 
-import { allowAsking, getJson, onKeyNeeded } from "./api.js";
-import { allowChat, startChat } from "./chat.js";
+import { allowAsking, getJson, onKeyNeeded, onLoss } from "./api.js";
+import { allowChat, serverChanged, startChat } from "./chat.js";
 import { byId, element, visible } from "./elements.js";
 import { follow, redrawLive, startLive } from "./live.js";
-import { raceInChats, startRace } from "./race.js";
+import { raceInChats, raceOn, startRace } from "./race.js";
 import { showServer, startAbout } from "./server.js";
-import { startSettings } from "./settings.js";
+import { offerSources, startSettings } from "./settings.js";
 import { startSnippets } from "./snippets.js";
 import { watchTokens } from "./tokens.js";
 
@@ -80,14 +80,21 @@ function askForKey(wasRefused) {
   });
 }
 
-const meetServer = () => listModels().then(() => showServer(card));
+async function meetServer() {
+  await listModels();
+  const proposers = await showServer(card);
+  if (!proposers) return;
+  offerSources(proposers);
+  raceOn(proposers);
+}
 
 let wasReady = null;
+let nextLook = 0;
 
 async function watchServer() {
   let state = { status: "unreachable", reason: "The server does not answer." };
   try {
-    state = await (await fetch("ready", { cache: "no-store" })).json();
+    state = await (await fetch("ready", { cache: "no-store", signal: AbortSignal.timeout(SLOWLY) })).json();
   } catch {
     // It may come back.
   }
@@ -96,9 +103,11 @@ async function watchServer() {
   if (isReady !== wasReady) {
     byId("server-text").textContent = isReady ? "Ready" : visible(state.reason);
     if (isReady) meetServer();
+    serverChanged(isReady);
   }
   wasReady = isReady;
-  setTimeout(watchServer, isReady ? SLOWLY : QUICKLY);
+  clearTimeout(nextLook); // of another look, at the same time
+  nextLook = setTimeout(watchServer, isReady ? SLOWLY : QUICKLY);
 }
 
 let listing = null;
@@ -145,4 +154,6 @@ startRace(modelName);
 startLive(modelName);
 startTheme();
 startTabs();
+if (!byId("chat").hidden) byId("prompt").focus({ preventScroll: true });
+onLoss(watchServer);
 watchServer();

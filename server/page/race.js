@@ -1,12 +1,18 @@
 // The race: the same prompt and seed, decoded plainly and speculatively, several times by turns.
 
 import { chunks } from "./api.js";
-import { byId, element, fillFigures, numbers, percent, seconds, visible } from "./elements.js";
+import { byId, element, fillFigures, numbers, onEscape, percent, seconds, visible } from "./elements.js";
 import { TokenText } from "./tokens.js";
 
 const form = byId("race-form");
-const PROMPTS = { chat: "Tell me a story about a fox and a bird.", completion: "Once upon a time there was a little fox who" };
+const TEXT = "Tim has a red ball. He takes the ball to the park. A dog sees Tim and runs after the ball. Tim laughs and throws the ball again. The dog brings it back to Tim.";
+// A model that drafts can draft anything; n-grams need a text that says again what stands before.
+const PROMPTS = {
+  story: { chat: "Tell me a story about a fox and a bird.", completion: "Once upon a time there was a little fox who" },
+  edit: { chat: `Write this text again, with Tom in place of Tim: ${TEXT}`, completion: `${TEXT} The same text again: Tim has a red ball.` },
+};
 let running = null;
+let task = "story";
 
 const median = (values) => {
   const sorted = [...values].sort((one, other) => one - other);
@@ -104,7 +110,7 @@ export function startRace(modelName) {
   });
   form.elements.kind.addEventListener("change", offerPrompt);
   byId("stop-race").addEventListener("click", () => running?.abort());
-  document.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
+  onEscape("race", () => running?.abort());
 }
 
 /** A model with a chat template races on a message, as it is meant to be used. */
@@ -114,9 +120,16 @@ export function raceInChats(hasTemplate) {
   offerPrompt();
 }
 
+/** The first prompt is one that suits what drafts on this server. */
+export function raceOn(proposers) {
+  task = ["draft_model", "eagle", "mtp"].some((name) => proposers.includes(name)) ? "story" : "edit";
+  offerPrompt();
+}
+
 function offerPrompt() {
   const { kind, prompt } = form.elements;
-  if (Object.values(PROMPTS).includes(prompt.value)) prompt.value = PROMPTS[kind.value];
+  const offered = Object.values(PROMPTS).flatMap((prompts) => Object.values(prompts));
+  if (offered.includes(prompt.value)) prompt.value = PROMPTS[task][kind.value];
 }
 
 /** Returns path and body of what both lanes ask, but for the speculation. */

@@ -7,18 +7,18 @@ import { postJson } from "./api.js";
 import { requestFor, tokensOf } from "./conversation.js";
 
 const NUM_RANKED = 5;
-const scored = new WeakMap(); // an answer -> the promise of its prompt_logprobs
+const scored = new WeakMap(); // an answer -> the promise of its prompt_logprobs, and how many tokens it is about
 
 /** Returns what `TokenText` asks: the most likely tokens in a token's place, and the token itself. */
 export function scorer(mode, turns, turn) {
   return async (token) => {
-    if (!scored.has(turn)) {
+    const tokens = tokensOf(turn);
+    if (scored.get(turn)?.length !== tokens.length) {
       const asking = ask(mode, turns, turn);
-      scored.set(turn, asking);
+      scored.set(turn, { asking, length: tokens.length });
       asking.catch(() => scored.delete(turn)); // the next click may have more luck
     }
-    const entries = await scored.get(turn);
-    const tokens = tokensOf(turn);
+    const entries = await scored.get(turn).asking;
     const entry = entries[entries.length - tokens.length + tokens.indexOf(token)];
     if (!entry) throw new Error("The model gives no probability to the first token of a text.");
     return Object.entries(entry).map(([id, { decoded_token: text, logprob }]) => ({

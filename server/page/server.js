@@ -2,8 +2,9 @@
 
 import { getJson } from "./api.js";
 import { byId, fillFigures, visible } from "./elements.js";
+import { SOURCES } from "./tokens.js";
 
-const DRAFTERS = { draft_model: "a draft model", ngram: "n-grams of the text", prediction: "predictions", grammar: "grammars" };
+const OF_REQUESTS = ["prediction", "grammar"]; // they draft where a request brings one
 
 const deviceName = (device) => (device.startsWith("cuda") ? `GPU (${device})` : device.toUpperCase());
 
@@ -12,9 +13,10 @@ function drafter(speculation, draft) {
   if (!speculation?.proposer) return null;
   const { proposer, proposers, num_speculative_tokens: length } = speculation;
   if (proposer === "none" || length === 0) return "nobody, unless a request asks for it";
-  const names = proposer === "auto" ? ["draft_model", "ngram"].filter((name) => proposers.includes(name)) : [proposer];
-  const model = draft?.startsWith("self:") ? `the model's own weights in ${draft.slice(5)}` : DRAFTERS.draft_model;
-  return names.map((name) => (name === "draft_model" ? model : DRAFTERS[name])).join(" or ");
+  const names = proposer === "auto" ? Object.keys(SOURCES).filter((name) => proposers.includes(name) && !OF_REQUESTS.includes(name)) : [proposer];
+  if (!names.length) return "nobody, unless a request brings a prediction or a grammar";
+  const own = draft?.startsWith("self:") && `the model's own weights in ${draft.slice(5)}`;
+  return names.map((name) => (name === "draft_model" && own) || SOURCES[name][1]).join(" or ");
 }
 
 /** Returns the line at the top. */
@@ -46,13 +48,17 @@ function facts(version, speculation, card) {
   ].filter(([, value]) => value).map(([term, value]) => [term, visible(value)]);
 }
 
-/** Shows a ready server. `card`: of the served model; without a key it is unknown, as is who drafts. */
+/**
+ * Shows a ready server, and returns what can draft there. `card`: of the served model; without a key it is unknown,
+ * as is who drafts.
+ */
 export async function showServer(card) {
   const version = await getJson("version").catch(() => null);
-  if (!version) return;
+  if (!version) return null;
   const speculation = card && (await getJson("speculation").catch(() => null));
   byId("server-text").textContent = visible(summary(version, speculation));
   fillFigures(byId("about-facts"), facts(version, speculation, card));
+  return speculation?.proposers ?? null;
 }
 
 export function startAbout() {

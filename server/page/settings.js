@@ -2,10 +2,10 @@
 
 import { byId, button, element, keep, kept, numbers } from "./elements.js";
 import { SAMPLING } from "./parameters.js";
+import { SOURCES } from "./tokens.js";
 
 const form = byId("settings-form");
 const STORED = "settings";
-const OWN = { temperature: "0.7" }; // where the page asks for something else than an empty field
 const COMPLETION_TOKENS = 256; // a completion has no natural end, and OpenAI's default is 16
 
 const EXAMPLES = {
@@ -36,6 +36,9 @@ export function startSettings() {
     toggle.focus();
   });
   byId("sampling").append(...SAMPLING.map(numberField));
+  const sources = Object.entries(SOURCES).map(([value, [label]]) => element("option", { value, disabled: value === "prediction" }, label));
+  sources.find(({ value }) => value === "prediction").textContent += " (by the API only)"; // this page sends none
+  form.elements.method.append(...sources, element("option", { value: "none" }, "nothing"));
   restore();
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", changed);
@@ -50,8 +53,16 @@ export function startSettings() {
   show(kept("drawer") === true);
 }
 
+/** Offers to draft from what can draft here, by the server's account. */
+export function offerSources(proposers) {
+  const { method } = form.elements;
+  for (const option of method.options) option.hidden = !["", "none", ...proposers].includes(option.value);
+  if (method.selectedOptions[0].hidden) method.value = "";
+  changed();
+}
+
 function numberField({ label, ...field }) {
-  const input = element("input", { ...field, type: "number", defaultValue: OWN[field.name] ?? "" });
+  const input = element("input", { ...field, type: "number" });
   return element("label", { className: "field" }, element("span", {}, label), input);
 }
 

@@ -2,12 +2,19 @@
 
 import { byId, element, percent, visible } from "./elements.js";
 
+/** What drafts, by its name in requests: its name in a legend, and in a sentence. */
+export const SOURCES = {
+  draft_model: ["draft model", "a draft model"],
+  eagle: ["EAGLE head", "an EAGLE head"],
+  mtp: ["MTP head", "the checkpoint's MTP head"],
+  ngram: ["n-gram", "n-grams of the text"],
+  prediction: ["prediction", "predictions"],
+  grammar: ["grammar", "grammars"],
+};
+
 /** Kinds in the order of the legend. An accepted token's kind is who drafted it. */
 export const KINDS = {
-  draft_model: "accepted, draft model",
-  ngram: "accepted, n-gram",
-  prediction: "accepted, prediction",
-  grammar: "accepted, grammar",
+  ...Object.fromEntries(Object.entries(SOURCES).map(([name, [label]]) => [name, `accepted, ${label}`])),
   recovered: "recovered",
   bonus: "bonus",
   plain: "plain",
@@ -148,7 +155,9 @@ export function watchTokens() {
   document.addEventListener("click", (event) => (tokenAt(event) ? pin(event.target) : hideCard()));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && tokenAt(event)) pin(event.target);
-    if (event.key === "Escape") hideCard();
+    if (event.key !== "Escape") return;
+    if (isPinned) event.preventDefault(); // the card that stays takes the key
+    hideCard();
   });
   // To focus a token may scroll to it.
   const follow = () => (facts.has(document.activeElement) && !isPinned ? showCard(document.activeElement) : hideCard());

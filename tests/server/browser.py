@@ -97,10 +97,21 @@ class Browser:
 
     def press(self, key: str, *, shift: bool = False) -> None:
         """Enter also writes, as on a real keyboard, unless the page prevents it."""
-        enter = {"text": "\r", "windowsVirtualKeyCode": 13} if key == "Enter" else {}
+        known: dict[str, dict[str, Any]] = {
+            "Enter": {"text": "\r", "windowsVirtualKeyCode": 13},
+            "Escape": {"windowsVirtualKeyCode": 27},
+        }
         modifiers = 8 if shift else 0
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, modifiers=modifiers, **enter)
+        self.call(
+            "Input.dispatchKeyEvent", type="keyDown", key=key, modifiers=modifiers, **known.get(key, {})
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, modifiers=modifiers)
+
+    def connect(self, *, is_there: bool) -> None:
+        """Breaks the network, for requests that begin then, or mends it."""
+        self.call("Network.enable")
+        speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        self.call("Network.emulateNetworkConditions", offline=not is_there, **speed)
 
     def look(self, *, width: int = 1280, height: int = 860, theme: str = "light") -> None:
         """The size of the window, and the colours that its user prefers."""

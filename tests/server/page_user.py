@@ -8,12 +8,45 @@ from typing import Any
 from tests.server.browser import Browser
 from tests.server.running import RunningServer
 
+# Returns the texts that are fainter on their ground than WCAG's AA allows, 4.5 to 1.
+FAINT = """(() => {
+    const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+    const light = colours => {
+        for (const colour of colours) {
+            canvas.globalAlpha = colour.alpha;
+            canvas.fillStyle = colour.fill;
+            canvas.fillRect(0, 0, 1, 1);
+        }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3)
+            .map(part => part / 255)
+            .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, part, at) => sum + part * [0.2126, 0.7152, 0.0722][at], 0);
+    };
+    const faint = [];
+    for (const element of document.querySelectorAll(SELECTOR)) {
+        const hasText = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+        if (!hasText || !element.checkVisibility()) continue;
+        const above = [];
+        let alpha = 1;
+        for (let at = element; at; at = at.parentElement) {
+            above.unshift({fill: getComputedStyle(at).backgroundColor, alpha: 1});
+            alpha *= getComputedStyle(at).opacity;
+        }
+        const ground = light(above);
+        const text = light([...above, {fill: getComputedStyle(element).color, alpha}]);
+        const contrast = (Math.max(ground, text) + 0.05) / (Math.min(ground, text) + 0.05);
+        if (contrast < 4.5) faint.push([element.textContent, contrast]);
+    }
+    return faint;
+})()"""
+
 
 @contextmanager
 def page(browser: Browser, server: RunningServer, view: str = "chat") -> Iterator[None]:
     """Opens the page anew, ready for use. At the end nothing may have been refused or thrown."""
     browser.leave()  # the page of a test that failed may still complain
     browser.problems.clear()
+    browser.connect(is_there=True)
     browser.look()
     # What an earlier test's page kept, which may have failed anywhere, is forgotten.
     forget = "location.origin === 'null' || (sessionStorage.clear(), localStorage.clear())"

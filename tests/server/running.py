@@ -92,6 +92,15 @@ class RunningServer:
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             yield
 
+    def drop_connections(self) -> None:
+        """Ends them as a killed server would, in the middle of what is sent."""
+
+        def drop() -> None:
+            for connection in list(self.connections):
+                connection.transport.abort()
+
+        self.loop.call_soon_threadsafe(drop)
+
     def pass_time(self, seconds: float) -> None:
         """Move the clock of the server's timers forward."""
         self.loop.call_soon_threadsafe(self.loop.pass_time, seconds)

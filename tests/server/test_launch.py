@@ -1,13 +1,13 @@
 """What ``serve`` prints when the models are loaded, and what follows from the cache's size."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
-from truedraft.engine.messages import EncoderDecoderLengths, Ready
-from truedraft.server.cli.launch import capacity
+from truedraft.engine.messages import DefaultMethod, EncoderDecoderLengths, Ready
+from truedraft.server.cli.launch import DRAFTERS, capacity
 from truedraft.server.errors import ContextLengthError
 from truedraft.server.generation.sampling_params import build_sampling_params, longest_request
 from truedraft.server.leniency import Leniency
@@ -97,6 +97,18 @@ def test_requests_at_once_are_limited_by_the_setting_too() -> None:
     ("length", "fields", "words"),
     [
         (1, {"method": "ngram"}, "length 1; source: n-grams of the text so far"),
+        (
+            2,
+            {"method": "auto", "methods": ["grammar", "ngram"]},
+            "length 2; source: n-grams of the text so far",
+        ),
+        (2, {"method": "auto", "methods": ["grammar"]}, "length 2; source: none"),
+        (
+            2,
+            {"method": "auto", "methods": ["eagle", "grammar", "ngram"]},
+            "length 2; source: the head on the target's states or n-grams of the text so far, "
+            "by expected speed",
+        ),
         (0, {}, "off, unless a request asks for it"),
         (4, {"method": "none"}, "off, unless a request asks for it"),
         (4, {"method": "none", "methods": []}, "off"),
@@ -105,6 +117,10 @@ def test_requests_at_once_are_limited_by_the_setting_too() -> None:
 def test_who_drafts(length: int, fields: dict[str, Any], words: str) -> None:
     lines = capacity(Settings(num_speculative_tokens=length), worker(**fields))
     assert lines[2] == f"  drafting  {words}"
+
+
+def test_every_source_that_settings_name_has_words() -> None:
+    assert set(DRAFTERS) == {*get_args(DefaultMethod)} - {"auto", "none"}
 
 
 def test_folder_without_a_tokenizer_is_said_in_one_sentence(tmp_path: Path) -> None:

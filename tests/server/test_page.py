@@ -1,11 +1,14 @@
 """A real browser opens the page at ``/``: files, header, race and live views, keys; what stays text."""
 
+from typing import get_args
+
 import pytest
 
 from tests.server.browser import Browser
 from tests.server.conftest import StartServer
-from tests.server.page_user import figures, page, send, texts, tokens, wait_until_ready
+from tests.server.page_user import FAINT, figures, legends, page, send, texts, tokens, wait_until_ready
 from tests.server.running import MODEL, RunningServer
+from truedraft.engine.messages import Source
 from truedraft.server.routes.page import FOLDER
 
 HOSTILE = (
@@ -15,6 +18,13 @@ HOSTILE = (
     "<a href=javascript:alert(1)>a</a>"
 )
 MAX_BYTES = 200_000
+CALLED_SO = ("prediction", "grammar")  # sources whose name in requests is their name in words
+
+
+def options(browser: Browser) -> list[str]:
+    """Returns the sources that the settings offer."""
+    offered = "[...document.querySelector('#settings [name=method]').options].filter(o => !o.hidden)"
+    return sorted(browser.run(f"{offered}.map(o => o.value)"))
 
 
 def test_files_are_small_plain_and_refer_to_nothing_else(server: RunningServer) -> None:
@@ -47,6 +57,39 @@ def test_the_header_says_what_is_served(browser: Browser, server: RunningServer)
         assert facts["Name in requests"] == MODEL
         assert facts["Context"] == "512 tokens of prompt and answer"
         assert facts["Who drafts"] in line
+
+
+SOURCES = sorted({*get_args(Source)} - {"none"})
+
+
+def test_every_source_has_a_name_a_colour_and_an_option(browser: Browser, start_server: StartServer) -> None:
+    with start_server("--sources", ",".join(SOURCES)) as server, page(browser, server):
+        browser.fill("[name=max_tokens]", str(4 * len(SOURCES)))
+        send(browser)
+        kinds = [kind for kind in legends(browser)[0] if kind.startswith("accepted, ")]
+        assert len(kinds) == len(SOURCES)
+        assert not [kind for kind in kinds if kind.removeprefix("accepted, ") in {*SOURCES} - {*CALLED_SO}]
+        swatches = "[...document.querySelectorAll('.turn .summary .swatch')]"
+        colours = browser.run(f"{swatches}.map(e => getComputedStyle(e).backgroundColor)")
+        assert len({*colours, "rgba(0, 0, 0, 0)"}) == len(kinds) + 2, colours  # bonus has one as well
+        assert options(browser) == sorted(["", "none", *SOURCES])
+        for mode in ("light", "dark"):
+            browser.look(theme=mode)
+            assert browser.run(FAINT.replace("SELECTOR", "'.token'")) == []
+
+
+def test_only_what_drafts_here_is_named_and_offered(browser: Browser, start_server: StartServer) -> None:
+    """A head is no draft model. Where nothing but the text drafts, the race is an edit of a text."""
+    drafts = "drafts by an EAGLE head or n-grams of the text"
+    with start_server("--sources", "eagle,grammar,ngram") as server, page(browser, server):
+        assert browser.text("#server-text").endswith(f" \u00b7 {drafts}")
+        assert options(browser) == ["", "eagle", "grammar", "ngram", "none"]
+        assert "story" in browser.run("document.querySelector('#race [name=prompt]').value")
+    with start_server("--sources", "grammar,ngram") as server, page(browser, server):
+        assert browser.text("#server-text").endswith(" \u00b7 drafts by n-grams of the text")
+        assert "Tom in place of Tim" in browser.run("document.querySelector('#race [name=prompt]').value")
+    with start_server("--sources", "grammar") as server, page(browser, server):
+        assert browser.text("#server-text").endswith(" \u00b7 no drafts")
 
 
 @pytest.mark.parametrize("order", ["alone", "together"])
@@ -118,6 +161,27 @@ def test_keys_and_themes(browser: Browser, server: RunningServer) -> None:
                 browser.click(f"#tab-{view}")
                 overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
                 assert browser.run(overflow) == 0, (width, view)
+
+
+def test_it_can_be_read_and_named(browser: Browser, server: RunningServer) -> None:
+    """What WCAG's AA asks of contrasts, of names that hold what is seen, and of landmarks."""
+    with page(browser, server):
+        assert browser.run("document.activeElement.id") == "prompt"  # ready to type
+        browser.fill("[name=max_tokens]", "8")
+        browser.click("#settings-button")
+        send(browser, "Read `this`.")
+        for theme in ("light", "dark"):
+            for view in ("text", "tokens"):
+                browser.look(theme=theme)
+                browser.click(f"[name=view][value={view}]")
+                assert browser.run(FAINT.replace("SELECTOR", "'body *'")) == [], (theme, view)
+        named = "[...document.querySelectorAll('button[aria-label]')].filter(b => b.textContent.trim())"
+        assert browser.run(f"{named}.map(b => b.outerHTML)") == []
+        plain = "[...document.querySelectorAll('div[aria-label], span[aria-label]')].filter(e => !e.role)"
+        assert browser.run(f"{plain}.map(e => e.outerHTML)") == []
+        places = "'header, nav, main, dialog, .skip, [hidden]'"
+        lost = f"[...document.body.children].filter(e => !e.matches({places}))"
+        assert browser.run(f"{lost}.map(e => e.outerHTML)") == []
 
 
 def test_a_key_is_asked_for_and_kept_in_memory(browser: Browser, start_server: StartServer) -> None:

@@ -75,7 +75,7 @@ def test_figures_agree(browser: Browser, server: RunningServer, mode: str, strea
         assert legends(browser)[-1] == {"accepted, draft model": 6, "bonus": 2}
         shown = figures(browser)
         assert [answer["tokens"] for answer in shown] == [str(length) for length in lengths]
-        assert shown[-1]["drafts accepted"] == "6 of 6 (100 %)"
+        assert shown[-1]["drafts accepted"] == "6 of 6 (100%)"
         assert shown[-1]["ended"] == "at max tokens"
         accepted = sum(length * 3 // 4 for length in lengths)
         assert f"{sum(lengths)} tokens, {accepted} of {accepted} drafts accepted" in browser.text("#totals")
@@ -91,16 +91,16 @@ def test_settings_are_sent(browser: Browser, server: RunningServer) -> None:
         asked = server.messages_to_worker("Generate")[-1]
         assert "max_tokens=512" not in asked
         assert figures(browser)[0]["ended"] == "context is full"
-        assert "temperature=0.7," in asked
+        assert "temperature=1.0," in asked
         assert "top_k=0," in asked
         browser.click("#settings-button")
-        for name, value in (numbers | {"max_tokens": "4", "temperature": "", "method": "none"}).items():
+        for name, value in (numbers | {"max_tokens": "4", "temperature": "0.5", "method": "none"}).items():
             browser.fill(f"#settings [name={name}]", value)
         browser.fill("[name=system]", "Be brief.")
         browser.click("#new-chat")
         send(browser)
         asked = server.messages_to_worker("Generate")[-1]
-        for field in ("max_tokens=4,", "temperature=1.0", "top_k=7", "min_p=0.25", "top_p=0.5", "seed=3"):
+        for field in ("max_tokens=4,", "temperature=0.5", "top_k=7", "min_p=0.25", "top_p=0.5", "seed=3"):
             assert field in asked
         assert "presence_penalty=1.0" in asked
         assert "num_speculative_tokens=0" in asked
@@ -172,6 +172,221 @@ def test_stop(browser: Browser, start_server: StartServer) -> None:
         browser.fill("[name=max_tokens]", "4")
         send(browser, "Go on.")
         assert "Hello, wörl<|im_end|>" in last_prompt(server)
+
+
+def test_escape_stops_only_what_nothing_else_takes_it_from(
+    browser: Browser, start_server: StartServer
+) -> None:
+    """A dialog, a card that stays, a text that is composed and another view have keys of their own."""
+    with start_server() as server, page(browser, server):
+        server.worker.at_most(2)
+        browser.click("[name=view][value=tokens]")
+        browser.fill("#prompt", "Hello")
+        browser.click("#send")
+        browser.wait("document.querySelectorAll('.token').length === 8")
+        for opener, dialog in (("#server", "#about-dialog"), ("#code", "#code-dialog")):
+            browser.click(opener)
+            browser.wait(f"document.querySelector('{dialog}').open")
+            browser.press("Escape")
+            browser.wait(f"!document.querySelector('{dialog}').open")
+        browser.click(".token")
+        browser.press("Escape")
+        assert browser.run("document.querySelector('#token-card').hidden")
+        browser.run(
+            "document.querySelector('#prompt').dispatchEvent("
+            "new KeyboardEvent('keydown', {key: 'Escape', isComposing: true, bubbles: true}))"
+        )
+        browser.click("#tab-live")
+        browser.press("Escape")
+        browser.click("#tab-chat")
+        assert not browser.run("document.querySelector('#stop').hidden")
+        browser.press("Escape")
+        wait_for_answer(browser)
+        assert figures(browser)[0]["ended"] == "stopped by you"
+        server.worker.go_on()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_view_follows_to_the_very_end(browser: Browser, start_server: StartServer, width: int) -> None:
+    """Figures and buttons come last; none of it may lie under the box. Who reads above is left there."""
+    gap = (
+        "document.querySelector('.dock').getBoundingClientRect().top"
+        " - [...document.querySelectorAll('.turn-actions')].at(-1).getBoundingClientRect().bottom"
+    )
+    with start_server("--text", "A line.\n\n", "--max-model-len", "4000") as server, page(browser, server):
+        browser.look(width=width, height=700)
+        browser.fill("[name=max_tokens]", "400")
+        for view in ("text", "tokens"):
+            browser.click(f"[name=view][value={view}]")
+            send(browser)
+            browser.wait(f"{gap} >= 0")
+            assert browser.run("scrollY") > 0
+        browser.fill("#prompt", "one\n" * 6)
+        browser.wait("document.querySelector('#prompt').offsetHeight > 100")
+        browser.wait(f"{gap} >= 0")
+        browser.fill("#prompt", "More")
+        server.worker.at_most(0)
+        browser.click("#send")
+        browser.wait("document.querySelectorAll('.assistant').length === 3")
+        browser.run("scrollTo(0, 0)")
+        server.worker.go_on()
+        wait_for_answer(browser)
+        assert browser.run("scrollY") == 0
+
+
+def test_a_lost_server_is_waited_for(browser: Browser, start_server: StartServer) -> None:
+    """What has come stays, and the answer goes on from it when the server is back."""
+    with start_server() as server, page(browser, server):
+        server.worker.at_most(2)
+        browser.fill("[name=max_tokens]", "20")
+        browser.fill("#prompt", "Hello")
+        browser.click("#send")
+        browser.wait("document.querySelector('.prose')?.textContent === 'Hello, w'")
+        # The page need not wait for its next look to know that there is no server.
+        browser.run("for (let id = setTimeout(() => {}); id; id -= 1) clearTimeout(id)")
+        browser.connect(is_there=False)
+        server.drop_connections()
+        wait_for_answer(browser)
+        browser.wait("document.querySelector('#retry').disabled")
+        lost = "The connection to the server was lost."
+        assert browser.text("#error-text") == f"{lost} This page waits for the server."
+        assert figures(browser)[0]["ended"] == "as the connection was lost"
+        browser.connect(is_there=True)
+        browser.wait("!document.querySelector('#retry').disabled")
+        assert browser.text("#error-text") == f"{lost} The server is there again."
+        assert browser.text("#retry") == "Continue"
+        server.worker.go_on()
+        browser.click("#retry")
+        wait_for_answer(browser)
+        assert turns(browser) == ["Hello", f"Hello, w{TEXT.rstrip()}"]
+        assert last_prompt(server).endswith("<|im_start|>assistant\nHello, w")
+        assert figures(browser)[0]["tokens"] == "28"
+        assert "drafts accepted" not in figures(browser)[0]  # nobody counted those of the first part
+        assert browser.run("document.querySelector('#error').hidden")
+        browser.problems.clear()  # the browser notes each request that failed
+
+
+def test_a_server_that_is_lost_before_it_answers(browser: Browser, server: RunningServer) -> None:
+    with page(browser, server):
+        browser.connect(is_there=False)
+        browser.fill("[name=max_tokens]", "4")
+        send(browser)
+        browser.wait("document.querySelector('#retry').disabled")
+        browser.click("#tab-race")
+        browser.click("#start-race")
+        browser.wait("document.querySelector('#verdict').textContent.includes('connection')")
+        browser.connect(is_there=True)
+        browser.wait("!document.querySelector('#retry').disabled")
+        assert browser.text("#retry") == "Try again"
+        browser.click("#tab-chat")
+        browser.click("#retry")
+        browser.wait("document.querySelectorAll('.assistant').length === 1")
+        wait_for_answer(browser)
+        assert turns(browser) == ["Hello", "Hell"]
+        browser.problems.clear()  # the browser notes each request that failed
+
+
+@pytest.mark.parametrize("hides_first", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_reload_in_mid_answer_is_explained(
+    browser: Browser, start_server: StartServer, num_steps: int, hides_first: bool
+) -> None:
+    """Some browsers hide the page first, others break off the answer first."""
+    with start_server() as server, page(browser, server):
+        server.worker.at_most(num_steps)
+        browser.fill("[name=max_tokens]", "12")
+        browser.fill("#prompt", "Hello")
+        browser.click("#send")
+        server.wait_for_messages("Generate", 1)
+        if num_steps:
+            browser.wait("document.querySelector('.prose')?.textContent === 'Hello, w'")
+        kept = browser.run("(dispatchEvent(new Event('pagehide')), sessionStorage.conversations)")
+        source = f"sessionStorage.conversations = {json.dumps(kept)}" if hides_first else ""
+        script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=source)
+        browser.run("window.isOld = true")
+        browser.call("Page.reload")
+        browser.wait("!window.isOld && document.querySelector('#totals') !== null")
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
+        wait_until_ready(browser)
+        why = "The page was left before this answer was complete."
+        assert browser.text("#error-text") == (why if num_steps else "The last message has no answer yet.")
+        assert browser.text("#retry") == ("Continue" if num_steps else "Try again")
+        server.worker.go_on()
+        browser.click("#retry")
+        browser.wait("document.querySelectorAll('.assistant').length === 1")
+        wait_for_answer(browser)
+        assert turns(browser) == ["Hello", ("Hello, w" if num_steps else "") + TEXT[:11]]
+
+
+@pytest.mark.parametrize("mode", ["chat", "completion"])
+def test_an_answer_that_was_cut_goes_on(browser: Browser, server: RunningServer, mode: str) -> None:
+    """Its figures are then about all of it. One that ended, or that must be JSON, offers nothing."""
+    with page(browser, server):
+        browser.click(f"[name=mode][value={mode}]")
+        browser.fill("[name=max_tokens]", "8")
+        send(browser)
+        assert "".join(tokens(browser)) == "Hello, w"
+        browser.click(".token")
+        browser.wait("document.querySelectorAll('#token-card meter').length >= 5")
+        press_button(browser, "Continue")
+        assert [sum(legend.values()) for legend in legends(browser)] == [16]
+        assert "".join(tokens(browser)) == "Hello, w" * 2
+        assert figures(browser)[0]["tokens"] == "16"
+        assert figures(browser)[0]["drafts accepted"] == "12 of 12 (100%)"
+        assert figures(browser)[0]["tokens per drafting round"] == "4.00"
+        begun = {"chat": "<|im_start|>assistant\nHello, w", "completion": "HelloHello, w"}[mode]
+        assert last_prompt(server).endswith(begun)
+        browser.run("document.querySelector('.turn .text').focus()")
+        browser.press("ArrowRight")
+        browser.press("Enter")
+        browser.wait("document.querySelectorAll('#token-card meter').length >= 5")
+        assert texts(browser, "#token-card .chosen span") == ['"H"']
+        offered = "[...document.querySelectorAll('.turn button')].some(b => b.textContent === 'Continue')"
+        assert browser.run(offered)
+        browser.fill("[name=format]", "json_object")
+        send(browser)
+        assert not browser.run(offered)
+
+
+def test_numbers_are_checked_before_they_are_sent(browser: Browser, server: RunningServer) -> None:
+    num_before = len(server.messages_to_worker("Generate"))
+    with page(browser, server):
+        browser.fill("#prompt", "Hello")
+        for name, value, words in (
+            ("max_tokens", "-5", "“Max tokens” must be a whole number of at least 1."),
+            ("max_tokens", "1.5", "“Max tokens” must be a whole number of at least 1."),
+            ("temperature", "3", "“Temperature” must be a number from 0 to 2."),
+            ("num_speculative_tokens", "33", "“Draft length” must be a whole number from 0 to 32."),
+        ):
+            browser.fill(f"#settings [name={name}]", value)
+            browser.click("#code")
+            browser.wait(f"document.querySelector('#error-text').textContent === {json.dumps(words)}")
+            browser.fill(f"#settings [name={name}]", "")
+        browser.fill("#settings [name=temperature]", "-1")
+        browser.click("#send")
+        browser.wait("document.querySelector('#error-text').textContent.includes('Temperature')")
+        assert len(server.messages_to_worker("Generate")) == num_before
+        browser.fill("#settings [name=temperature]", "0.75")  # a step of the arrows is not a bound
+        browser.fill("[name=max_tokens]", "4")
+        browser.click("#retry")
+        browser.wait("document.querySelectorAll('.assistant').length === 1")
+        wait_for_answer(browser)
+        assert "temperature=0.75" in server.messages_to_worker("Generate")[-1]
+
+
+def test_the_code_has_only_what_was_written(browser: Browser, server: RunningServer) -> None:
+    with page(browser, server):
+        browser.click("#code")
+        browser.wait("document.querySelector('#error-text').textContent.startsWith('Write a message first')")
+        browser.fill("[name=max_tokens]", "4")
+        send(browser, "mine")
+        for typed, messages in (("", ["mine"]), ("next", ["mine", "Hell", "next"])):
+            browser.fill("#prompt", typed)
+            browser.click("#code")
+            browser.wait("document.querySelector('#code-dialog').open")
+            body = browser.text("#code-text").partition("-d '")[2].rstrip("'")
+            assert [message["content"] for message in json.loads(body)["messages"]] == messages
+            browser.click("#code-form [type=submit]")
 
 
 def test_a_reload_keeps_the_conversation(browser: Browser, server: RunningServer) -> None:
