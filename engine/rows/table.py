@@ -171,12 +171,14 @@ class RowTable:
         self.floats = self.numbers.view(np.float64)
 
     def rows_of(self, texts: Sequence[Text]) -> list[Row]:
-        """Returns the rows of sequences, which follow their texts; a sequence that is new enters here."""
-        rows = [self._rows.get(text) or self._add(text) for text in texts]
-        if rows:
-            numbers = [row.number for row in rows]
-            self.numbers[numbers, Field.NUM_STORED] = [len(row.token_ids) - 1 for row in rows]
-        return rows
+        """Returns the rows of sequences; one that is new enters here."""
+        return [self._rows.get(text) or self._add(text) for text in texts]
+
+    def lines_of(self, rows: Sequence[Row]) -> "np.ndarray[Any, Any]":
+        """Returns the numbers of the rows' lines, int64, which are up to date with their texts then."""
+        lines = np.array([row.number for row in rows], dtype=np.int64)
+        self.numbers[lines, Field.NUM_STORED] = [len(row.token_ids) - 1 for row in rows]
+        return lines
 
     def _add(self, text: Text) -> Row:
         if not self._free:

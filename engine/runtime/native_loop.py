@@ -55,7 +55,7 @@ class NativeLoop:
         verified, as logits were no distribution or there was no memory: nothing has happened then but in the
         caches."""
         max_drafts = max(part.draft.max_num_drafts for part in plan.rows)
-        lines = np.array([row.number for row in rows], dtype=np.int64)
+        lines = self.table.lines_of(rows)
         draws = any(part.draft.num_tokens for part in plan.rows)
         num_missing = self._begin(plan, rows, lines, draws)
         if not self._holds(max(part.num_tokens for part in plan.rows), num_missing, max_drafts):

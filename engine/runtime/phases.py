@@ -99,7 +99,6 @@ class PhaseRunner:
             if took + 2 * longest > self.step_seconds:
                 break
             plan = self._next_plan(plan, last)
-            self.table.rows_of([part.sequence for part in plan.rows])
             last = self._round(plan, rows, None)
             last.sources = [part.draft.first_source for part in plan.rows]
             longest = max(longest, sum(last.seconds))

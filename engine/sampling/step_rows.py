@@ -43,7 +43,7 @@ class StepRows:
     @cached_property
     def lines(self) -> "np.ndarray[Any, Any]":
         """Returns the numbers of the rows' lines in their table: int64 [B]."""
-        return np.array([row.number for row in self.rows], dtype=np.int64)
+        return self.table.lines_of(self.rows)
 
     @cached_property
     def seeds(self) -> torch.Tensor:

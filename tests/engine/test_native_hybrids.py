@@ -157,7 +157,7 @@ def test_a_round_that_cannot_be_verified_is_begun_anew() -> None:
     core = engine(hybrid(noise=0.05, in_c=True), max_num_sequences=8)
     unknown = VOCAB_SIZE - 1
     params = structs.replace(GREEDY, logit_bias={unknown: -1000.0})  # no other text has it
-    core.runner.target._kept[2].embeddings.weight[unknown] = torch.nan
+    core.target.fast_pass._kept[2].embeddings.weight[unknown] = torch.nan
     prompts = [[unknown], *([token_id % unknown for token_id in text(n, 20)] for n in range(4))]
     for number, prompt in enumerate(prompts):
         core.add(Generate(str(number), prompt, params))

@@ -586,7 +586,7 @@ def test_adjustments_touch_tokens_alone() -> None:
     (row,) = RowTable().rows_of([sequence])
     row.copy_text()
     logits, count = torch.zeros(3, 8), array("q", [1])
-    index = array("q", [row.number])
+    index = row.table.lines_of([row])
     numbers = row.table.numbers
     library.adjust(
         address(numbers, torch.int64, numbers.shape),

@@ -40,6 +40,7 @@ def test_c_sees_the_columns_that_torch_sees() -> None:
     table = RowTable()
     given = text()
     (row,) = table.rows_of([given])
+    table.lines_of([row])
     line = np.ascontiguousarray(table.numbers[row.number])
     struct = RowInC.from_buffer(line)
     seen = {name: getattr(struct, name) or 0 for name, _ in RowInC._fields_}
@@ -56,6 +57,7 @@ def test_a_sequence_keeps_its_line_and_follows_its_text() -> None:
     rows = table.rows_of([other, given])
     assert rows[1] is row
     assert rows[0].number != row.number
+    assert table.lines_of(rows).tolist() == [each.number for each in rows]
     assert table.numbers[row.number, Field.NUM_STORED] == 3
     row.copy_text()
     assert row.arrays[Field.TOKEN_IDS][:4].tolist() == [1, 2, 1, 7]
