@@ -113,7 +113,7 @@ def main(settings: CheckSettings) -> int:
     except (ModelLoadError, RequestError, OSError) as error:
         print(f"truedraft: {error}", file=sys.stderr)
         return CANNOT_LOAD
-    except EngineFailedError as error:
+    except (EngineFailedError, AssertionError) as error:  # the engine's own invariants are assertions
         print(f"NOT EXACT: the engine failed: {error}", file=sys.stderr)
         return NOT_EXACT
     if settings.json_output:

@@ -133,7 +133,7 @@ def test_prompt_logprobs_beside_others_and_after_preemption(models: Models) -> N
         params = SamplingParams(max_tokens=30, temperature=0, prompt_logprobs=wanted)
         core.add(Generate(request_id=str(i), prompt_token_ids=PROMPT[i:], params=params))
     core.step()
-    core.scheduler._preempt(core.scheduler.running[-1])
+    core.scheduler._put_back(core.scheduler.running[-1])
     got = {}
     while core.has_work:
         for output in core.step():

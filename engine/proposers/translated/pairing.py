@@ -21,7 +21,10 @@ DIFFERENT_SHARE = 0.01
 # Without tokenizers to compare: more than vocabularies are ever padded by.
 MAX_PADDING = 1024
 # A folder with one of these has a tokenizer.
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "source.spm"),
+)
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
 
 
@@ -82,12 +85,12 @@ def _translator(tokenizer: Any, path: str) -> TextTokenizer:
 def load_tokenizer(path: str) -> Any | None:
     """None where there is none: models without text can be checked with token ids. ``ModelLoadError`` for one
     that is damaged, which would otherwise be taken for none."""
+    if not _has_vocabulary(path):
+        return None  # transformers would make up an empty one for some types of models
     try:
         return load_pretrained_tokenizer(path)
     except (OSError, ValueError) as error:
-        if _has_vocabulary(path):
-            raise ModelLoadError(str(error)) from error
-        return None
+        raise ModelLoadError(str(error)) from error
 
 
 def _has_vocabulary(path: str) -> bool:
