@@ -82,6 +82,7 @@ def make_engine(
         "cache_memory": "16MiB",
         "num_speculative_tokens": 4,
         "step_seconds": 0,  # a round a step
+        "prompt_seconds": 0,  # no time that is measured decides how long the pieces of prompts are
         "cuda_graph_seconds": 600,  # however busy the machine is, all are captured
         "draft_vocab_size": "full",  # no time that is measured decides what a head drafts
         "method": "draft_model" if draft and config.get("num_speculative_tokens") != 0 else "none",

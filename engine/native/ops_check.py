@@ -48,7 +48,7 @@ def agrees(ops: RoundOps) -> bool:
             stop_token_ids=frozenset({11, 12}),
             drafts_greedily=rule is Rule.EXACT_MATCH or seed % 7 == 3,
         )
-        for seed, (params, rule) in enumerate((params, rule) for params in PARAMS * 4 for rule in Rule)
+        for seed, (params, rule) in enumerate((params, rule) for params in PARAMS * 8 for rule in Rule)
     ]
     rows = RowTable().rows_of(probes)
     generator = torch.Generator().manual_seed(1)
@@ -81,7 +81,8 @@ def drawn_and_judged(
         token_ids[:, position] = draw.ids
         if draw.probs is not None:
             probs[:, position] = draw.probs
-    lengths = [num_drafts - row % (num_drafts + 1) for row in range(num_rows)]
+    # The rules take turns from row to row, so each of them meets every length.
+    lengths = [num_drafts - row // len(Rule) % (num_drafts + 1) for row in range(num_rows)]
     packed = torch.cat([logits[row, : length + 1] for row, length in enumerate(lengths)])
     drafts = Drafts(token_ids, probs if sampler.uses_draft_probs else None, lengths)
     adjusted = sampler.adjust(packed, drafts)
