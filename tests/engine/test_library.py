@@ -166,7 +166,10 @@ def test_choices(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"json_schema": {"type": "string", "pattern": "(?=a)"}}, "json_schema.pattern cannot be used: .*pattern"),
+        (
+            {"json_schema": {"type": "string", "pattern": "(?=a)"}},
+            "json_schema.pattern cannot be used: .*pattern",
+        ),
         ({"json_schema": {"not": {"type": "string"}}}, "json_schema|grammar"),
         ({"json_schema": "{"}, "json_schema cannot be used"),
         ({"regex": "("}, "grammar|regex"),
