@@ -69,7 +69,7 @@ def drafts_beyond_the_end_need_room(patch: pytest.MonkeyPatch) -> None:
 def test_planted_bug_is_caught(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    """The crashes are the largest of none and a missing block. A piece of a single token may be run as a row."""
+    """The crashes are the largest of none and a missing block."""
     plant(monkeypatch)
     with pytest.raises((AssertionError, ZeroDivisionError, ValueError, IndexError)):
         check_all(pair)
