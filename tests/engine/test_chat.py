@@ -10,8 +10,8 @@ from rich.console import Console
 
 from truedraft import LLM, SamplingParams
 from truedraft.engine.commands import chat as command
-from truedraft.engine.commands import options
 from truedraft.engine.commands.chat import Chat, ChatSettings, main
+from truedraft.engine.models import generation_defaults
 from truedraft.server.cli.settings_sources import read_options, target_first
 
 GREEDY = ["--temperature", "0", "--max-tokens", "16"]
@@ -110,7 +110,7 @@ def test_an_answer_may_fill_the_context(llm: LLM) -> None:
 
 def test_what_the_makers_recommend_is_the_default(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     recommended = {"temperature": 0.6, "top_k": 20.0, "max_new_tokens": 7.0}
-    monkeypatch.setattr(options, "default_sampling", lambda config: recommended)
+    monkeypatch.setattr(generation_defaults, "default_sampling", lambda config: recommended)
     params = begun(llm)[0]._params
     monkeypatch.setattr(llm, "room", lambda messages: 500)
     assert params() == SamplingParams(max_tokens=7, temperature=0.6, top_k=20)

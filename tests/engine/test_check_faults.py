@@ -5,7 +5,7 @@ only requests with some parameters meet, at some positions of a round.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,20 +169,12 @@ def prompts() -> list[list[int]]:
     return [list(tokenizer.encode(text)) for text in PROMPTS]
 
 
-# These are in every run of the suite; the others are slow.
-REPRESENTATIVE = {
+# These are in every run of the suite; of the others a commit runs a tenth.
+REPRESENTATIVE = (
     "every third draft and later ones are accepted",
     "penalties do not see the drafts of their round",
     "top-p is ignored",
-    "penalties of the block rule do not see drafts",
-}
-
-
-def some_slow(names: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(name, id=name, marks=[] if name in REPRESENTATIVE else [pytest.mark.slow])
-        for name in names
-    ]
+)
 
 
 def failure(rule: Verification, seed: int = 0) -> str:
@@ -194,18 +186,30 @@ def failure(rule: Verification, seed: int = 0) -> str:
         return str(error)
 
 
-@pytest.mark.usefixtures("needs_compiler")
-@pytest.mark.parametrize("name", some_slow(IN_C))
-def test_a_fault_in_c_is_called(name: str, fresh_library: Patch, tmp_path: Path) -> None:
+def is_called(name: str, library: Patch, folder: Path) -> bool:
     fault = IN_C[name]
-    fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, fault.right, fault.wrong, tmp_path))
-    fresh_library.setattr(ops, "agrees", lambda own: True)  # at load the operations are compared with torch's
+    library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, fault.right, fault.wrong, folder))
+    library.setattr(ops, "agrees", lambda own: True)  # at load the operations are compared with torch's
     assert loops_in_c(engine())
-    assert failure(fault.rule)
+    return bool(failure(fault.rule))
 
 
-@pytest.mark.parametrize("name", some_slow(BY_TORCH))
-def test_a_fault_of_the_block_rule_is_called(name: str, monkeypatch: Patch) -> None:
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_a_common_fault_is_called(name: str, fresh_library: Patch, tmp_path: Path) -> None:
+    assert is_called(name, fresh_library, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", [name for name in IN_C if name not in REPRESENTATIVE])
+def test_a_fault_in_c_is_caught(name: str, fresh_library: Patch, tmp_path: Path) -> None:
+    assert is_called(name, fresh_library, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_a_fault_of_the_block_rule_is_caught(name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(build, "native_ops", lambda rules: None)
     plant_it, rule = BY_TORCH[name]
     plant_it(monkeypatch)
