@@ -16,6 +16,7 @@ from rich.console import Console
 from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import TOKENIZERS, save_tokenizer
 from tests.models import save_random_llama
+from truedraft.engine import build
 from truedraft.engine.build import build_engine
 from truedraft.engine.commands import (
     check,
@@ -31,7 +32,7 @@ from truedraft.engine.commands.check_speed import Costs, Speed
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.messages import RoundOrigin, SamplingParams
 from truedraft.engine.proposers.translated.pairing import compare_tokenizers
-from truedraft.engine.sampling import sampler as sampler_module
+from truedraft.engine.sampling import torch_ops
 from truedraft.engine.sampling.verify import RowVerdict, Verdict
 from truedraft.server.cli.settings_sources import read_options
 
@@ -136,7 +137,7 @@ def test_what_cannot_be_loaded(models: Models, tmp_path: Path, capsys: pytest.Ca
         )
         == 2
     )
-    assert "not a model folder" in capsys.readouterr().err
+    assert "has no model" in capsys.readouterr().err
 
 
 def accept_everything(*arguments: Any, **keywords: Any) -> Verdict:
@@ -167,7 +168,8 @@ def test_a_broken_engine_is_not_exact(
     broken: Callable[..., Any],
     words: str,
 ) -> None:
-    monkeypatch.setattr(sampler_module, name, broken)
+    monkeypatch.setattr(build, "native_ops", lambda rules: None)
+    monkeypatch.setattr(torch_ops, name, broken)
     code, report = run_check(models.target, models.random_draft, capsys)
     assert code == 1
     assert not report["exact"]

@@ -81,7 +81,6 @@ IN_C = {
     "top-p is ignored by coupled rows": from_the_second_on("own.top_p = 1.0;", "coupled"),
     "top-k is ignored": from_the_second_on("own.top_k = 0;"),
     "top-k keeps one more": from_the_second_on("own.top_k += own.top_k > 0;"),
-    "top-k keeps one less": from_the_second_on("own.top_k -= own.top_k > 2;"),
     "min-p is ignored": from_the_second_on("own.min_p = 0.0;", "coupled"),
     "the temperature is ignored": from_the_second_on("own.temperature = 1.0;"),
     "biases are ignored": adjusted_from_the_second_on("own.num_biases = 0;"),

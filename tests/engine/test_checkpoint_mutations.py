@@ -22,7 +22,8 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.families.table import FAMILIES
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.models import sources
+from truedraft.engine.models import load, sources
+from truedraft.engine.models.hf import module
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -507,7 +508,8 @@ def test_without_the_account_others_would_be_served(
     shutil.copytree(original(family), folder)
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
-    monkeypatch.setattr(sources, "untie", lambda module, checkpoint: None)
+    for place in (sources, load, module):
+        monkeypatch.setattr(place, "untie", lambda skeleton, checkpoint: None)
     monkeypatch.setattr(sources, "has_all", lambda module, checkpoint: True)
     assert outcome(folder, (config | {"tie_word_embeddings": True}, weights)) == "another text"
     # One that is too large may be noticed, by probe texts with tokens that the embeddings lack.

@@ -169,7 +169,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, loaded: tuple[Model, Head]) -
         choose_output(own, target, 9, None)
     with pytest.raises(ModelLoadError, match="are of heads, and self:int4 is none"):
         make_engine(TRAINED, "self:int4", draft_vocab_size=9, dtype="auto")
-    with pytest.raises(ModelLoadError, match=r"\(draft_vocab_file\) cannot be counted: .*No such file"):
+    with pytest.raises(ModelLoadError, match="none.txt cannot be read: no such file"):
         count_tokens(str(tmp_path / "none.txt"), TRAINED)
 
 
