@@ -21,7 +21,7 @@ from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.text.tokenizer import Tokenizer
 
 SMALL, FACTOR = 4000, 8
-# Work that grows with the input grows 8 times, work that grows with its square 64 times. A busy machine adds to both.
+# Linear work grows 8 times, quadratic work 64 times; a busy machine adds to both.
 MOST = 24.0
 # Seconds that are too little to be compared.
 LITTLE_WORK = 0.004
