@@ -30,7 +30,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Verification
 from truedraft.engine.native import compiler, ops
 from truedraft.engine.proposers.translated.pairing import load_tokenizer
-from truedraft.engine.sampling import adjust, verify
+from truedraft.engine.sampling import adjust
 from truedraft.server.cli.settings_sources import read_options
 
 Patch = pytest.MonkeyPatch
@@ -102,17 +102,11 @@ IN_C = {
         "draw_coupled(row, i - (i > 0), work->probs, vocab)",
         "coupled",
     ),
-    "numbers that accept also recover": InC(
-        "number_of(row, num_accepted, RECOVER_STREAM)", "number_of(row, num_accepted, ACCEPT_STREAM)"
-    ),
     "rejected drafts are drawn again from the target": InC(
         "sample_residual(target, draft, weight,", "sample_residual(target, NULL, weight,"
     ),
     "drafts are accepted at twice their chance": InC(
         "* of_draft < work->probs[draft]", "* of_draft < 2.0f * work->probs[draft]"
-    ),
-    "the block rule's lengths stand by their weights": InC(
-        "stands = slack > 0.0 ? mass / slack : 1.0;", "stands = slack > 0.0 ? weight : 1.0;", "block"
     ),
 }
 
@@ -126,18 +120,7 @@ def penalties_ignore_the_drafted_prefix(patch: Patch) -> None:
     patch.setattr(adjust, "_counts", counts)
 
 
-def lengths_stand_by_their_weight(patch: Patch) -> None:
-    honest = verify.block_stand_probs
-
-    def stand(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, _ = honest(*given)
-        return weights, weights
-
-    patch.setattr(verify, "block_stand_probs", stand)
-
-
 BY_TORCH: dict[str, tuple[Callable[[Patch], None], Verification]] = {
-    "the block rule's lengths stand by their weights": (lengths_stand_by_their_weight, "block"),
     "penalties of the block rule do not see drafts": (penalties_ignore_the_drafted_prefix, "block"),
 }
 
