@@ -231,7 +231,7 @@ class LLM:
         self, items: Sequence[T], given: Params | Sequence[Params] | None, read: Read[T]
     ) -> Generator[tuple[int, Delta]]:
         """Yields what the items' texts gain, each with the item's place."""
-        params_list = sampling_params(given, len(items), self.get_default_sampling_params())
+        params_list = sampling_params(given, len(items), self.get_default_sampling_params)
         answers: Answers = deque()
         places: dict[str, int] = {}
         readers: dict[tuple[str, int], DeltaReader] = {}

@@ -5,6 +5,7 @@
 """
 
 import logging
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -112,7 +113,7 @@ def _fetch(name: HubName, choice: Choice, tell: Tell) -> Path:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are no news
     _check_disk(name, choice)
     done = 0
-    paths = []
+    first: Path | None = None
 
     def told(before: int, here: int) -> None:
         tell(Progress(str(name), before + here, choice.size))
@@ -125,14 +126,13 @@ def _fetch(name: HubName, choice: Choice, tell: Tell) -> Path:
             raise ModelLoadError(explain_hub(name, error, file.name)) from error
         done += file.size
         tell(Progress(str(name), done, choice.size))
-        paths.append(Path(path))
-    return paths[0]
+        first = first or Path(path)
+    assert first is not None  # a choice has files
+    return first
 
 
 def _check_disk(name: HubName, choice: Choice) -> None:
     """Refuses what the disk of the cache has no room for, before anything is fetched."""
-    import shutil
-
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)

@@ -3,7 +3,7 @@
 The engine knows tokens only: stop strings are looked for in the text, and a schema becomes a grammar here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -86,13 +86,15 @@ def _closed(schema: Any) -> Any:
     return {"additionalProperties": False, **closed} if is_object else closed
 
 
-def sampling_params(params: Any, num_items: int, defaults: SamplingParams) -> list[messages.SamplingParams]:
-    """Returns the parameters of each of ``num_items`` prompts: one for all, one for each, or ``defaults``.
+def sampling_params(
+    params: Any, num_items: int, defaults: Callable[[], SamplingParams]
+) -> list[messages.SamplingParams]:
+    """Returns the parameters of ``num_items`` prompts: one for all, one for each, or what ``defaults`` gives.
 
     Raises ``RequestError`` for anything else, ``ValueError`` where prompts and parameters differ in number.
     """
     if params is None:
-        return [defaults] * num_items
+        return [defaults()] * num_items
     if isinstance(params, messages.SamplingParams):
         return [params] * num_items
     if isinstance(params, dict):
