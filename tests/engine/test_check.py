@@ -187,7 +187,7 @@ def test_uniformity_agrees_with_simulation() -> None:
 
 
 def test_a_shift_that_would_show_does() -> None:
-    """In 9 of 10 samples, as the report says."""
+    """The shift that the report names is found in 9 of 10 samples."""
     generator = np.random.default_rng(5)
     number, num_tests = 1000, 30
     slope = 4 * check_law.detectable(number, num_tests)
