@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from benchmarks.common import Run, StepTimes
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
-from truedraft.engine.runtime.cuda.runner import CudaRunner
-from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.rounds.capture.runner import CudaRunner
+from truedraft.engine.rounds.round import PhaseRunner
 
 PHASES = ("draft", "score", "verify")
 Variants = dict[str, Callable[[], Run]]

@@ -38,7 +38,7 @@ from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.threads import set_num_threads
-from truedraft.engine.runtime.calibrate import distinct_ids
+from truedraft.engine.rounds.calibrate import distinct_ids
 
 BLOCK_SIZE = 16
 Batch = tuple[int, int]

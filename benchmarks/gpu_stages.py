@@ -99,7 +99,7 @@ class Bench:
         """``function`` as one CUDA graph, on a GPU."""
         if self.device == "cpu":
             return function
-        from truedraft.engine.runtime.cuda.capture import CudaCapture
+        from truedraft.engine.rounds.capture.capture import CudaCapture
 
         return CudaCapture(torch.device(self.device)).record(function)
 

@@ -6,8 +6,8 @@ from typing import Any
 from benchmarks.common import Run
 from benchmarks.engine_runs import Variants
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.runner import CudaRunner
 
 WITHOUT = ", without graphs"
 

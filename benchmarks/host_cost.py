@@ -7,7 +7,7 @@ is verification, ``host`` everything else (scheduling, the spans to score, commi
 steps are counted: every sequence decodes and none ends. Medians over the repeats, variants interleaved.
 
 Rounds go phase by phase here, as on a GPU or for rows that ask for more than tokens; on a CPU most are one
-call of C (``engine/runtime/native_loop.py``), and ``benchmarks.offline`` says what is around those.
+call of C (``engine/rounds/native_loop.py``), and ``benchmarks.offline`` says what is around those.
 ``--device null`` measures captured rounds, as on a GPU, over a device that takes no time: microseconds of the
 host by part.
 """

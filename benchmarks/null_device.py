@@ -20,9 +20,9 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import Generate, SamplingParams, StepOutput, TokenOutput, encode
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.runtime.cuda import graphs, plan
-from truedraft.engine.runtime.cuda.runner import CudaRunner
-from truedraft.engine.runtime.cuda.shapes import MAX_TOKENS
+from truedraft.engine.rounds.capture import graphs, plan
+from truedraft.engine.rounds.capture.runner import CudaRunner
+from truedraft.engine.rounds.capture.shapes import MAX_TOKENS
 
 DRAFTS, ACCEPTED = 4, 2
 PROMPT = list(range(1, 40))

@@ -29,7 +29,7 @@ from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
-from truedraft.engine.runtime.cuda.capture import CudaCapture
+from truedraft.engine.rounds.capture.capture import CudaCapture
 
 BLOCK_SIZE = 16
 # Layers of a pass, between two looks at the clock.

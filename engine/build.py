@@ -42,14 +42,14 @@ from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
-from truedraft.engine.runtime.calibrate import calibrate
-from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
-from truedraft.engine.runtime.cuda.runner import CudaRunner
-from truedraft.engine.runtime.draft_vocabulary import Chosen, choose_output
-from truedraft.engine.runtime.native_loop import NativeLoop
-from truedraft.engine.runtime.phases import PhaseRunner
-from truedraft.engine.runtime.vocabulary_changes import VocabularyChanges
+from truedraft.engine.rounds.calibrate import calibrate
+from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.plan import GraphPlan, plan_graphs
+from truedraft.engine.rounds.capture.runner import CudaRunner
+from truedraft.engine.rounds.draft_vocabulary import Chosen, choose_output
+from truedraft.engine.rounds.native_loop import NativeLoop
+from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.vocabulary_changes import VocabularyChanges
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps

@@ -22,7 +22,7 @@ from tests.support_matrix import (
     params_of,
 )
 from truedraft.engine.native.ops import NativeOps
-from truedraft.engine.runtime.native_loop import NativeLoop
+from truedraft.engine.rounds.native_loop import NativeLoop
 
 Cells = dict[tuple[str, str, str], str]
 

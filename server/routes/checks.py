@@ -34,13 +34,13 @@ def check_request(body: SamplingRequest, services: Services) -> Leniency:
 def check_fields(body: RequestPart, services: Services) -> Leniency:
     """Holds the body of any route to the limits and to the fields that are served."""
     settings = services.settings
-    stops = getattr(body, "stop", None) or []
+    stops, tools = (body.declared(field) or [] for field in ("stop", "tools"))
     metadata = (body.metadata or {}) if isinstance(body, ResponsesRequest) else {}
     size = sum(len(name) + len(value) for name, value in metadata.items())
     held = (
         ("stop", len(stops), "stop strings", "max_stop_strings"),
         ("stop", sum(map(len, stops)), "characters of stop strings", "max_stop_characters"),
-        ("tools", len(getattr(body, "tools", None) or []), "tools", "max_tools"),
+        ("tools", len(tools), "tools", "max_tools"),
         ("metadata", size, "characters of metadata", "max_metadata"),
     )
     for param, number, what, limit in held:

@@ -131,7 +131,7 @@ def _continues_prompt(body: SamplingRequest, model: Model, message: MessageForma
     whose prompt is read by an encoder."""
     if model.worker.encoder_decoder is not None:
         return False
-    return message is None or bool(getattr(body, "continue_final_message", None))
+    return message is None or bool(body.declared("continue_final_message"))
 
 
 def cache_salt(body: SamplingRequest, key: str, settings: Settings) -> str:

@@ -29,6 +29,11 @@ class RequestPart(BaseModel):
             return value
         return {name: item for name, item in value.items() if item is not None}
 
+    def declared(self, name: str) -> Any:
+        """Returns the value of a field that some bodies have; None where this one does not declare it, even
+        if the client sent something under that name."""
+        return getattr(self, name) if name in type(self).model_fields else None
+
 
 def tag(name: str) -> str:
     """Returns ``name`` as one of a union's alternatives, which no client's key is mistaken for in the path of

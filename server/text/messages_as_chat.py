@@ -60,7 +60,9 @@ class MessagesChat(ChatRequest):
 
 
 def as_chat(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> MessagesChat:
-    shared = request.model_fields_set & SamplingRequest.model_fields.keys()
+    shared = (
+        request.model_fields_set & type(request).model_fields.keys() & SamplingRequest.model_fields.keys()
+    )
     messages = chat_messages(request, tokenizer)
     is_continued = messages[-1].role == "assistant"
     choice = request.tool_choice
@@ -68,7 +70,7 @@ def as_chat(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> 
     return MessagesChat.model_construct(
         **{name: getattr(request, name) for name in shared},
         messages=messages,
-        max_tokens=getattr(request, "max_tokens", None),
+        max_tokens=request.declared("max_tokens"),
         continue_final_message=is_continued,
         chat_template_kwargs=_template_variables(request, tokenizer, leniency) or None,
         tools=_tools(request) or None,

@@ -86,7 +86,7 @@ def tool_use(
             f"tool_choice names '{named}', which is not among the functions.", param="tool_choice"
         )
     calls = tokenizer.templates.call_format
-    if calls.before_content and getattr(request, "continue_final_message", None):
+    if calls.before_content and request.declared("continue_final_message"):
         raise UnsupportedParameterError(
             "continue_final_message is not supported with tools: calls are messages of their own here.",
             param="continue_final_message",

@@ -12,8 +12,8 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass
-from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.rounds.capture.graphs import DraftPass, RoundGraphs, ScorePass
+from truedraft.engine.rounds.capture.runner import CudaRunner
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
 # Steps before which they come, so that most of them share a pass with rows.

@@ -16,7 +16,7 @@ from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import ForcedTokens
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
-from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.rounds.round import PhaseRunner
 
 
 def phases_of(core: EngineCore) -> PhaseRunner:

@@ -22,7 +22,7 @@ from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
-from truedraft.engine.runtime.calibrate import calibrate
+from truedraft.engine.rounds.calibrate import calibrate
 
 CONTEXT = 96
 MAX_STEPS = 20_000

@@ -43,8 +43,8 @@ from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.identity import weight_types
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.runtime.cuda import plan as plan_module
-from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.rounds.capture import plan as plan_module
+from truedraft.engine.rounds.capture.runner import CudaRunner
 
 CPU = torch.device("cpu")
 SERVED = [name for name, number in TYPES.items() if number in KINDS]

@@ -9,7 +9,7 @@ import pytest
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.memory.batch import Span
-from truedraft.engine.runtime import calibrate
+from truedraft.engine.rounds import calibrate
 from truedraft.engine.speculation.costs import PassCosts
 
 

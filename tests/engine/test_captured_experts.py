@@ -34,9 +34,9 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.module import load_causal_model
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.runtime.cuda import plan
-from truedraft.engine.runtime.cuda.rows import DeviceRows
-from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.rounds.capture import plan
+from truedraft.engine.rounds.capture.rows import DeviceRows
+from truedraft.engine.rounds.round import PhaseRunner
 
 Patch = pytest.MonkeyPatch
 CPU = torch.device("cpu")

@@ -31,12 +31,12 @@ from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.base import Model
 from truedraft.engine.proposers.heads.proposer import HeadProposer
-from truedraft.engine.runtime.cuda import graphs as graphs_module
-from truedraft.engine.runtime.cuda import plan as plan_module
-from truedraft.engine.runtime.cuda import runner as runner_module
-from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.head_passes import HeadPasses
-from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.rounds.capture import graphs as graphs_module
+from truedraft.engine.rounds.capture import plan as plan_module
+from truedraft.engine.rounds.capture import runner as runner_module
+from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.head_passes import HeadPasses
+from truedraft.engine.rounds.round import PhaseRunner
 
 Patch = pytest.MonkeyPatch
 SETTINGS: dict[str, Any] = {

@@ -17,10 +17,10 @@ from tests.tape import TapeCapture
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.memory.batch import StateRows
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.runtime.cuda import graphs as graphs_module
-from truedraft.engine.runtime.cuda import plan, runner
-from truedraft.engine.runtime.cuda.rows import DeviceRows
-from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.rounds.capture import graphs as graphs_module
+from truedraft.engine.rounds.capture import plan, runner
+from truedraft.engine.rounds.capture.rows import DeviceRows
+from truedraft.engine.rounds.round import PhaseRunner
 
 Patch = pytest.MonkeyPatch
 ATTENTION = ("attention", "attention")

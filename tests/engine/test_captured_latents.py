@@ -17,7 +17,7 @@ from truedraft.engine.layers.latent import LatentProjection
 from truedraft.engine.models import agreement
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.runtime.cuda import plan
+from truedraft.engine.rounds.capture import plan
 
 FAMILIES = ("DeepSeek-V2 in C, groups of experts", "DeepSeek-V3 in C", "GLM-4.7-Flash in C")
 

@@ -30,7 +30,7 @@ from truedraft.engine.cuda.triton_run import find_kernels, is_right
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.runtime.cuda.capture import CudaCapture
+from truedraft.engine.rounds.capture.capture import CudaCapture
 
 __all__ = ["pair"]  # a fixture
 

@@ -20,8 +20,8 @@ from tests.reference import joint_distribution, with_temperature
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import Round, StepPlan
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.rounds.native_loop import NativeLoop
 from truedraft.engine.rows.table import Row
-from truedraft.engine.runtime.native_loop import NativeLoop
 
 VOCAB_SIZE, NUM_TOKENS, PROMPT = 6, 3, [2]
 TEMPERATURE = 0.8

@@ -13,9 +13,9 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import Need
 from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams
+from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.drafts import DraftDraw
-from truedraft.engine.runtime.cuda.runner import CudaRunner
 from truedraft.engine.sampling.step_rows import StepRows
 from truedraft.engine.sampling.torch_ops import TorchOps
 from truedraft.engine.speculation.planner import group_name

@@ -22,8 +22,8 @@ from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.quantised import QuantisedLinear
-from truedraft.engine.runtime import draft_vocabulary
-from truedraft.engine.runtime.draft_vocabulary import choose_output
+from truedraft.engine.rounds import draft_vocabulary
+from truedraft.engine.rounds.draft_vocabulary import choose_output
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 

@@ -28,7 +28,7 @@ from truedraft.engine.native import library
 from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.mlp import NativeExperts
 from truedraft.engine.native.native_run import NativeKernels, NativeRun
-from truedraft.engine.runtime.calibrate import calibrate
+from truedraft.engine.rounds.calibrate import calibrate
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 

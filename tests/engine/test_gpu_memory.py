@@ -12,9 +12,9 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.memory import cache_memory
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.working_memory import prompt_bytes
-from truedraft.engine.runtime.cuda import plan as plan_module
-from truedraft.engine.runtime.cuda.plan import plan_graphs
-from truedraft.engine.runtime.cuda.shapes import Shape
+from truedraft.engine.rounds.capture import plan as plan_module
+from truedraft.engine.rounds.capture.plan import plan_graphs
+from truedraft.engine.rounds.capture.shapes import Shape
 
 GIB, DEVICE = 1 << 30, torch.device("cuda")
 # What the driver and the libraries take before anything is loaded, with some room.

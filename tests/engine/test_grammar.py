@@ -177,7 +177,7 @@ def known_draft_counted_as_drawn(patch: Patch) -> None:
         share = 1 / grammars.VOCAB_SIZE
         return replace(drafts, probs=torch.full((*drafts.token_ids.shape, grammars.VOCAB_SIZE), share))
 
-    patch.setattr("truedraft.engine.runtime.phases.known_drafts", flat)
+    patch.setattr("truedraft.engine.rounds.round.known_drafts", flat)
 
 
 def mask_after_termination(patch: Patch) -> None:

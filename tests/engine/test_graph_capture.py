@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from truedraft.engine.runtime.cuda.capture import WARM_UP_RUNS, CudaCapture
+from truedraft.engine.rounds.capture.capture import WARM_UP_RUNS, CudaCapture
 
 
 @pytest.fixture

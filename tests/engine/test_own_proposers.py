@@ -31,8 +31,8 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
+from truedraft.engine.rounds import phases
 from truedraft.engine.rows.drafts import Drafts
-from truedraft.engine.runtime import phases
 from truedraft.engine.sampling.sampler import Sampler
 from truedraft.engine.sampling.verify import RowVerdict
 

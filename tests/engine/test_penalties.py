@@ -23,9 +23,9 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.rounds.capture.adjuster import _Counts
 from truedraft.engine.rows.columns import Field
 from truedraft.engine.rows.table import Row, RowTable
-from truedraft.engine.runtime.cuda.adjuster import _Counts
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 Patch = pytest.MonkeyPatch

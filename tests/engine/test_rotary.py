@@ -17,8 +17,8 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.rounds.native_loop import NativeLoop
 from truedraft.engine.rows.table import Row
-from truedraft.engine.runtime.native_loop import NativeLoop
 
 Patch = pytest.MonkeyPatch
 SHAPE = {"hidden_size": 320, "num_attention_heads": 4, "num_hidden_layers": 6, "vocab_size": 8}

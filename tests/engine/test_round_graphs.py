@@ -40,16 +40,14 @@ from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.rows.columns import Field
-from truedraft.engine.rows.table import Row
-from truedraft.engine.runtime.cuda import graphs as graphs_module
-from truedraft.engine.runtime.cuda import plan as plan_module
-from truedraft.engine.runtime.cuda import runner as runner_module
-from truedraft.engine.runtime.cuda.adjuster import Adjuster, _Counts
-from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.rows import DeviceRows
-from truedraft.engine.runtime.cuda.runner import CudaRunner
-from truedraft.engine.runtime.cuda.shapes import (
+from truedraft.engine.rounds.capture import graphs as graphs_module
+from truedraft.engine.rounds.capture import plan as plan_module
+from truedraft.engine.rounds.capture import runner as runner_module
+from truedraft.engine.rounds.capture.adjuster import Adjuster, _Counts
+from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.rows import DeviceRows
+from truedraft.engine.rounds.capture.runner import CudaRunner
+from truedraft.engine.rounds.capture.shapes import (
     MAX_PASSES,
     MAX_TOKENS,
     Captured,
@@ -59,7 +57,9 @@ from truedraft.engine.runtime.cuda.shapes import (
     smallest,
     smallest_stage,
 )
-from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rows.columns import Field
+from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling.random import Stream
 
 Patch = pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.runtime import calibrate
+from truedraft.engine.rounds import calibrate
 from truedraft.engine.speculation.costs import PassCosts
 
 BLOCK_SIZE = 16

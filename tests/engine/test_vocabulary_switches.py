@@ -25,10 +25,10 @@ from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.drawn import drawn_drafts
 from truedraft.engine.proposers.heads.proposer import HeadProposer
+from truedraft.engine.rounds import vocabulary_changes
+from truedraft.engine.rounds.vocabulary_changes import VocabularyChanges
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.drafts import Drafts
-from truedraft.engine.runtime import vocabulary_changes
-from truedraft.engine.runtime.vocabulary_changes import VocabularyChanges
 from truedraft.engine.sampling.sampler import Sampler
 from truedraft.engine.speculation import vocabulary_choice
 from truedraft.engine.speculation.vocabulary_choice import Layer

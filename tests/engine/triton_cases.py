@@ -27,8 +27,8 @@ from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.runtime.cuda import graphs
-from truedraft.engine.runtime.cuda import plan as plan_module
+from truedraft.engine.rounds.capture import graphs
+from truedraft.engine.rounds.capture import plan as plan_module
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 

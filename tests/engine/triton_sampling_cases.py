@@ -23,8 +23,8 @@ from truedraft.engine.cuda import sampling_kernels, torch_sampling, triton_run, 
 from truedraft.engine.cuda.triton_sampling import CHECKS, find_sampling, is_right
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import agreement
-from truedraft.engine.runtime.cuda import graphs as graphs_module
-from truedraft.engine.runtime.cuda import plan as plan_module
+from truedraft.engine.rounds.capture import graphs as graphs_module
+from truedraft.engine.rounds.capture import plan as plan_module
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 

@@ -13,9 +13,9 @@ from tests.engine.speculation.simulation import DRAFT, PACKED_CPU, SMALL, Machin
 from truedraft.engine.core.step import StepPlan, StepResult
 from truedraft.engine.models.heads import served_tokens
 from truedraft.engine.models.heads.served_tokens import READ_TOKENS, Ids, ServedTokens
-from truedraft.engine.runtime import vocabulary_changes
-from truedraft.engine.runtime.draft_vocabulary import Chosen
-from truedraft.engine.runtime.vocabulary_changes import VocabularyChanges
+from truedraft.engine.rounds import vocabulary_changes
+from truedraft.engine.rounds.draft_vocabulary import Chosen
+from truedraft.engine.rounds.vocabulary_changes import VocabularyChanges
 from truedraft.engine.speculation import vocabulary_choice
 from truedraft.engine.speculation.costs import Costs, Curve, PassCosts
 from truedraft.engine.speculation.planner import SpeculationPlanner

@@ -17,11 +17,11 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.working_memory import bytes_of_parts
-from truedraft.engine.runtime.cuda.capture import Capture, make_capture
-from truedraft.engine.runtime.cuda.graphs import DraftPass, HeadPass, RoundGraphs, ScorePass, capture_rounds
-from truedraft.engine.runtime.cuda.head_passes import HeadPasses
-from truedraft.engine.runtime.cuda.rows import DeviceRows
-from truedraft.engine.runtime.cuda.shapes import (
+from truedraft.engine.rounds.capture.capture import Capture, make_capture
+from truedraft.engine.rounds.capture.graphs import DraftPass, HeadPass, RoundGraphs, ScorePass, capture_rounds
+from truedraft.engine.rounds.capture.head_passes import HeadPasses
+from truedraft.engine.rounds.capture.rows import DeviceRows
+from truedraft.engine.rounds.capture.shapes import (
     Captured,
     Shape,
     Stage,

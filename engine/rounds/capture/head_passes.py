@@ -12,10 +12,10 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.rounds.capture.capture import Capture, SentNumbers
+from truedraft.engine.rounds.capture.rows import DRAFT, DeviceRows
+from truedraft.engine.rounds.capture.shapes import Shape
 from truedraft.engine.rows.columns import Field
-from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
-from truedraft.engine.runtime.cuda.rows import DRAFT, DeviceRows
-from truedraft.engine.runtime.cuda.shapes import Shape
 
 
 class HeadPasses:

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from truedraft.engine.memory.host_to_device import on_device
+from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.shapes import Shape
 from truedraft.engine.rows.table import Row
-from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.shapes import Shape
 from truedraft.engine.sampling.adjust import adjust_logits
 
 

@@ -12,9 +12,9 @@ import torch
 
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows, StateRows, folded_after
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.rounds.capture.capture import Capture, SentNumbers
 from truedraft.engine.rows.columns import DEVICE_WIDTH, DRAFTS_AT, IDS_AT, NUM_STATE_FIELDS, Field
 from truedraft.engine.rows.table import Row
-from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
 
 TARGET, DRAFT = 0, 1  # whose block tables
 

@@ -24,7 +24,7 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.vocabulary import most_frequent
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.runtime.calibrate import pass_seconds, synchronize
+from truedraft.engine.rounds.calibrate import pass_seconds, synchronize
 from truedraft.engine.speculation.costs import Curve
 from truedraft.engine.speculation.vocabulary_choice import LEFT_BY_FOUR_BITS
 

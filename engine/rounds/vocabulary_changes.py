@@ -20,7 +20,7 @@ from truedraft.engine.machine.beside import start_beside
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.models.heads.served_tokens import Ids, ServedTokens
 from truedraft.engine.proposers.heads.proposer import HeadProposer
-from truedraft.engine.runtime.draft_vocabulary import Chosen, in_words, output_seconds, smaller_sizes
+from truedraft.engine.rounds.draft_vocabulary import Chosen, in_words, output_seconds, smaller_sizes
 from truedraft.engine.speculation.costs import PassCosts
 from truedraft.engine.speculation.planner import SpeculationPlanner, by_proposer
 from truedraft.engine.speculation.vocabulary_choice import LEAST_GAIN, Layer, VocabularyChoice

@@ -26,16 +26,16 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.heads.proposer import HeadProposer
+from truedraft.engine.rounds.capture.adjuster import Adjuster, KeptLogits
+from truedraft.engine.rounds.capture.capture import Mark
+from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.joint_pass import score_together
+from truedraft.engine.rounds.capture.rows import DRAFT, TARGET
+from truedraft.engine.rounds.capture.shapes import MAX_READ_ONCE, Shape, Stage
+from truedraft.engine.rounds.round import PhaseRunner
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.rows.table import Row
-from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
-from truedraft.engine.runtime.cuda.capture import Mark
-from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.joint_pass import score_together
-from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET
-from truedraft.engine.runtime.cuda.shapes import MAX_READ_ONCE, Shape, Stage
-from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.sampling.logprobs import token_logprobs
 
 T = TypeVar("T")

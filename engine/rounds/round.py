@@ -24,9 +24,9 @@ from truedraft.engine.messages import RoundTrace, TokenLogprob
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.known import known_drafts, known_tokens
+from truedraft.engine.rounds.native_loop import NativeLoop
 from truedraft.engine.rows.drafts import Drafts, RowVerdict, merge_drafts
 from truedraft.engine.rows.table import Row, RowTable
-from truedraft.engine.runtime.native_loop import NativeLoop
 from truedraft.engine.sampling.logprobs import token_logprobs
 from truedraft.engine.sampling.sampler import Sampler
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps

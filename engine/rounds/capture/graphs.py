@@ -28,13 +28,10 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.ops_check import PARAMS
-from truedraft.engine.rows.columns import RULES, Field
-from truedraft.engine.rows.lone import LoneText
-from truedraft.engine.rows.table import RowTable
-from truedraft.engine.runtime.cuda.capture import Capture
-from truedraft.engine.runtime.cuda.head_passes import HeadPasses
-from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows
-from truedraft.engine.runtime.cuda.shapes import (
+from truedraft.engine.rounds.capture.capture import Capture
+from truedraft.engine.rounds.capture.head_passes import HeadPasses
+from truedraft.engine.rounds.capture.rows import DRAFT, TARGET, DeviceRows
+from truedraft.engine.rounds.capture.shapes import (
     DRAFT_TOKENS,
     Captured,
     Shape,
@@ -43,6 +40,9 @@ from truedraft.engine.runtime.cuda.shapes import (
     smallest,
     smallest_stage,
 )
+from truedraft.engine.rows.columns import RULES, Field
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.rows.table import RowTable
 
 # Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19

@@ -8,9 +8,9 @@ captured pass leaves them: the weights are read once, and the host does not wait
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.models.base import ForwardOutput
+from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.shapes import Shape
 from truedraft.engine.rows.columns import DRAFTS_AT
-from truedraft.engine.runtime.cuda.graphs import RoundGraphs
-from truedraft.engine.runtime.cuda.shapes import Shape
 
 
 def score_together(
