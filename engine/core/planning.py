@@ -89,14 +89,3 @@ class Planner(Protocol):
 
     def state(self) -> dict[str, object]:
         """Returns builtins only, for ``GET /speculation``."""
-
-
-class Reviser(Protocol):
-    """Changes between steps what drafts are drawn from, and never a draft that is drawn: each is verified in
-    its own step."""
-
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Learns from a step, and may change what the next one drafts with."""
-
-    def state(self) -> dict[str, object]:
-        """Returns builtins only, for ``GET /speculation``."""

@@ -168,9 +168,6 @@ class WorkerMetrics:
         self._achieved_speedup = gauge(
             "achieved_speedup", "Speed-up measured over about the last fifty steps; NaN where it is not."
         )
-        self._draft_vocabulary = gauge(
-            "draft_vocabulary_tokens", "Tokens that a head drafts now; NaN where that is not left open."
-        )
         self._build = Info(f"{prefix}build", "Version and models.", registry=registry)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
         self._uncounted: Stats | None = None
@@ -211,7 +208,6 @@ class WorkerMetrics:
         self._estimated_speedup.set(state.get("predicted_speedup", math.nan))
         achieved = achieved_speedup(state)
         self._achieved_speedup.set(math.nan if achieved is None else achieved)
-        self._draft_vocabulary.set(state.get("draft_vocabulary", {}).get("tokens", math.nan))
 
     def stats(self, stats: Stats) -> None:
         self._uncounted = stats
