@@ -13,11 +13,12 @@ from truedraft.engine.config import AUTO, SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.planning import AUTO_LIMITS, Lookup
+from truedraft.engine.core.planning import Lookup
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
+from truedraft.engine.core.step import AUTO_LIMITS
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method

@@ -8,11 +8,10 @@ from collections.abc import Set
 from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
-from truedraft.engine.core.commit import commit
+from truedraft.engine.core.commit import EngineStats, commit
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import is_scored_alone
-from truedraft.engine.core.stats import EngineStats
 from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
 
 

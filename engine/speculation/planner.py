@@ -10,18 +10,25 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from truedraft.engine.core.draft_choice import NO_DRAFT, DraftChoice, Known
 from truedraft.engine.core.planning import (
-    AUTO_LIMITS,
     MAX_FORCED,
     Lookup,
     ReadingLookup,
     StepChoice,
-    auto_limit,
 )
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import (
+    AUTO_LIMITS,
+    NO_DRAFT,
+    DraftChoice,
+    Known,
+    Round,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    auto_limit,
+)
 from truedraft.engine.messages import Source
 from truedraft.engine.speculation.acceptance import Acceptance
 from truedraft.engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape

@@ -20,12 +20,11 @@ from tests.engine.test_round_graphs import PARAMS, PENALTIES, Watched, few_shape
 from tests.heads import Shape, fitted, random_head, save_head
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from tests.tape import TapeCapture
-from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import EVERY_NEED
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.core.step import DraftChoice, StepPlan, StepResult
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.base import Model
