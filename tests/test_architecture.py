@@ -132,9 +132,9 @@ SAMPLING_PARAMETERS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-MOST_FILES_WITH_PARAMETERS = 15
+MOST_FILES_WITH_PARAMETERS = 12
 MOST_FILES_OF_A_REQUEST = 26
-MOST_COPIES = 1
+MOST_COPIES = 0
 # What a comment says of numbers that are copied from a file of another language.
 COPIED = re.compile(r"(\bAs in|These are as in|[;,] as in|in the order of|numbered as in) \w+\.(h|c|py|js)\b")
 
