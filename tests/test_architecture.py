@@ -109,7 +109,7 @@ FLOORS = {
         {"text"},
         {"observability"},
         {"workers", "http"},
-        {"generation"},
+        {"generation", "models"},
         {"services"},
         {"routes"},
         {"app"},

@@ -136,6 +136,12 @@ class Admission:
                 "context_length_exceeded",
                 f"the prompt has {len(prompt)} tokens, the model's context {self.max_model_len}",
             )
+        if params.prompt_logprobs_start >= max(1, len(prompt)):
+            raise RequestError(
+                "invalid_value",
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(prompt)} "
+                "tokens, counted from 0",
+            )
         if params.method not in (None, "auto", "none", *self.methods):
             raise RequestError(
                 "speculation_unavailable",
@@ -151,6 +157,7 @@ class Admission:
             ("the prompt", prompt),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids),
             ("grammar_after", params.grammar_after),
             ("the prediction", request.prediction_token_ids or []),
         ):

@@ -303,9 +303,11 @@ class Scheduler:
         proposer takes over no more than the target, and one that follows no less: it does not follow
         if that takes much and no request insists on it."""
         shares = self._shares(sequence)
-        if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
-            return [[] for _ in shares]
         last, salt = len(sequence.token_ids) - 1, sequence.cache_salt
+        if sequence.wants_prompt_logprobs:
+            last = min(last, sequence.next_scoring_row)
+        if not self._uses_prefix_cache(sequence) or last == 0:
+            return [[] for _ in shares]
         found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]
         for (pool, table), (_, hashes) in zip(shares, found, strict=True):
             pool.expect_shared(table, hashes, pool.usable(hashes))

@@ -70,7 +70,7 @@ class Sequence:
         self.drafts_greedily = self.greedy if method is None else method == "greedy"
         self.needs = self._needs()
         if self.params.prompt_logprobs is not None and self.prompt_logprobs is None:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = [None] * max(1, self.params.prompt_logprobs_start)
 
     def _needs(self) -> Needs:
         asked = {
@@ -121,9 +121,15 @@ class Sequence:
         assert self.prompt_logprobs is not None
         return len(self.prompt_logprobs) < self.num_prompt_tokens
 
+    @property
+    def next_scoring_row(self) -> int:
+        """Returns the place of the token whose logits tell the next of the prompt's log-probabilities."""
+        assert self.prompt_logprobs is not None
+        return len(self.prompt_logprobs) - 1
+
     def add_prompt_logprobs(self, first: int, logprobs: list[TokenLogprob]) -> None:
         """Adds those of prompt tokens ``first``, ``first`` + 1, ...; ones known already (before a preemption)
-        are not taken twice. The first prompt token has none."""
+        are not taken twice. The first prompt token has none, nor has one before those asked for."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs += logprobs[max(0, len(self.prompt_logprobs) - first) :]
 

@@ -78,7 +78,7 @@ def test_no_answer_has_a_number_that_json_lacks(start_server: StartServer) -> No
 
         assert read()["speedup"] == {"predicted": None, "achieved": None}
         rates = {"achieved": math.nan, "plain": 1.0}
-        server.services.engine.workers[0].speculation.update(
+        server.engine.workers[0].speculation.update(
             AUTO
             | {
                 "predicted_speedup": math.nan,
