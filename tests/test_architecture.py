@@ -185,25 +185,26 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
 
     ``truedraft.engine`` is the folder ``engine``: the package has links to the folders.
     """
-    lazy = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
+    for node, is_lazy in _nodes(tree, is_lazy=False):
         if isinstance(node, ast.Import):
-            yield from ((alias.name.removeprefix("truedraft."), id(node) in lazy) for alias in node.names)
+            yield from ((alias.name.removeprefix("truedraft."), is_lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             module = ".".join([*parents, *([node.module] if node.module else [])])
             module = module.removeprefix("truedraft.")
-            yield module, id(node) in lazy
+            yield module, is_lazy
             # `from truedraft.engine import worker` imports engine.worker, whatever it looks like.
             if module in PRODUCT:
-                yield from ((f"{module}.{alias.name}", id(node) in lazy) for alias in node.names)
+                yield from ((f"{module}.{alias.name}", is_lazy) for alias in node.names)
         elif isinstance(node, ast.Call) and (name := _imported_by_string(node)) is not None:
-            yield name.removeprefix("truedraft."), id(node) in lazy
+            yield name.removeprefix("truedraft."), is_lazy
+
+
+def _nodes(tree: ast.AST, is_lazy: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Yields all nodes, and whether each is in a function."""
+    for node in ast.iter_child_nodes(tree):
+        yield node, is_lazy
+        yield from _nodes(node, is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def _imported_by_string(call: ast.Call) -> str | None:
@@ -216,6 +217,7 @@ def _imported_by_string(call: ast.Call) -> str | None:
     return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
 
 
+@cache
 def imports_of(path: Path) -> list[tuple[str, bool]]:
     package = ".".join(path.relative_to(ROOT).parent.parts)
     return list(imports(tree_of(path), package))
@@ -354,9 +356,7 @@ def test_no_import_cycles(folder: str) -> None:
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules(folder)}
     left = {}
     for name, path in names.items():
-        tree = tree_of(path)
-        package = name.rpartition(".")[0]
-        left[name] = {module for module, _ in imports(tree, package) if module in names and module != name}
+        left[name] = {module for module, _ in imports_of(path) if module in names and module != name}
     while leaves := [name for name, needed in left.items() if not needed & left.keys()]:
         for name in leaves:
             del left[name]
@@ -446,7 +446,7 @@ def test_one_file_of_the_engine_spells_out_the_draft_models_name() -> None:
     spelled = {
         name_of(path)
         for path in modules("engine")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and node.value == "draft_model"
     }
     # The library's settings are written from the messages by a script.
