@@ -390,7 +390,7 @@ def functions_of_c(text: str) -> Iterator[tuple[str, int]]:
 
 
 def test_functions_of_c_are_short() -> None:
-    """Those of Python have a bound of their complexity, which ruff checks. The number may only fall."""
+    """The number may only fall. ruff bounds the complexity of Python's functions."""
     sizes = {
         (name_of(path), name): size
         for path in (ROOT / "engine" / "native").glob("*.[ch]")
