@@ -4,7 +4,7 @@
 executes steps, ``worker`` runs the loop next to a socket, ``llm`` in place.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
@@ -19,7 +19,8 @@ from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
 
 class EngineCore:
     """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine.
-    ``vocabulary`` changes what a head drafts, where that is open."""
+    ``vocabulary`` changes what a head drafts, where that is open. ``drafter`` is the setting ``draft`` that
+    the draft amounts to, and ``tried`` says what was measured where that was left to the engine."""
 
     def __init__(
         self,
@@ -29,6 +30,8 @@ class EngineCore:
         scheduler: Scheduler,
         admission: Admission,
         vocabulary: Reviser | None = None,
+        drafter: str | None = None,
+        tried: Sequence[str] = (),
     ) -> None:
         self.target = target
         self.draft = draft
@@ -37,6 +40,8 @@ class EngineCore:
         self.planner = scheduler.planner
         self.admission = admission
         self.vocabulary = vocabulary
+        self.drafter = drafter
+        self.tried = tried
         self.stats = EngineStats()
 
     def step(self) -> list[TokenOutput | Failed]:

@@ -55,12 +55,11 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """Holds a head with the output layer that makes most tokens a second, and how many times those of the
-    target alone that are. ``curves`` are the seconds of whole output layers by the number of tokens, as the
-    target has it and, if that can be, in four bits; there are none where the choice is for good."""
+    """Holds a head with the output layer that makes most tokens a second. ``curves`` are the seconds of whole
+    output layers by the number of tokens, as the target has it and, if that can be, in four bits; there are
+    none where the choice is for good."""
 
     head: Head
-    gain: float
     in_four_bits: bool
     curves: dict[bool, Curve] = field(default_factory=dict)
 
@@ -100,7 +99,7 @@ def choose_output(
     logger.info("The head drafts %s", in_words(chosen.token_ids, target.vocab_size, chosen.in_four_bits))
     has_others = len(curves) > 1 or bool(smaller_sizes(target.vocab_size))
     is_open = make is not None and size == "auto" and counts is None and has_others
-    return Chosen(best, best_speed * score[0], chosen.in_four_bits, curves if is_open else {})
+    return Chosen(best, chosen.in_four_bits, curves if is_open else {})
 
 
 def _drafting(head: Head, output: Output) -> Head | None:

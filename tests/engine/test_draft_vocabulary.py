@@ -12,7 +12,6 @@ from msgspec import structs
 from tests.engine.head_runs import TRAINED, compare_with_definition, mtp_engine, story_prompts
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.mtp import NaiveMtp, trained_head
-from truedraft.engine.build import drafting_method
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model
@@ -133,16 +132,6 @@ def test_speeds_are_those_at_the_draft_length(
     target, head = loaded
     found = choose_output(head, target, "auto", RARE, length).head
     assert found.model.weights.head.out_features == num_tokens  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("cost", "drafts"), [(0.01, True), (0.8, False)])
-def test_a_head_that_nobody_asked_for_drafts_where_it_pays(
-    monkeypatch: pytest.MonkeyPatch, cost: float, drafts: bool
-) -> None:
-    monkeypatch.setattr(draft_vocabulary, "_seconds", takes(lambda linear: cost))
-    core = mtp_engine(draft="auto")
-    assert [proposer.name for proposer in core.scheduler.proposers] == ["mtp"] * drafts
-    assert drafting_method("auto") == "auto"
 
 
 def test_a_target_without_a_head_drafts_nothing_by_itself(tmp_path: Path) -> None:
