@@ -15,18 +15,18 @@ from truedraft.engine.config import AUTO, SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.planning import AUTO_LIMITS, Lookup
+from truedraft.engine.core.planning import Lookup
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
+from truedraft.engine.core.step import AUTO_LIMITS
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.repository import shown_size
 from truedraft.engine.hub.siblings import MOST, siblings, weights_size
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes, free_memory
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.heads.mtp import has_mtp
@@ -52,10 +52,9 @@ from truedraft.engine.rounds.capture.graphs import RoundGraphs
 from truedraft.engine.rounds.capture.plan import GraphPlan, plan_graphs
 from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rounds.draft_trial import LENGTH, ROOM, Trial, accepted_by_place, beginnings, trial_of
-from truedraft.engine.rounds.draft_vocabulary import Chosen, choose_output
+from truedraft.engine.rounds.draft_vocabulary import choose_output
 from truedraft.engine.rounds.native_loop import NativeLoop
 from truedraft.engine.rounds.round import PhaseRunner
-from truedraft.engine.rounds.vocabulary_changes import VocabularyChanges
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
@@ -73,18 +72,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Holds what drafts by a model: a draft model with its ``pairing``, or a head ``chosen`` with an output
-    layer. ``name`` is the setting ``draft`` that it amounts to, ``tried`` says what else was measured."""
+    """Holds what drafts by a model: a draft model with its ``pairing``, or a head. ``name`` is
+    the setting ``draft`` that it amounts to, ``tried`` says what else was measured."""
 
     name: str | None = None
     draft: Model | None = None
-    chosen: Chosen | None = None
+    head: Head | None = None
     pairing: Pairing | None = None
     tried: tuple[str, ...] = ()
-
-    @property
-    def head(self) -> Head | None:
-        return None if self.chosen is None else self.chosen.head
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +186,8 @@ def load_draft(config: EngineConfig, target: Model) -> Drafting:
     """Loads the draft that the settings name."""
     assert config.target is not None  # filled in by EngineConfig
     source, options = draft_source(config)
-    chosen = _load_head(config, target, options)
-    if chosen is not None:
-        return Drafting(config.draft, None, chosen, None)
+    if (head := _load_head(config, target, options)) is not None:
+        return Drafting(config.draft, head=head)
     if isinstance(config.draft_vocab_size, int) or config.draft_vocab_file is not None:
         raise ModelLoadError(
             f"draft_vocab_size and draft_vocab_file are of heads, and {config.draft} is none: leave them out"
@@ -203,7 +197,7 @@ def load_draft(config: EngineConfig, target: Model) -> Drafting:
         warn_if_misread(draft, source)
     _check_kinds(target, draft)
     pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
-    return Drafting(config.draft, draft, None, pairing)
+    return Drafting(config.draft, draft, pairing=pairing)
 
 
 def choose_draft(config: EngineConfig, target: Model) -> Drafting:
@@ -254,9 +248,6 @@ def _trial(config: EngineConfig, models: Models) -> Trial:
     fixed = {"num_speculative_tokens": length or LENGTH, "method": "auto", "prefix_caching": False}
     small = {"max_num_sequences": 1, "cache_memory": None, "cuda_graphs": False, "step_seconds": 0.0}
     config = config.model_copy(update={**fixed, **small})
-    chosen = models.drafting.chosen
-    closed = None if chosen is None else replace(chosen, curves={})
-    models = replace(models, drafting=replace(models.drafting, chosen=closed))
     memory = allocate(config, models)
     proposers = [*_draft_model(config, models, memory), *_head(models, memory)]
     core = make_core(config, models, memory, proposers, make_runner(config, memory, proposers))
@@ -264,7 +255,7 @@ def _trial(config: EngineConfig, models: Models) -> Trial:
     ids = beginnings(str(config.target), models.target.vocab_size)
     accepted = accepted_by_place(core, name, ids, length or LENGTH)
     scored = (length or LENGTH) + 1
-    costs = calibrate(memory.target, memory.target_pool, _drafts(models, memory), scored, length=length)
+    costs = calibrate(memory.target, memory.target_pool, _drafts(models, memory), scored)
     lengths = range(1, LENGTH + 1) if length is None else [length]
     return trial_of(accepted, costs.score, costs.drafts[name], lengths)
 
@@ -370,7 +361,6 @@ def make_core(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
             ),
         ),
-        vocabulary=_vocabulary(models, proposers, planner),
         drafter=models.drafting.name,
         tried=models.drafting.tried,
     )
@@ -384,15 +374,13 @@ def _fixed_length(config: EngineConfig) -> int | None:
 def _costs(
     config: EngineConfig, models: Models, memory: Memory, proposers: Sequence[Proposer], runner: Runner
 ) -> Costs:
-    """What rounds take, measured where the draft length or what a head drafts is open."""
+    """Returns what rounds take, measured where the draft length is open."""
     step_seconds = config.step_seconds if memory.native is not None else 0.0
-    length = _fixed_length(config)
-    if length is not None and (models.drafting.chosen is None or not models.drafting.chosen.curves):
+    if _fixed_length(config) is not None:
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
-    longest = max(AUTO_LIMITS.values()) if length is None else length
-    max_tokens = config.num_sequences_on(memory.target.device.type) * (longest + 1)
+    max_tokens = config.num_sequences_on(memory.target.device.type) * (max(AUTO_LIMITS.values()) + 1)
     drafts = _drafts(models, memory)
-    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds, length)
+    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds)
 
 
 def _drafts(models: Models, memory: Memory) -> dict[str, tuple[ModelRunner, BlockPool]]:
@@ -431,7 +419,7 @@ def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[P
     ]
 
 
-def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Chosen | None:
+def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Head | None:
     """Returns the head that the settings name, with the tokens that it drafts."""
     assert config.target is not None  # filled in by EngineConfig
     assert config.draft is not None
@@ -447,25 +435,7 @@ def _head(models: Models, memory: Memory) -> list[Proposer]:
     """Returns what drafts with the head, if there is one."""
     if models.head is None or memory.head is None:
         return []
-    proposer = HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)
-    if memory.graphs is not None and memory.graphs.head is not None:
-        proposer.followers.append(memory.graphs.change_head)
-    return [proposer]
-
-
-def _vocabulary(
-    models: Models, proposers: Sequence[Proposer], planner: SpeculationPlanner
-) -> VocabularyChanges | None:
-    """Returns what changes the tokens that a head drafts, if the settings leave them open."""
-    proposer = next((own for own in proposers if isinstance(own, HeadProposer)), None)
-    chosen, target = models.drafting.chosen, models.target
-    if proposer is None or chosen is None or not chosen.curves:
-        return None
-    make = chosen.head.model.weights.make_output
-    assert make is not None
-    assert isinstance(target, FusedDecoder)
-    own = target.weights.head
-    return VocabularyChanges(proposer, planner, own, make, chosen, target.eos_token_ids)
+    return [HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)]
 
 
 def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
