@@ -29,7 +29,7 @@ from truedraft.engine.commands.check_report import Comparisons, Report, print_re
 from truedraft.engine.commands.check_speed import Speed, measure
 from truedraft.engine.commands.check_weights import WeightsResult, check_weights
 from truedraft.engine.commands.options import command_options, with_models
-from truedraft.engine.config import SELF_DRAFTS, EngineConfig
+from truedraft.engine.config import AUTO, SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
@@ -133,12 +133,12 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     expected = _expected(settings, tokenizer)
     length = DEFAULT_LENGTH if settings.num_speculative_tokens == "auto" else settings.num_speculative_tokens
     progress.begin("Loading the models")
-    core = build_engine(EngineConfig(**_fields(settings, length)))
+    core = _pair(settings, length)
     prompts = prompts_of.token_ids(core.target.vocab_size)
     compared = _compare(core, prompts, expected, length, settings.samples, progress)
     if compared.failures:
         return _report(core, settings, compared, [], [])
-    names_source = settings.draft is not None or settings.method != "auto"
+    names_source = core.drafter is not None or settings.method != "auto"
     speculates = core.snapshot().num_speculative_tokens > 0
     speeds = _speeds(core, prompts, settings, length, progress) if speculates and names_source else []
     ngrams = _ngram_speeds(core, tokenizer, settings, progress) if length else []
@@ -156,6 +156,14 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         if result.speeds or draft in settings.compare_with:
             results.append(result)
     return replace(report, drafts=results, advice=advice(results, given))
+
+
+def _pair(settings: CheckSettings, length: int) -> EngineCore:
+    """Returns the engine that is checked: with what the settings name, or with what it has chosen itself."""
+    core = build_engine(EngineConfig(**_fields(settings, length)))
+    if settings.draft == AUTO and settings.method == "auto" and length:
+        core.admission.method = NgramProposer.name if core.drafter is None else drafting_method(core.drafter)
+    return core
 
 
 def _fields(settings: CheckSettings, length: int, **others: Any) -> dict[str, Any]:
@@ -213,7 +221,7 @@ def _report(
     method, failures = core.admission.method, compared.failures
     return Report(
         target=settings.target,
-        draft=settings.draft if method in WITH_DRAFT else None,
+        draft=core.drafter if method in WITH_DRAFT else None,
         method=method,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
@@ -230,7 +238,7 @@ def _report(
 
 def _name(settings: CheckSettings, core: EngineCore) -> str:
     """Returns what drafts in the pair that is checked, as the setting ``draft`` names it."""
-    return settings.draft if settings.draft and core.admission.method in WITH_DRAFT else core.admission.method
+    return core.drafter if core.drafter and core.admission.method in WITH_DRAFT else core.admission.method
 
 
 def _try(

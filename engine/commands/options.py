@@ -95,6 +95,10 @@ class ReplaySettings(EngineConfig, BaseSettings):
 
     model_config = command_options("verify-trace")
 
+    draft: str | None = Field(
+        None,
+        description="What has drafted, as for the server; where that was auto, what its start says is taken.",
+    )
     file: CliPositionalArg[Path] = Field(
         description="JSON file: an answer to a request with speculation: {trace: true}, "
         "or the truedraft object of one."

@@ -118,7 +118,7 @@ def test_engine_gets_its_own_settings_only() -> None:
     settings = load_settings(["--target", "org/model", "--block-size", "32", "--port", "1"])
     config = settings.engine_config()
     assert type(config) is EngineConfig
-    assert (config.target, config.draft, config.block_size) == ("org/model", None, 32)
+    assert (config.target, config.draft, config.block_size) == ("org/model", "auto", 32)
     assert EngineConfig.model_validate(json.loads(config.model_dump_json())) == config
 
 
