@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from truedraft.engine.core.planning import auto_limit
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
-from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone
+from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone, sequence_seed
+from truedraft.engine.core.step import auto_limit
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams, Verification
-from truedraft.engine.sampling.splitmix import sequence_seed
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Grammars, Matcher
@@ -84,7 +83,9 @@ class Admission:
             stop_token_ids |= self.eos_token_ids
         sources, num_speculative_tokens, fixed_draft_length = self._speculation(request)
         self._check_draws(params, sources)
-        prediction = Prediction(request.prediction_token_ids or [])
+        prediction: Prediction | None = None
+        if "prediction" in sources:
+            prediction = Prediction(request.prediction_token_ids or [])
         matchers = self._matchers(request)
         return [
             Sequence(
@@ -112,7 +113,7 @@ class Admission:
                 tenant=request.tenant,
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
-                prediction=PredictionCursor(prediction) if "prediction" in sources else None,
+                prediction=None if prediction is None else PredictionCursor(prediction),
                 matcher=matcher,
             )
             for index, matcher in enumerate(matchers)

@@ -17,25 +17,25 @@ from dataclasses import replace
 from itertools import count
 
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.draft_choice import DraftChoice
-from truedraft.engine.core.needs import Need, Needs
-from truedraft.engine.core.planning import Planner
-from truedraft.engine.core.prompt_pace import PromptPace
-from truedraft.engine.core.proposer import Proposer
-from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import (
-    MAX_CATCH_UP_TOKENS,
-    MAX_PROMPT_TOKENS,
-    Kind,
-    ScheduledSequence,
-    StepPlan,
-)
-from truedraft.engine.core.turns_of_tenants import (
+from truedraft.engine.core.fairness import (
+    PromptPace,
     all_that_may_give_way,
     firsts_first,
     next_to_give_way,
     order,
     shut_out,
+)
+from truedraft.engine.core.needs import Need, Needs
+from truedraft.engine.core.planning import Planner
+from truedraft.engine.core.proposer import Proposer
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import (
+    MAX_CATCH_UP_TOKENS,
+    MAX_PROMPT_TOKENS,
+    DraftChoice,
+    Kind,
+    ScheduledSequence,
+    StepPlan,
 )
 from truedraft.engine.memory.block_table import BlockTable
 

@@ -18,6 +18,7 @@ from truedraft.engine.messages import (
     Verification,
 )
 from truedraft.engine.parameters import NEEDING
+from truedraft.engine.sampling.splitmix import WEYL, mix
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher
@@ -151,6 +152,14 @@ class Sequence:
             if self.finish_reason:
                 return token_ids[:count]
         return token_ids
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Returns the seed of choice ``index`` of a request: the request's own for 0, unrelated ones after it.
+
+    Those have 53 bits, which every JSON parser keeps.
+    """
+    return seed if index == 0 else mix(seed + index * WEYL) >> 11
 
 
 def is_scored_alone(params: SamplingParams) -> bool:

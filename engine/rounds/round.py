@@ -14,10 +14,9 @@ from typing import TypeAlias
 
 import torch
 
-from truedraft.engine.core.draft_choice import Known
 from truedraft.engine.core.needs import EVERY_NEED, Need
 from truedraft.engine.core.proposer import Observation, Proposer
-from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import Known, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import RoundTrace, TokenLogprob

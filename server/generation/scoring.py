@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
 from truedraft.server.errors import code_of
-from truedraft.server.observability.metrics import Metrics, RequestTimer
+from truedraft.server.observability.metrics import ModelMetrics, RequestTimer
 from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import PromptTokensDetails, Usage
 from truedraft.server.text.choice import ChoiceDelta, SpeculationCounts
@@ -32,7 +32,7 @@ class Scoring:
         self,
         asked: Sequence[Asked],
         engine: WorkerPool,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         *,
         key: str,
         cache_salt: str,

@@ -13,7 +13,7 @@ from truedraft.server.http.large_json import write_json
 from truedraft.server.http.openapi import GENERATION_ERRORS
 from truedraft.server.http.work import in_thread, in_thread_if_long, while_wanted
 from truedraft.server.observability.request_summary import SUMMARY
-from truedraft.server.routes.checks import check_fields, check_model, prompt_limits
+from truedraft.server.routes.checks import check_fields, check_model, prompt_limits, use_model
 from truedraft.server.routes.submit import cache_salt
 from truedraft.server.schemas.decisions import (
     AnyQuestion,
@@ -45,19 +45,19 @@ async def create_decision(
 ) -> Response:
     """Asks questions about one input, which is computed once, and returns the probability of each label: that
     of all of its tokens as the model's answer, as a share of all labels' of the question."""
-    check_model(body.model, services)
+    check_model(body.model, request, services)
     leniency = await in_thread_if_long(request, check_fields, body, services)
-    _check_size(body.questions, services.settings)
-    model, key, settings = services.model(), api_key_of(request.scope), services.settings
+    model, key = await use_model(body.model, request, services), api_key_of(request.scope)
+    settings = model.settings
+    _check_size(body.questions, settings)
     if model.worker.encoder_decoder is not None:
         raise UnsupportedParameterError("This model's encoder reads the input: use /v1/chat/completions.")
-    services.engine.check_room(1, key=key)
-    limits = prompt_limits(services, model.worker)
-    asked = await in_thread(request, ask, body, model.tokenizer, limits)
+    model.engine.check_room(1, key=key)
+    asked = await in_thread(request, ask, body, model.tokenizer, prompt_limits(model))
     scoring = Scoring(
         asked,
-        services.engine,
-        services.metrics,
+        model.engine,
+        model.metrics,
         key=key,
         cache_salt=cache_salt(body.cache_salt, key, settings),
         cache_prompt=settings.prefix_caching and body.cache_prompt is not False,
