@@ -110,7 +110,7 @@ def start_generation(
         n=n,
         priority=body.priority or 0,
         cache_prompt=body.cache_prompt is not False,
-        cache_salt=cache_salt(body, key, settings),
+        cache_salt=cache_salt(body.cache_salt, key, settings),
         key=key,
         prediction_token_ids=prediction,
         stop_strings=body.stop or [],
@@ -134,8 +134,8 @@ def _continues_prompt(body: SamplingRequest, model: Model, message: MessageForma
     return message is None or bool(body.declared("continue_final_message"))
 
 
-def cache_salt(body: SamplingRequest, key: str, settings: Settings) -> str:
+def cache_salt(asked: str | None, key: str, settings: Settings) -> str:
     """Keys have their prefixes apart: by how soon an answer comes, one could tell what another has sent."""
-    own = body.cache_salt or ""
+    own = asked or ""
     is_shared = settings.share_prefixes or len(settings.api_keys) < 2
     return own if is_shared else f"{key}/{own}"

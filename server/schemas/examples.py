@@ -141,6 +141,31 @@ MESSAGES: Examples = {
     },
 }
 
+DECISIONS: Examples = {
+    "questions": {
+        "summary": "Three questions about a text",
+        "value": MODEL
+        | {
+            "input": "The dog ran to the park. It saw a big red ball and was very happy.",
+            "questions": [
+                {"type": "predicate", "name": "animal", "instructions": "There is an animal in the story."},
+                {
+                    "type": "choice",
+                    "name": "mood",
+                    "instructions": "How does the dog feel?",
+                    "choices": [{"value": "happy"}, {"value": "sad"}, {"value": "angry"}],
+                },
+                {
+                    "type": "score",
+                    "name": "length",
+                    "instructions": "How long is the story?",
+                    "levels": [{"label": "short"}, {"label": "long", "description": "over a page"}],
+                },
+            ],
+        },
+    },
+}
+
 TOKEN_COUNTS: Examples = {
     "messages": {
         "summary": "A conversation",

@@ -73,6 +73,17 @@ AnyInput = Annotated[
 ]
 
 
+InputItems = Annotated[
+    Annotated[str, alternative("string")]
+    | Annotated[list[AnyInput], Field(min_length=1, fail_fast=True), alternative("items")],
+    Discriminator(
+        _kind_of_input,
+        custom_error_type="input_type",
+        custom_error_message="Input should be a string or a list of messages and items",
+    ),
+]
+
+
 class ReasoningOptions(RequestPart):
     effort: ReasoningEffort | None = Field(
         None,
@@ -90,15 +101,7 @@ class ResponsesRequest(SamplingRequest):
     prompt_field: ClassVar[str] = "input"
     logprobs_switch: ClassVar[str] = f"include: ['{INCLUDE_LOGPROBS}']"
 
-    input: Annotated[
-        Annotated[str, alternative("string")]
-        | Annotated[list[AnyInput], Field(min_length=1, fail_fast=True), alternative("items")],
-        Discriminator(
-            _kind_of_input,
-            custom_error_type="input_type",
-            custom_error_message="Input should be a string or a list of messages and items",
-        ),
-    ] = Field(description="What the user says, or the conversation so far.")
+    input: InputItems = Field(description="What the user says, or the conversation so far.")
     instructions: str | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = Field(
         None,

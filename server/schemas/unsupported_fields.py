@@ -18,6 +18,7 @@ from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import SamplingRequest, TextPart
 from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.decisions import DecisionRequest, Question
 from truedraft.server.schemas.foreign_parts import TRACES, OtherPart
 from truedraft.server.schemas.messages import (
     MessagesInputMessage,
@@ -155,6 +156,16 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "return_token_ids": Refused(IN_CHATS, (False,)),
         "stop": Refused("use 'stop_sequences'"),
         "top_logprobs": Refused(IN_CHATS, (0,)),
+    },
+    DecisionRequest: {
+        **_ANYWHERE,
+        "messages": Refused("use 'input'"),
+        "instructions": Refused("write them into each question, or send a message of the role 'system'"),
+    },
+    Question: {
+        "options": Refused("use 'choices', objects with a 'value'"),
+        "criteria": Refused("use 'choices' or 'levels'"),
+        "labels": Refused("use 'levels', objects with a 'label'"),
     },
     TokenCountRequest: {},
     TokenizeRequest: UNSUPPORTED,

@@ -27,7 +27,7 @@ from truedraft.server.schemas.response_items import (
     InputServerCall,
     OtherInput,
 )
-from truedraft.server.schemas.responses import InputMessage, ResponsesRequest
+from truedraft.server.schemas.responses import AnyInput, InputMessage, ResponsesRequest
 from truedraft.server.text.families import GENERIC
 from truedraft.server.text.generic_tools import as_plain_messages
 from truedraft.server.text.tokenizer import ChatTemplateError, Tokenizer
@@ -72,7 +72,7 @@ def completion_prompts(
     if request.truncate_prompt_tokens is None:
         for prompt in prompts:
             if isinstance(prompt, str):
-                _check_length(prompt, tokenizer, limits, "prompt")
+                check_length(prompt, tokenizer, limits, "prompt")
     encoded = [_token_prompt(prompt, request, tokenizer, limits.vocab_size) for prompt in prompts]
     if not all(prompt.token_ids for prompt in encoded):
         raise InvalidRequestError("The prompt is empty: there is nothing to continue.", param="prompt")
@@ -82,7 +82,10 @@ def completion_prompts(
 def chat_prompt(
     request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, limits: PromptLimits, leniency: Leniency
 ) -> TokenPrompt:
-    messages = request.messages if isinstance(request, ChatRequest) else input_messages(request)
+    if isinstance(request, ChatRequest):
+        messages = request.messages
+    else:
+        messages = input_messages(request.input, request.instructions)
     name = request.prompt_field
     if isinstance(request, ChatRequest):
         options = template_options(request, tokenizer, leniency)
@@ -91,7 +94,7 @@ def chat_prompt(
     text = render_chat(messages, tokenizer, param=name, options=options)
     check_characters(len(text), limits, name)
     if request.truncate_prompt_tokens is None:
-        _check_length(text, tokenizer, limits, name)
+        check_length(text, tokenizer, limits, name)
     # The template writes the special tokens itself; the tokenizer must not add them again.
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
@@ -115,7 +118,7 @@ def _named(param: str) -> str:
     return f"{param} have" if param == "messages" else f"{param} has"
 
 
-def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: str) -> None:
+def check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: str) -> None:
     """``ContextLengthError`` for a text that cannot fit however it is tokenized."""
     fewest = tokenizer.fewest_tokens(text)
     if fewest > limits.max_tokens:
@@ -229,14 +232,14 @@ def _translated(name: str, value: Any, tokenizer: Tokenizer) -> dict[str, Any] |
     return {} if is_so else None
 
 
-def input_messages(request: ResponsesRequest) -> list[Message]:
-    """The messages of a ``/v1/responses`` request, with the instructions in front."""
-    messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
-    if isinstance(request.input, str):
-        return [*messages, Message(role="user", content=request.input)]
+def input_messages(given: str | list[AnyInput], instructions: str | None = None) -> list[Message]:
+    """The messages of an ``input`` as ``/v1/responses`` has it, with the instructions in front."""
+    messages = [] if instructions is None else [Message(role="system", content=instructions)]
+    if isinstance(given, str):
+        return [*messages, Message(role="user", content=given)]
     thought = ""  # before the item that follows
     called: set[str] = set()
-    for item in request.input:
+    for item in given:
         match item:
             case InputMessage():
                 messages.append(Message.model_construct(role=item.role, content=item.content))
@@ -288,7 +291,7 @@ def predicted_tokens(
     # The worker gets it once for each prompt.
     times = num_prompts(request) if isinstance(request, CompletionRequest) else 1
     check_characters(times * len(text), limits, "prediction")
-    _check_length(text, tokenizer, limits, "prediction")
+    check_length(text, tokenizer, limits, "prediction")
     return tokenizer.encode(text, add_special_tokens=False)
 
 

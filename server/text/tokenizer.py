@@ -52,10 +52,13 @@ class Tokenizer:
         self._fast = fast
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # A batch of one releases the interpreter's lock, which ``encode`` holds.
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         with timed("tokenize"):
-            # A batch of one releases the interpreter's lock, which ``encode`` holds.
-            (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-            return list(encoding.ids)
+            encodings = self._fast.encode_batch(texts, add_special_tokens=add_special_tokens)
+            return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)

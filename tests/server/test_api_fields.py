@@ -89,7 +89,6 @@ def test_a_message_without_content(server: RunningServer, role: str) -> None:
         ("mirostat", 2),
         ("dry_multiplier", 0.8),
         ("xtc_probability", 0.5),
-        ("logprob_token_ids", [1]),
         ("return_tokens_as_token_ids", True),
         ("custom_logit_processor", "x"),
         ("include_reasoning", False),
