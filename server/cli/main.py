@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prometheus_client import disable_created_metrics
 from pydantic_settings import BaseSettings
 
 from truedraft.engine.commands.options import (
@@ -29,13 +28,9 @@ from truedraft.engine.errors import ConfigError
 from truedraft.engine.machine.openmp import spin_settings
 from truedraft.server.cli.help import command_help, serve_help
 from truedraft.server.cli.interrupts import raise_on_interrupt, say_interrupted
-from truedraft.server.cli.launch import StartError, launch
 from truedraft.server.cli.settings_sources import load_settings, read_options, target_first
-from truedraft.server.models.served import TokenizerFailedError
 from truedraft.server.observability.logs import configure_logging
-from truedraft.server.observability.otel import OtelError
 from truedraft.server.version import package_version
-from truedraft.server.workers.worker_pool import WorkerFailedError
 
 HELP = """\
 usage: truedraft COMMAND [OPTIONS]
@@ -128,6 +123,14 @@ def serve(flags: Sequence[str]) -> int:
         _complain("truedraft serve", str(error))
         return WRONG_USAGE
     configure_logging(settings.log_level, settings.log_format)
+    # With the web framework, which takes seconds to load, once the options are known to be right.
+    from prometheus_client import disable_created_metrics
+
+    from truedraft.server.cli.launch import StartError, launch
+    from truedraft.server.models.served import TokenizerFailedError
+    from truedraft.server.observability.otel import OtelError
+    from truedraft.server.workers.worker_pool import WorkerFailedError
+
     # The *_created series would double the size of /metrics for nothing.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     raise_on_interrupt()

@@ -170,7 +170,7 @@ def test_help_and_wrong_usage_load_no_torch() -> None:
         "for command in COMMANDS:\n    for flag in ('--help', '--help-all', '--no-such-option'):\n"
         "        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
         "            main([command, flag])\n"
-        "        loaded = {'torch', 'transformers'} & sys.modules.keys()\n"
+        "        loaded = {'torch', 'transformers', 'fastapi'} & sys.modules.keys()\n"
         "        if loaded:\n            sys.exit(f'{command} {flag} loads {loaded}')"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
