@@ -40,6 +40,8 @@ _CHECKS = (
     Check(Rule.COUPLED, 1e-30, top_p=0.95, logits="one"),
     Check(Rule.REJECTION, 3.0, 20, 0.99, logits="few"),
     *[Check(rule, 3.0, logits="few") for rule in (Rule.BLOCK, Rule.REJECTION) * 3],
+    Check(Rule.REJECTION, 50.0, 20),
+    Check(Rule.REJECTION, 50.0, top_p=0.7),
 )
 CHECKS = tuple(check._replace(seed=seed) for seed, check in enumerate(_CHECKS))
 
