@@ -62,6 +62,7 @@ class Parameter:
     where: str = EVERYWHERE  # a client says it there
     need: str = ""  # what a request with another value than the default needs of a runner (``core.needs``)
     column: str = ""  # what it fills of a row of numbers (``rows.columns.Field``)
+    example: float = 0.0  # a value that does something, with which implementations are compared
     kind: Literal["", "cut", "penalty"] = ""
     gguf_key: str = ""  # what a GGUF file calls its own default, and generation configs have one, too
     is_openai: bool = False  # OpenAI's SDK has an argument of that name
@@ -95,6 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "0 is greedy.",
             Range(0, 2),
             column="TEMPERATURE",
+            example=1.5,
             gguf_key="temp",
             is_openai=True,
             step=0.1,
@@ -108,6 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             off=True,
             kind="cut",
             column="TOP_P",
+            example=0.8,
             gguf_key="top_p",
             is_openai=True,
             step=0.01,
@@ -121,6 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             off=True,
             kind="cut",
             column="TOP_K",
+            example=20,
             gguf_key="top_k",
             step=1,
         ),
@@ -133,6 +137,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             off=True,
             kind="cut",
             column="MIN_P",
+            example=0.1,
             gguf_key="min_p",
             step=0.01,
         ),
@@ -145,6 +150,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             kind="penalty",
             need="penalties",
             column="PRESENCE",
+            example=0.5,
             is_openai=True,
             step=0.1,
         ),
@@ -157,6 +163,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             kind="penalty",
             need="penalties",
             column="FREQUENCY",
+            example=0.25,
             is_openai=True,
             step=0.1,
         ),
@@ -169,6 +176,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             kind="penalty",
             need="penalties",
             column="REPETITION",
+            example=1.25,
             gguf_key="penalty_repeat",
             step=0.01,
         ),

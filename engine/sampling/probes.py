@@ -3,27 +3,27 @@
 from typing import Any, Literal, NamedTuple
 
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.parameters import CUTS, FILLING, PENALTIES
 from truedraft.engine.rows.columns import Rule
 
-# Every processor alone and with others, and every adjustment.
+# No cut, each of them alone, all of them together, and every adjustment.
+_EXAMPLES = {row.name: row.example for row in FILLING}
+_CUTS = [{name: _EXAMPLES[name]} for name in CUTS]
 PARAMS = [
-    SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    for temperature, top_k, top_p, min_p in (
-        (1.0, 0, 1.0, 0.0),
-        (0.5, 0, 0.9, 0.0),
-        (1.5, 20, 1.0, 0.0),
-        (1.0, 0, 1.0, 0.1),
-        (2.0, 50, 0.8, 0.05),
+    SamplingParams(max_tokens=1, **params)  # type: ignore[arg-type]
+    for params in (
+        {},
+        *_CUTS,
+        {"temperature": _EXAMPLES["temperature"]},
+        {name: _EXAMPLES[name] for name in ("temperature", *CUTS)},
     )
 ]
 PARAMS.append(
     SamplingParams(
         max_tokens=9,
-        presence_penalty=0.5,
-        frequency_penalty=0.25,
-        repetition_penalty=1.25,
         logit_bias={7: 2.0, 8: -100.0},
         min_tokens=3,
+        **{name: _EXAMPLES[name] for name in PENALTIES},  # type: ignore[arg-type]
     )
 )
 
@@ -57,5 +57,6 @@ _CHECKS = (
     *[_check(rule, "few", temperature=3.0) for rule in (Rule.BLOCK, Rule.REJECTION) * 3],
     _check(Rule.REJECTION, temperature=50.0, top_k=20),
     _check(Rule.REJECTION, temperature=50.0, top_p=0.7),
+    *[_check(Rule.REJECTION, **cut) for cut in _CUTS],
 )
 CHECKS = tuple(check._replace(seed=seed) for seed, check in enumerate(_CHECKS))

@@ -12,11 +12,13 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from truedraft.engine.parameters import (
+    FILLING,
     INT64_MAX,
     MAX_LOGPROB_TOKENS,
     MAX_STOP_TOKENS,
@@ -205,19 +207,21 @@ class SpeculationOptions(RequestPart):
     origins: bool | Literal["sources"] = said("origins", False)
 
 
-class SamplingRequest(RequestPart):
+class _NamedModel(RequestPart):
+    model: str = Field(description="The served name; `GET /v1/models` tells it.")
+
+
+# Each parameter that is one number of a row has a field of its name.
+_Drawn: type[_NamedModel] = create_model(
+    "_Drawn", __base__=_NamedModel, **{row.name: (row.type | None, said(row.name)) for row in FILLING}
+)
+
+
+class SamplingRequest(_Drawn):  # type: ignore[misc, valid-type]  # mypy knows no class that is made
     """All generating endpoints have these fields. ``prompt_field`` is the one that holds the prompt."""
 
     prompt_field: ClassVar[str]
 
-    model: str = Field(description="The served name; `GET /v1/models` tells it.")
-    temperature: float | None = said("temperature")
-    top_p: float | None = said("top_p")
-    top_k: int | None = said("top_k")
-    min_p: float | None = said("min_p")
-    presence_penalty: float | None = said("presence_penalty")
-    frequency_penalty: float | None = said("frequency_penalty")
-    repetition_penalty: float | None = said("repetition_penalty")
     logit_bias: Annotated[dict[str, Annotated[float, within("logit_bias")]], Field(fail_fast=True)] | None = (
         said("logit_bias")
     )
