@@ -23,6 +23,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions/render": {"prompt": "x"},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [120]},
 }
