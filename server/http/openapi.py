@@ -30,6 +30,7 @@ TAGS = [
     {"name": "generate", "description": "Text out of text."},
     {"name": "tokenize", "description": "The model's tokenizer."},
     {"name": "models", "description": "What is served."},
+    {"name": "gateways", "description": "What gateways ask of other servers."},
     {"name": "operate", "description": "For probes, scrapers and people. Open without a key, but for one."},
 ]
 
