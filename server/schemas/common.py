@@ -287,6 +287,30 @@ class SamplingRequest(RequestPart):
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted, not used.")
 
 
+class ThinkingBudget(RequestPart):
+    """Requests whose answers may begin with reasoning have these names of one limit."""
+
+    thinking_budget: int | None = said("thinking_budget")
+    thinking_token_budget: int | None = Field(None, ge=0, description="vLLM's name of thinking_budget.")
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Returns what the request says, by the names that it uses."""
+        said_by = {name: getattr(self, name) for name in ThinkingBudget.model_fields}
+        return {name: value for name, value in said_by.items() if value is not None}
+
+    @property
+    def budget(self) -> tuple[str, int] | None:
+        """Returns the limit and one of its names."""
+        return next(iter(self.budgets.items()), None)
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if len({*self.budgets.values()}) > 1:
+            raise ValueError(f"{' and '.join(self.budgets)} are the same limit; give one of them")
+        return self
+
+
 class GenerationRequest(SamplingRequest):
     """Completions and chat completions have these fields, too."""
 

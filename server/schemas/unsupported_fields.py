@@ -144,6 +144,8 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         **{name: refused for name, refused in _ANYWHERE.items() if name not in _REPORTED_OF_MESSAGES},
         **_CHAT_FIELDS,
         "enable_thinking": Refused("use 'thinking'"),
+        "thinking_budget": Refused("use thinking.budget_tokens"),
+        "thinking_token_budget": Refused("use thinking.budget_tokens"),
         "logprobs": Refused(IN_CHATS, (False,)),
         "max_completion_tokens": Refused("use 'max_tokens'"),
         "n": Refused(IN_CHATS, (1,)),

@@ -15,7 +15,7 @@ from truedraft.server.errors import (
 )
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message, TemplateFields
-from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, content_text
+from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, ThinkingBudget, content_text
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.response_items import (
@@ -190,6 +190,10 @@ def _variables(
     if isinstance(request, TemplateFields) and request.thinking is not None:
         asked["thinking"] = "enable_thinking", request.thinking.is_on
     asked["enable_thinking"] = "enable_thinking", request.enable_thinking
+    if isinstance(request, ThinkingBudget) and request.budget is not None:
+        name, budget = request.budget
+        if "thinking_budget" in tokenizer.templates.variables:
+            asked[name] = "thinking_budget", budget
     return template_variables(asked, tokenizer, leniency)
 
 
