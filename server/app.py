@@ -30,6 +30,7 @@ from truedraft.server.routes import (
     chat,
     completions,
     decisions,
+    discovery,
     messages,
     models,
     ops,
@@ -69,7 +70,7 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (completions, chat, responses, messages, decisions, tokenize, models, ops, page):
+    for route in (completions, chat, responses, messages, decisions, tokenize, discovery, models, ops, page):
         app.include_router(route.router)
         _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)

@@ -173,6 +173,8 @@ TOKEN_COUNTS: Examples = {
     }
 }
 
+SHOW: Examples = {"model": {"summary": "A model by its name", "value": {**MODEL}}}
+
 TOKENIZE: Examples = {
     "prompt": {
         "summary": "A text",

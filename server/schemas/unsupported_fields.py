@@ -19,6 +19,7 @@ from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import SamplingRequest, TextPart
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.decisions import DecisionRequest, Question
+from truedraft.server.schemas.discovery import ShowRequest
 from truedraft.server.schemas.foreign_parts import TRACES, OtherPart
 from truedraft.server.schemas.messages import (
     MessagesInputMessage,
@@ -169,6 +170,7 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "criteria": Refused("use 'choices' or 'levels'"),
         "labels": Refused("use 'levels', objects with a 'label'"),
     },
+    ShowRequest: {},
     TokenCountRequest: {},
     TokenizeRequest: UNSUPPORTED,
     DetokenizeRequest: {},
