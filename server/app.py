@@ -31,6 +31,7 @@ from truedraft.server.routes import (
     completions,
     decisions,
     discovery,
+    infill,
     messages,
     models,
     ops,
@@ -70,7 +71,19 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (completions, chat, responses, messages, decisions, tokenize, discovery, models, ops, page):
+    for route in (
+        completions,
+        chat,
+        responses,
+        messages,
+        decisions,
+        infill,
+        tokenize,
+        discovery,
+        models,
+        ops,
+        page,
+    ):
         app.include_router(route.router)
         _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)

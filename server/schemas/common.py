@@ -58,7 +58,7 @@ def within(name: str) -> Any:
     return Field(**limits)
 
 
-def _as_list(value: object) -> object:
+def as_list(value: object) -> object:
     if not isinstance(value, str | list):
         raise PydanticCustomError("stop_type", "Input should be a string or a list of strings")
     return [value] if isinstance(value, str) else value
@@ -224,7 +224,7 @@ class SamplingRequest(RequestPart):
     seed: int | None = said("seed")
     stop: Annotated[
         Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
-        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+        BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
     ] = Field(
         None,
         description="Strings that end the text, at most `max_stop_strings`; they are not part of it.",

@@ -137,7 +137,7 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "stop_strings": Refused(STOP),
     "stop_words": Refused(STOP),
     "stopping_strings": Refused(STOP),
-    "suffix": Refused("write both sides into the 'prompt', with the model's own fill-in-the-middle tokens"),
+    "suffix": Refused("use /v1/completions, with a model that fills in the middle"),
     "suppress_tokens": Refused(BIAS),
     "system_prompt": Refused("send a message of the role 'system'"),
     "template": Refused("send a finished text to /v1/completions"),

@@ -21,6 +21,7 @@ from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.decisions import DecisionRequest, Question
 from truedraft.server.schemas.discovery import ShowRequest
 from truedraft.server.schemas.foreign_parts import TRACES, OtherPart
+from truedraft.server.schemas.infill import InfillRequest
 from truedraft.server.schemas.messages import (
     MessagesInputMessage,
     MessagesRequest,
@@ -171,6 +172,12 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "labels": Refused("use 'levels', objects with a 'label'"),
     },
     ShowRequest: {},
+    InfillRequest: {
+        **_ANYWHERE,
+        "messages": Refused(IN_CHATS),
+        "max_tokens": Refused("use 'n_predict'"),
+        "suffix": Refused("use 'input_suffix'"),
+    },
     TokenCountRequest: {},
     TokenizeRequest: UNSUPPORTED,
     DetokenizeRequest: {},

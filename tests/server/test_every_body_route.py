@@ -24,6 +24,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "y"}]},
+    "/infill": {"input_prefix": "x", "n_predict": 1},
     "/api/show": {"verbose": True},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [120]},
