@@ -70,7 +70,7 @@ async def ollama_show(
     )
 
 
-# Of these routes only this one has a body.
+# This route alone has a body.
 router.add_api_route(
     "/api/show",
     ollama_show,

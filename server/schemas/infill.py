@@ -42,11 +42,11 @@ class InfillRequest(RequestPart):
 
 
 class InfillAnswer(BaseModel):
-    """A whole answer, or a part of a streamed one; the last part has no content and ``stop``."""
+    """Holds a whole answer, or a part of a streamed one, whose last part has ``stop`` and no content."""
 
     index: int = 0
     content: str
-    tokens: list[int] = Field([], description="Of a part: its tokens.")
+    tokens: list[int] = Field([], description="The tokens of the content.")
     stop: bool
     model: str
     tokens_predicted: int

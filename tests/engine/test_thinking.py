@@ -1,4 +1,4 @@
-"""A budget of reasoning: what may come at each place, and the same text with and without drafts."""
+"""A budget of reasoning forces the same tokens at the same places, with and without drafts."""
 
 import itertools
 import random

@@ -13,7 +13,7 @@ from truedraft.server.text.infill import Extra, infill_tokens
 from truedraft.server.text.tokenizer import Tokenizer, load_tokenizer
 
 INFILL, COMPLETIONS = "/infill", "/v1/completions"
-PRE, SUF, MID = 1, 2, 3  # of the tests' tokenizer
+PRE, SUF, MID = 1, 2, 3  # the tests' tokenizer has these
 BEGIN = "Hello, w"  # what the fake worker says first
 
 
