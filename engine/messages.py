@@ -113,6 +113,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     weight_bytes: int = 0  # both models' linear layers and embeddings
     cache_bytes: int = 0  # both caches, once they are full
     worker_bytes: int = 0  # what the worker has in memory at start, weights included
+    tried: list[str] = []  # what was measured of each draft that lies next to the target, and what is taken
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

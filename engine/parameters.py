@@ -62,6 +62,7 @@ class Parameter:
     off: bool = False  # the default is the value that does nothing
     where: str = EVERYWHERE  # a client says it there
     need: str = ""  # what a request with another value than the default needs of a runner (``core.needs``)
+    column: str = ""  # what it fills of a row of numbers (``rows.columns.Field``)
     kind: Literal["", "cut", "penalty"] = ""
     gguf_key: str = ""  # what a GGUF file calls its own default, and generation configs have one, too
     is_openai: bool = False  # OpenAI's SDK has an argument of that name
@@ -90,7 +91,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         int, Parameter("Largest number of tokens to generate.", Range(1, None), where=OTHERWISE)
     ]
     temperature: Annotated[
-        float, Parameter("0 is greedy.", Range(0, 2), gguf_key="temp", is_openai=True, step=0.1)
+        float,
+        Parameter(
+            "0 is greedy.",
+            Range(0, 2),
+            column="TEMPERATURE",
+            gguf_key="temp",
+            is_openai=True,
+            step=0.1,
+        ),
     ] = 1.0
     top_p: Annotated[
         float,
@@ -99,6 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(0, 1, above=True),
             off=True,
             kind="cut",
+            column="TOP_P",
             gguf_key="top_p",
             is_openai=True,
             step=0.01,
@@ -111,6 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(-1, INT64_MAX),  # -1 is another usual way to say "off"
             off=True,
             kind="cut",
+            column="TOP_K",
             gguf_key="top_k",
             step=1,
         ),
@@ -122,6 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(0, 1),
             off=True,
             kind="cut",
+            column="MIN_P",
             gguf_key="min_p",
             step=0.01,
         ),
@@ -133,6 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(-2, 2),
             kind="penalty",
             need="penalties",
+            column="PRESENCE",
             is_openai=True,
             step=0.1,
         ),
@@ -144,6 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(-2, 2),
             kind="penalty",
             need="penalties",
+            column="FREQUENCY",
             is_openai=True,
             step=0.1,
         ),
@@ -155,6 +169,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(0.01, 10),
             kind="penalty",
             need="penalties",
+            column="REPETITION",
             gguf_key="penalty_repeat",
             step=0.01,
         ),
@@ -318,3 +333,4 @@ CUTS, PENALTIES = (
 # A checkpoint's generation config may have other defaults of these.
 RECOMMENDED = {name: row for name, row in PARAMETERS.items() if row.gguf_key}
 NEEDING = tuple(row for row in PARAMETERS.values() if row.need)
+FILLING = tuple(row for row in PARAMETERS.values() if row.column)

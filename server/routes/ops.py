@@ -61,7 +61,7 @@ async def version(services: ServicesDep) -> Version:
         version=package_version(),
         model=settings.model_name,
         target=settings.public_target,
-        draft=public_name(settings.draft) if settings.draft else None,
+        draft=public_name(drafter) if (drafter := worker.draft if worker else settings.draft) else None,
         device=worker.device if worker else None,
         dtype=worker.dtype if worker else None,
         forward=worker.forward if worker else None,

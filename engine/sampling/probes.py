@@ -1,0 +1,61 @@
+"""Has the parameters by which draws and verdicts in C and in Triton are compared with torch's at load."""
+
+from typing import Any, Literal, NamedTuple
+
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.rows.columns import Rule
+
+# Every processor alone and with others, and every adjustment.
+PARAMS = [
+    SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature, top_k, top_p, min_p in (
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 0.9, 0.0),
+        (1.5, 20, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (2.0, 50, 0.8, 0.05),
+    )
+]
+PARAMS.append(
+    SamplingParams(
+        max_tokens=9,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=1.25,
+        logit_bias={7: 2.0, 8: -100.0},
+        min_tokens=3,
+    )
+)
+
+
+class Check(NamedTuple):
+    """Describes a row of the comparison on a device: what is drawn how, and what its logits are like."""
+
+    rule: Rule
+    params: SamplingParams
+    logits: Literal["any", "equal", "with ties", "one", "few", "NaN", "none"] = "any"
+    seed: int = 0
+
+
+def _check(rule: Rule, logits: Any = "any", **params: float) -> Check:
+    return Check(rule, SamplingParams(max_tokens=1, **params), logits)  # type: ignore[arg-type]
+
+
+_CHECKS = (
+    _check(Rule.EXACT_MATCH, "equal"),
+    _check(Rule.EXACT_MATCH, "NaN"),
+    _check(Rule.REJECTION, "with ties", temperature=0.6, top_k=5),
+    _check(Rule.COUPLED, "with ties", temperature=1.7, top_k=9, top_p=0.7),
+    _check(Rule.BLOCK, top_p=0.9),
+    _check(Rule.REJECTION, "equal", top_p=0.5),
+    _check(Rule.COUPLED, min_p=0.1),
+    _check(Rule.BLOCK, "none"),
+    _check(Rule.REJECTION, temperature=2.5, top_k=12, top_p=0.6),
+    _check(Rule.BLOCK, "with ties", temperature=1.2, top_k=4),
+    _check(Rule.COUPLED, "one", temperature=1e-30, top_p=0.95),
+    _check(Rule.REJECTION, "few", temperature=3.0, top_k=20, top_p=0.99),
+    *[_check(rule, "few", temperature=3.0) for rule in (Rule.BLOCK, Rule.REJECTION) * 3],
+    _check(Rule.REJECTION, temperature=50.0, top_k=20),
+    _check(Rule.REJECTION, temperature=50.0, top_p=0.7),
+)
+CHECKS = tuple(check._replace(seed=seed) for seed, check in enumerate(_CHECKS))
