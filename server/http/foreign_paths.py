@@ -8,7 +8,7 @@ AT_START = "models are named when the server is started: truedraft serve --targe
 STATELESS = "nothing is stored here: send each request by itself"
 TEXT = "this server reads and writes text only"
 
-# A path, or the beginning of several: what to say of it.
+# Each path, with those below it, has a sentence on what is here.
 INSTEAD: Mapping[str, str] = {
     "/api/chat": CHAT,
     "/api/generate": GENERATE,
