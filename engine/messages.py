@@ -207,6 +207,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     trace: RoundTrace | None = None
     prediction: PredictionUse | None = None
     origins: list[RoundOrigin] | None = None
+    budget_spent: bool = False  # thinking_budget has closed the reasoning, in this step or before
 
     @property
     def sequence(self) -> tuple[str, int]:

@@ -31,6 +31,8 @@ from truedraft.server.routes import (
     completions,
     decisions,
     gateways,
+    discovery,
+    infill,
     messages,
     models,
     ops,
@@ -70,7 +72,20 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (completions, chat, responses, messages, decisions, tokenize, models, gateways, ops, page):
+    for route in (
+        completions,
+        chat,
+        responses,
+        messages,
+        decisions,
+        infill,
+        tokenize,
+        discovery,
+        models,
+        gateways,
+        ops,
+        page,
+    ):
         app.include_router(route.router)
         _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)

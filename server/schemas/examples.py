@@ -173,6 +173,15 @@ TOKEN_COUNTS: Examples = {
     }
 }
 
+INFILL: Examples = {
+    "gap": {
+        "summary": "A gap in a text: 400 with a model that has no tokens for it",
+        "value": MODEL | {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "n_predict": 8},
+    }
+}
+
+SHOW: Examples = {"model": {"summary": "A model by its name", "value": {**MODEL}}}
+
 TOKENIZE: Examples = {
     "prompt": {
         "summary": "A text",

@@ -8,7 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Discriminator, Field
 
 from truedraft.server.schemas.answer import SpeculationReport, is_none
-from truedraft.server.schemas.common import Content, ReasoningEffort, SamplingRequest, TemplateVariables
+from truedraft.server.schemas.common import (
+    Content,
+    ReasoningEffort,
+    SamplingRequest,
+    TemplateVariables,
+    ThinkingBudget,
+)
 from truedraft.server.schemas.response_items import (
     ACTION_CALLS,
     CALL_OUTPUTS,
@@ -95,7 +101,7 @@ class ReasoningOptions(RequestPart):
     )
 
 
-class ResponsesRequest(SamplingRequest):
+class ResponsesRequest(ThinkingBudget, SamplingRequest):
     """Takes text and gives text; nothing is stored. Every sampling parameter of chats works here too."""
 
     prompt_field: ClassVar[str] = "input"
@@ -164,6 +170,7 @@ class InputTokensDetails(BaseModel):
 
 class OutputTokensDetails(BaseModel):
     reasoning_tokens: int = 0
+    thinking_budget_spent: bool | None = Field(None, exclude_if=is_none)
 
 
 class ResponsesUsage(BaseModel):

@@ -19,7 +19,9 @@ from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import SamplingRequest, TextPart
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.decisions import DecisionRequest, Question
+from truedraft.server.schemas.discovery import ShowRequest
 from truedraft.server.schemas.foreign_parts import TRACES, OtherPart
+from truedraft.server.schemas.infill import InfillRequest
 from truedraft.server.schemas.messages import (
     MessagesInputMessage,
     MessagesRequest,
@@ -144,6 +146,8 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         **{name: refused for name, refused in _ANYWHERE.items() if name not in _REPORTED_OF_MESSAGES},
         **_CHAT_FIELDS,
         "enable_thinking": Refused("use 'thinking'"),
+        "thinking_budget": Refused("use thinking.budget_tokens"),
+        "thinking_token_budget": Refused("use thinking.budget_tokens"),
         "logprobs": Refused(IN_CHATS, (False,)),
         "max_completion_tokens": Refused("use 'max_tokens'"),
         "n": Refused(IN_CHATS, (1,)),
@@ -166,6 +170,13 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "options": Refused("use 'choices', objects with a 'value'"),
         "criteria": Refused("use 'choices' or 'levels'"),
         "labels": Refused("use 'levels', objects with a 'label'"),
+    },
+    ShowRequest: {},
+    InfillRequest: {
+        **_ANYWHERE,
+        "messages": Refused(IN_CHATS),
+        "max_tokens": Refused("use 'n_predict'"),
+        "suffix": Refused("use 'input_suffix'"),
     },
     TokenCountRequest: {},
     TokenizeRequest: UNSUPPORTED,

@@ -15,7 +15,7 @@ from truedraft.server.errors import (
 )
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message, TemplateFields
-from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, content_text
+from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, ThinkingBudget, content_text
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.response_items import (
@@ -30,6 +30,7 @@ from truedraft.server.schemas.response_items import (
 from truedraft.server.schemas.responses import AnyInput, InputMessage, ResponsesRequest
 from truedraft.server.text.families import GENERIC
 from truedraft.server.text.generic_tools import as_plain_messages
+from truedraft.server.text.infill import infill_tokens
 from truedraft.server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
@@ -73,6 +74,8 @@ def completion_prompts(
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_length(prompt, tokenizer, limits, "prompt")
+    if request.suffix:
+        _check_suffix(request, request.suffix, tokenizer, limits)
     encoded = [_token_prompt(prompt, request, tokenizer, limits.vocab_size) for prompt in prompts]
     if not all(prompt.token_ids for prompt in encoded):
         raise InvalidRequestError("The prompt is empty: there is nothing to continue.", param="prompt")
@@ -190,6 +193,10 @@ def _variables(
     if isinstance(request, TemplateFields) and request.thinking is not None:
         asked["thinking"] = "enable_thinking", request.thinking.is_on
     asked["enable_thinking"] = "enable_thinking", request.enable_thinking
+    if isinstance(request, ThinkingBudget) and request.budget is not None:
+        name, budget = request.budget
+        if "thinking_budget" in tokenizer.templates.variables:
+            asked[name] = "thinking_budget", budget
     return template_variables(asked, tokenizer, leniency)
 
 
@@ -311,10 +318,14 @@ def _token_prompt(
     prompt: str | list[int], request: CompletionRequest, tokenizer: Tokenizer, vocab_size: int
 ) -> TokenPrompt:
     """Truncated where the request says so; token ids get their text only if ``echo`` repeats it."""
+    if not isinstance(prompt, str):
+        check_token_ids(prompt, vocab_size, "prompt")
+    if request.suffix:
+        ids = infill_tokens(tokenizer, prompt, request.suffix, param="suffix")
+        return TokenPrompt(ids, "", tokenizer.ending(ids))
     if isinstance(prompt, str):
         token_ids, text = tokenizer.encode(prompt, add_special_tokens=True), prompt
     else:
-        check_token_ids(prompt, vocab_size, "prompt")
         token_ids, text = prompt, None
     limit = request.truncate_prompt_tokens
     if limit is not None and len(token_ids) > limit:
@@ -322,6 +333,19 @@ def _token_prompt(
     if text is None:
         text = tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else ""
     return TokenPrompt(token_ids, text, tokenizer.ending(token_ids))
+
+
+def _check_suffix(
+    request: CompletionRequest, suffix: str, tokenizer: Tokenizer, limits: PromptLimits
+) -> None:
+    """Refuses a suffix that is too long, and what cannot be said of a prompt with two sides."""
+    check_characters(num_prompts(request) * len(suffix), limits, "suffix")
+    check_length(suffix, tokenizer, limits, "suffix")
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(request, name):
+            raise InvalidRequestError(
+                f"{name} is not allowed with suffix: the prompt has two sides then.", param=name
+            )
 
 
 def _joined_system(messages: Sequence[Message]) -> list[Message]:

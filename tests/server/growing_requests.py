@@ -27,6 +27,8 @@ BASES: dict[str, dict[str, Any]] = {
         "input": "x",
         "questions": [{"type": "predicate", "instructions": "y"}],
     },
+    "/infill": {"model": MODEL, "input_prefix": "x", "n_predict": 2},
+    "/api/show": {"model": MODEL},
     "/tokenize": {"model": MODEL, "prompt": "x"},
     "/detokenize": {"model": MODEL, "tokens": [65]},
 }

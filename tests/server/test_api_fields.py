@@ -85,7 +85,7 @@ def test_a_message_without_content(server: RunningServer, role: str) -> None:
         ("stop_regex", "a"),
         ("logits_processors", ["x"]),
         ("truncation_side", "right"),
-        ("thinking_token_budget", 5),
+        ("thinking_budget_tokens", 5),
         ("mirostat", 2),
         ("dry_multiplier", 0.8),
         ("xtc_probability", 0.5),
@@ -97,7 +97,7 @@ def test_a_message_without_content(server: RunningServer, role: str) -> None:
         ("samplers", ["top_k"]),
         ("separate_reasoning", False),
         ("thinking", {"type": "disabled"}),
-        ("thinking_budget", 5),
+        ("reasoning_budget", 5),
         ("top_n_sigma", 1),
     ],
 )

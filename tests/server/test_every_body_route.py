@@ -26,6 +26,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "y"}]},
     "/v1/completions/render": {"prompt": "x"},
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "x"}]},
+    "/infill": {"input_prefix": "x", "n_predict": 1},
+    "/api/show": {"verbose": True},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [120]},
 }
