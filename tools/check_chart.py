@@ -111,8 +111,7 @@ def check_all_values(objects: dict[str, Any]) -> None:
 
 
 def check_surroundings(objects: dict[str, Any]) -> None:
-    """Private registries, proxies, annotations and an ingress need no fork; with a certificate all speak
-    TLS."""
+    """Private registries, proxies, annotations, an ingress need no fork; with a certificate all speak TLS."""
     deployment, service, ingress = (objects[kind] for kind in ("Deployment", "Service", "Ingress"))
     template = deployment["spec"]["template"]
     pod = template["spec"]

@@ -38,16 +38,16 @@ def command_options(name: str) -> SettingsConfigDict:
     )
 
 
-def option(name: str, default: Any = None) -> Any:
-    """Returns the option of a sampling parameter, as its row describes it. ``default`` None leaves the value
-    to what the model's makers recommend."""
+def option(name: str) -> Any:
+    """Returns the option of a sampling parameter, as its row describes it. Without it the value is what the
+    model's makers recommend."""
     row = PARAMETERS[name]
     assert row.range is not None
     help_ = row.help
-    if default is None and row.gguf_key:
+    if row.gguf_key:
         help_ += f" Default: what the model's makers recommend, else {row.default:g}."
     limits: Any = row.range.limits
-    return Field(default, **limits, description=help_)
+    return Field(None, **limits, description=help_)
 
 
 class SamplingOptions(BaseModel):
@@ -88,7 +88,6 @@ class GenerateSettings(EngineConfig, SamplingOptions, BaseSettings):
         False, description="Print each round: what was drafted, what the target made of it, the text."
     )
     max_tokens: int = Field(200, ge=1, description="Largest number of tokens to generate.")
-    temperature: float | None = option("temperature", 0.7)
     repeats: int = Field(5, ge=1, description="Timed pairs of runs under --compare.")
 
 

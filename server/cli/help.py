@@ -19,7 +19,7 @@ from truedraft.server.cli.settings_sources import flag_name
 from truedraft.server.settings import ENV_PREFIX, Settings
 
 MAX_WIDTH = 100
-USUAL_WIDTH = 80  # of what is no terminal
+USUAL_WIDTH = 80  # lines are so long where no terminal says otherwise
 INDENT = 30
 NARROW = 80  # where descriptions begin below their flags
 
