@@ -34,6 +34,16 @@ class ModelSettings(BaseModel):
         "checkpoint has such a head and it pays by passes measured at start, else none), or 'none'. "
         "Default: the bundled draft with the bundled target, else none.",
     )
+    task: Literal["auto", "generate", "embed", "rerank"] = Field(
+        "auto",
+        description="What the target is for: to write text, to make vectors of texts (/v1/embeddings), or to "
+        "score documents for a query (/v1/rerank). auto: as its files say, and else to write text.",
+    )
+    matryoshka: bool = Field(
+        False,
+        description="The first numbers of the target's vectors are vectors, too, so that requests may name "
+        "dimensions. Only where its makers say so: most models' files do not.",
+    )
     device: str = Field(
         "auto",
         description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one. A server may have several, "

@@ -26,7 +26,18 @@ from truedraft.server.observability.access_log import AccessLogMiddleware
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.observability.otel import traces_are_exported
 from truedraft.server.observability.tracing import TracingMiddleware
-from truedraft.server.routes import chat, completions, messages, models, ops, page, responses, tokenize
+from truedraft.server.routes import (
+    chat,
+    completions,
+    embeddings,
+    messages,
+    models,
+    ops,
+    page,
+    rerank,
+    responses,
+    tokenize,
+)
 from truedraft.server.services import Services, TokenizerLoader
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import load_tokenizer, read_apart
@@ -68,7 +79,7 @@ def create_app(
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (completions, chat, responses, messages, tokenize, models, ops, page):
+    for route in (completions, chat, responses, messages, embeddings, rerank, tokenize, models, ops, page):
         app.include_router(route.router)
         _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)

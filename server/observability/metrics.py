@@ -92,6 +92,7 @@ class RequestMetrics:
         self.aborted = counter("requests_aborted", "Requests that ended early.", ["reason"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of submitted requests.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.embedded_texts = counter("embedded_texts", "Texts and pairs whose vectors or scores were made.")
         self.running = gauge("num_requests_running", "Requests with a first token.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
         self.waiting_for_turn = gauge(

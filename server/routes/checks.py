@@ -3,7 +3,9 @@
 Every error has its real HTTP status, because nothing has been sent yet.
 """
 
-from truedraft.engine.messages import Ready
+from collections.abc import Sequence
+
+from truedraft.engine.messages import Ready, Task
 from truedraft.server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
 from truedraft.server.generation.sampling_params import longest_prompt, longest_request
 from truedraft.server.leniency import Leniency
@@ -11,7 +13,7 @@ from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.unsupported_fields import check_parameters
-from truedraft.server.services import Services
+from truedraft.server.services import Model, Services
 from truedraft.server.text.front_metadata import leave_out_metadata
 from truedraft.server.text.prompt import PromptLimits
 
@@ -61,6 +63,34 @@ def check_model(name: str, services: Services) -> None:
         raise ModelNotFoundError(
             f"The model '{name}' does not exist; this server has '{', '.join(served)}'.", param="model"
         )
+
+
+# Each task has an endpoint, and words for what a model of it does.
+ENDPOINTS: dict[Task, tuple[str, str]] = {
+    "generate": ("/v1/chat/completions", "writes text"),
+    "embed": ("/v1/embeddings", "makes vectors of texts"),
+    "rerank": ("/v1/rerank", "scores pairs of texts"),
+}
+
+
+def check_task(model: Model, tasks: Sequence[Task], endpoint: str) -> None:
+    """Refuses a request that the model was not made for, and names the endpoint that it serves."""
+    if (task := model.worker.task) in tasks:
+        return
+    own, does = ENDPOINTS[task]
+    raise InvalidRequestError(
+        f"This model {does}, which {endpoint} does not ask for: use {own}, or serve a model for {endpoint} "
+        f"(setting task: {tasks[0]}).",
+        param="model",
+        code="wrong_task",
+    )
+
+
+def generating_model(services: Services, endpoint: str) -> Model:
+    """Returns the loaded model, which must write text."""
+    model = services.model()
+    check_task(model, ("generate",), endpoint)
+    return model
 
 
 def check_room(body: SamplingRequest, num_prompts: int, services: Services, key: str) -> None:

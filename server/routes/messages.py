@@ -15,7 +15,7 @@ from truedraft.server.http.request_id import request_id_of
 from truedraft.server.http.sse import typed_event
 from truedraft.server.http.work import in_thread, in_thread_if_long
 from truedraft.server.leniency import Leniency
-from truedraft.server.routes.checks import check_fields, check_model, check_request
+from truedraft.server.routes.checks import check_fields, check_model, check_request, generating_model
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.message_blocks import MessageBlocks
 from truedraft.server.routes.submit import num_input_tokens, start_chat
@@ -63,7 +63,7 @@ async def create_message(
     """This is the same as a chat, for clients of Anthropic's API: text, tools and reasoning as blocks. A last
     message of the assistant is continued. Errors have Anthropic's shape on this path."""
     leniency = await in_thread_if_long(request, check_request, body, services)
-    tokenizer = services.model().tokenizer
+    tokenizer = generating_model(services, "/v1/messages").tokenizer
     chat = await in_thread(request, as_chat, body, tokenizer, leniency)  # may try the chat template out
     try:
         context = await start_chat("messages", chat, request, services, leniency)
@@ -92,7 +92,9 @@ async def count_tokens(
 
 
 def _count(body: TokenCountRequest, services: Services, leniency: Leniency) -> int:
-    return num_input_tokens(as_chat(body, services.model().tokenizer, leniency), services, leniency)
+    return num_input_tokens(
+        as_chat(body, generating_model(services, "/v1/messages").tokenizer, leniency), services, leniency
+    )
 
 
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:

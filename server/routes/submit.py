@@ -17,7 +17,12 @@ from truedraft.server.generation.sampling_params import (
 from truedraft.server.http.auth import api_key_of
 from truedraft.server.http.work import in_thread, in_thread_if_long, seconds_left, while_wanted
 from truedraft.server.leniency import Leniency
-from truedraft.server.routes.checks import check_room, choices_per_prompt, prompt_limits
+from truedraft.server.routes.checks import (
+    check_room,
+    choices_per_prompt,
+    generating_model,
+    prompt_limits,
+)
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.common import SamplingRequest
@@ -47,7 +52,7 @@ async def start_chat(
     leniency: Leniency,
 ) -> GenerationContext:
     """Submits messages, which the chat template writes out; what is cheap to refuse is refused first."""
-    model, key = services.model(), api_key_of(request.scope)
+    model, key = generating_model(services, f"/v1/{endpoint.replace('.', '/')}"), api_key_of(request.scope)
     check_room(body, 1, services, key)
     limits = prompt_limits(services, model.worker)
     tools = await in_thread_if_long(
@@ -75,7 +80,7 @@ async def start_chat(
 
 def num_input_tokens(body: ChatRequest | ResponsesRequest, services: Services, leniency: Leniency) -> int:
     """Returns the number of tokens of a conversation, also of one that is too long for the model."""
-    model = services.model()
+    model = generating_model(services, "counting a conversation's tokens")
     tool_use(body, model.tokenizer, leniency, services.settings.max_grammar_size)
     limits = prompt_limits(services, model.worker)
     endless = limits._replace(max_tokens=limits.max_characters)
