@@ -13,16 +13,16 @@ from truedraft.engine.config import AUTO, SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.planning import AUTO_LIMITS, Lookup
+from truedraft.engine.core.planning import Lookup
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
+from truedraft.engine.core.step import AUTO_LIMITS
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.heads.vocabulary import count_tokens
@@ -49,7 +49,6 @@ from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rounds.draft_vocabulary import Chosen, choose_output
 from truedraft.engine.rounds.native_loop import NativeLoop
 from truedraft.engine.rounds.round import PhaseRunner
-from truedraft.engine.rounds.vocabulary_changes import VocabularyChanges
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
@@ -273,7 +272,6 @@ def make_core(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
             ),
         ),
-        vocabulary=_vocabulary(models, proposers, planner),
     )
 
 
@@ -285,17 +283,15 @@ def _fixed_length(config: EngineConfig) -> int | None:
 def _costs(
     config: EngineConfig, models: Models, memory: Memory, proposers: Sequence[Proposer], runner: Runner
 ) -> Costs:
-    """What rounds take, measured where the draft length or what a head drafts is open."""
+    """Returns what rounds take, measured where the draft length is open."""
     step_seconds = config.step_seconds if memory.native is not None else 0.0
-    length = _fixed_length(config)
-    if length is not None and (models.chosen is None or not models.chosen.curves):
+    if _fixed_length(config) is not None:
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
-    longest = max(AUTO_LIMITS.values()) if length is None else length
-    max_tokens = config.num_sequences_on(memory.target.device.type) * (longest + 1)
+    max_tokens = config.num_sequences_on(memory.target.device.type) * (max(AUTO_LIMITS.values()) + 1)
     drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
     if models.head is not None and memory.head is not None:
         drafts[models.head.method] = memory.head, memory.head_pool
-    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds, length)
+    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds)
 
 
 def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[Proposer]:
@@ -356,25 +352,7 @@ def _head(models: Models, memory: Memory) -> list[Proposer]:
     """Returns what drafts with the head, if there is one."""
     if models.head is None or memory.head is None:
         return []
-    proposer = HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)
-    if memory.graphs is not None and memory.graphs.head is not None:
-        proposer.followers.append(memory.graphs.change_head)
-    return [proposer]
-
-
-def _vocabulary(
-    models: Models, proposers: Sequence[Proposer], planner: SpeculationPlanner
-) -> VocabularyChanges | None:
-    """Returns what changes the tokens that a head drafts, if the settings leave them open."""
-    proposer = next((own for own in proposers if isinstance(own, HeadProposer)), None)
-    chosen, target = models.chosen, models.target
-    if proposer is None or chosen is None or not chosen.curves:
-        return None
-    make = chosen.head.model.weights.make_output
-    assert make is not None
-    assert isinstance(target, FusedDecoder)
-    own = target.weights.head
-    return VocabularyChanges(proposer, planner, own, make, chosen, target.eos_token_ids)
+    return [HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)]
 
 
 def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:

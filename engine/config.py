@@ -157,16 +157,14 @@ class SpeculationSettings(BaseModel):
         "auto",
         description="How many tokens a head that shares the target's output layer can draft: that number of "
         "the most frequent ones, or full: all, with that layer as it is. auto: what makes most tokens a "
-        "second, all or fewer, and on a CPU perhaps with a copy of the layer in 4 bits: by passes measured "
-        "at start, and without draft_vocab_file from then on by the texts that are served. The output has "
-        "the same distribution in any case.",
+        "second, by passes measured at start: on a CPU perhaps with a copy of the layer in 4 bits, and with "
+        "draft_vocab_file perhaps fewer tokens than all. The output has the same distribution in any case.",
     )
     draft_vocab_file: str | None = Field(
         None,
         description="File of texts like those that will be served, one a line, or in a .jsonl file objects "
         "with 'prompt' or 'messages': the tokens that a head drafts are ranked by how often they are in it. "
-        "Default: by the texts that are served, and before that by their ids, the first of which tokenizers "
-        "have learned first.",
+        "Default: by their ids, the first of which tokenizers have learned first.",
     )
     draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
         "auto",

@@ -167,12 +167,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one token under the target's raw logits, and the most likely (id, logprob) there.
-    ``rank`` is one more than the number of tokens that are more likely."""
+    ``rank`` is one more than the number of tokens that are more likely. ``given`` are those of
+    ``logprob_token_ids``, in their order."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
     rank: int = 1
+    given: list[tuple[int, float]] = []
 
 
 class PredictionUse(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ DraftSampleMethod = Literal["greedy", "probabilistic"]
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_STOP_TOKENS = 1024
+MAX_LOGPROB_TOKENS = 1024
 
 # Endpoints where clients say a parameter; the library has them all.
 EVERYWHERE: Final = "all"
@@ -191,6 +192,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             need="logprobs",
         ),
     ] = None
+    logprob_token_ids: Annotated[
+        list[int],
+        Parameter(
+            "With logprobs: also the log-probabilities of these tokens, wherever a token is chosen.",
+            Range(0, None),
+            where=COMPLETIONS,
+        ),
+    ] = []
     prompt_logprobs: Annotated[
         int | None,
         Parameter(
@@ -199,6 +208,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             where=COMPLETIONS,
         ),
     ] = None
+    prompt_logprobs_start: Annotated[
+        int,
+        Parameter(
+            "The first token of the prompt, counted from 0, whose log-probability is told; what comes before "
+            "it may be taken from the prefix cache.",
+            Range(0, None),
+            where=COMPLETIONS,
+        ),
+    ] = 0
     method: Annotated[
         str | None,
         Parameter(

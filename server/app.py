@@ -7,7 +7,6 @@ too, with workers of their own.
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
@@ -21,6 +20,7 @@ from truedraft.server.http.error_handlers import install_error_handlers
 from truedraft.server.http.openapi import DESCRIPTION, TAGS, install_openapi
 from truedraft.server.http.request_id import RequestIdMiddleware
 from truedraft.server.http.work import Work
+from truedraft.server.models.registry import Models
 from truedraft.server.observability import tracing
 from truedraft.server.observability.access_log import AccessLogMiddleware
 from truedraft.server.observability.metrics import Metrics
@@ -38,22 +38,13 @@ from truedraft.server.routes import (
     responses,
     tokenize,
 )
-from truedraft.server.services import Services, TokenizerLoader
+from truedraft.server.services import Services
 from truedraft.server.settings import Settings
-from truedraft.server.text.tokenizer import load_tokenizer, read_apart
 from truedraft.server.version import package_version
-from truedraft.server.workers.worker_pool import WorkerPool
 
 
-def create_app(
-    settings: Settings,
-    engine: WorkerPool,
-    metrics: Metrics,
-    load: TokenizerLoader | None = None,
-) -> FastAPI:
-    """``load`` replaces the way to get a tokenizer; by default it is the target's."""
-    load = load or partial(load_tokenizer, str(settings.target), settings.chat_template, read_apart)
-    services = Services(settings, engine, metrics, load)
+def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
+    services = Services(settings, served, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -93,7 +84,7 @@ def _add_series(router: APIRouter, metrics: Metrics) -> None:
     statuses = {200, 500, *(kind.status for kind in kinds_of_errors())}
     for route in router.routes:
         if isinstance(route, APIRoute):
-            metrics.requests.add_route(
+            metrics.server.add_route(
                 route.path, statuses if "POST" in (route.methods or ()) else (200, 500, 503)
             )
 
@@ -101,7 +92,7 @@ def _add_series(router: APIRouter, metrics: Metrics) -> None:
 def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics, work: Work) -> None:
     """Innermost first: a preflight must pass CORS without a key, and every answer gets a request id."""
     held = HeldBodies(settings.max_held_bodies)
-    metrics.requests.held_bytes.set_function(lambda: held.num_bytes)
+    metrics.server.held_bytes.set_function(lambda: held.num_bytes)
     app.add_middleware(
         BodyLimitMiddleware,
         settings=settings,

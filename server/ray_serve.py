@@ -42,7 +42,7 @@ def deployment(args: dict[str, Any]) -> serve.Deployment:
 
         def check_health(self) -> None:
             """Called by Ray, which replaces a replica that raises."""
-            state = self.app.state.services.engine.state
+            state = self.app.state.services.models.first.condition
             if state.status == "failed":
                 raise RuntimeError(state.reason)
 
@@ -60,7 +60,7 @@ def make_replica(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def until_ready(_: FastAPI) -> AsyncIterator[None]:
         async with lifespan(application):
-            await application.state.services.wait_until_ready()
+            await application.state.services.models.wait_until_ready()
             yield
 
     application.router.lifespan_context = until_ready

@@ -96,12 +96,18 @@ def logprob_at(position: int) -> float:
     return IMPOSSIBLE if position % 10 == 9 else -position / 8
 
 
-def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
+def given_logprob(token_id: int, position: int) -> float:
+    """Returns the log-probability of a token that ``logprob_token_ids`` names."""
+    return -1 - token_id % 7 - position / 8
+
+
+def scored(token_id: int, position: int, num_top: int, given_ids: list[int] | None = None) -> TokenLogprob:
     """The token itself is the second most likely one; the ids after it are the others."""
     chosen = logprob_at(position)
     others = [((token_id + offset) % VOCAB_SIZE, chosen - offset) for offset in range(1, VOCAB_SIZE)]
     most_likely = ((token_id + VOCAB_SIZE - 1) % VOCAB_SIZE, -0.0625)
-    return TokenLogprob(token_id, chosen, [most_likely, (token_id, chosen), *others][:num_top], 2)
+    given = [(one, given_logprob(one, position)) for one in given_ids or []]
+    return TokenLogprob(token_id, chosen, [most_likely, (token_id, chosen), *others][:num_top], 2, given)
 
 
 @dataclass
@@ -157,14 +163,19 @@ class FakeSequence:
         num_top = self.params.logprobs
         if num_top is None:
             return None
-        return [scored(token_id, position, num_top) for position, token_id in enumerate(token_ids, start)]
+        given_ids = self.params.logprob_token_ids
+        return [
+            scored(token_id, position, num_top, given_ids)
+            for position, token_id in enumerate(token_ids, start)
+        ]
 
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
         num_top = self.params.prompt_logprobs
         if num_top is None or len(self.prompt) == 1:
             return None
-        rest = enumerate(self.prompt[1:], start=1)
-        return [None, *(scored(token_id, position, num_top) for position, token_id in rest)]
+        first = max(1, self.params.prompt_logprobs_start)
+        rest = enumerate(self.prompt[first:], start=first)
+        return [*[None] * first, *(scored(token_id, position, num_top) for position, token_id in rest)]
 
     def trace(self, token_ids: list[int], position: int, drafted: int, accepted: int) -> RoundTrace:
         rejected = [0] * (drafted - accepted)

@@ -109,7 +109,7 @@ FLOORS = {
         {"text"},
         {"observability"},
         {"workers", "http"},
-        {"generation"},
+        {"generation", "models"},
         {"services"},
         {"routes"},
         {"app"},
@@ -133,7 +133,7 @@ SAMPLING_PARAMETERS = (
     "repetition_penalty",
 )
 MOST_FILES_WITH_PARAMETERS = 15
-MOST_FILES_OF_A_REQUEST = 35
+MOST_FILES_OF_A_REQUEST = 26
 MOST_COPIES = 1
 # What a comment says of numbers that are copied from a file of another language.
 COPIED = re.compile(r"(\bAs in|These are as in|[;,] as in|in the order of|numbered as in) \w+\.(h|c|py|js)\b")

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from truedraft.engine.core.planning import auto_limit
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
-from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone
+from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone, sequence_seed
+from truedraft.engine.core.step import auto_limit
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams, Verification
-from truedraft.engine.sampling.splitmix import sequence_seed
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Grammars, Matcher
@@ -84,7 +83,9 @@ class Admission:
             stop_token_ids |= self.eos_token_ids
         sources, num_speculative_tokens, fixed_draft_length = self._speculation(request)
         self._check_draws(params, sources)
-        prediction = Prediction(request.prediction_token_ids or [])
+        prediction: Prediction | None = None
+        if "prediction" in sources:
+            prediction = Prediction(request.prediction_token_ids or [])
         matchers = self._matchers(request)
         return [
             Sequence(
@@ -112,7 +113,7 @@ class Admission:
                 tenant=request.tenant,
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
-                prediction=PredictionCursor(prediction) if "prediction" in sources else None,
+                prediction=None if prediction is None else PredictionCursor(prediction),
                 matcher=matcher,
             )
             for index, matcher in enumerate(matchers)
@@ -135,6 +136,12 @@ class Admission:
                 "context_length_exceeded",
                 f"the prompt has {len(prompt)} tokens, the model's context {self.max_model_len}",
             )
+        if params.prompt_logprobs_start >= max(1, len(prompt)):
+            raise RequestError(
+                "invalid_value",
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(prompt)} "
+                "tokens, counted from 0",
+            )
         if params.method not in (None, "auto", "none", *self.methods):
             raise RequestError(
                 "speculation_unavailable",
@@ -150,6 +157,7 @@ class Admission:
             ("the prompt", prompt),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids),
             ("grammar_after", params.grammar_after),
             ("the prediction", request.prediction_token_ids or []),
         ):

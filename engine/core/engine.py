@@ -8,18 +8,15 @@ from collections.abc import Set
 from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
-from truedraft.engine.core.commit import commit
-from truedraft.engine.core.planning import Reviser
+from truedraft.engine.core.commit import EngineStats, commit
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import is_scored_alone
-from truedraft.engine.core.stats import EngineStats
 from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
 
 
 class EngineCore:
-    """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine.
-    ``vocabulary`` changes what a head drafts, where that is open."""
+    """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine."""
 
     def __init__(
         self,
@@ -28,7 +25,6 @@ class EngineCore:
         runner: Runner,
         scheduler: Scheduler,
         admission: Admission,
-        vocabulary: Reviser | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -36,7 +32,6 @@ class EngineCore:
         self.scheduler = scheduler
         self.planner = scheduler.planner
         self.admission = admission
-        self.vocabulary = vocabulary
         self.stats = EngineStats()
 
     def step(self) -> list[TokenOutput | Failed]:
@@ -48,8 +43,6 @@ class EngineCore:
         outputs = commit(plan, result, self.scheduler, self.stats)  # append, truncate, publish, finish, count
         self.planner.observe(plan, result)  # acceptance and costs
         self.scheduler.pace.observe(plan, result)
-        if self.vocabulary is not None:
-            self.vocabulary.observe(plan, result)
         return outputs
 
     def add(self, request: Generate) -> None:
@@ -82,8 +75,7 @@ class EngineCore:
 
     def speculation(self) -> dict[str, object]:
         """Returns how drafts are chosen, and why, for ``GET /speculation``."""
-        state = self.planner.state()
-        return state if self.vocabulary is None else {**state, "draft_vocabulary": self.vocabulary.state()}
+        return self.planner.state()
 
     def snapshot(self) -> Stats:
         """Returns counts since the start, and gauges as they are now."""

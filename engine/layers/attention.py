@@ -69,21 +69,22 @@ class PagedAttention:
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
-        # What attention needs of the batch, on each device where layers run.
-        self._on: dict[torch.device, tuple[torch.Tensor, list[AttentionGroup]]] = {
-            batch.slots.device: (batch.slots, batch.groups)
-        }
+        # What attention needs of the batch: slots on each device where layers run, groups for each window, too.
+        self._slots = {batch.slots.device: batch.slots}
+        self._groups: dict[tuple[torch.device, int | None], list[AttentionGroup]] = {}
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        slots, _ = self._for(query.device)
-        self.cache.write(call.layer, slots, key, value)
+        device = query.device
+        if device not in self._slots:
+            self._slots[device] = self.batch.slots.to(device)
+        self.cache.write(call.layer, self._slots[device], key, value)
         return self.attend_to_stored(call, query)
 
     def attend_to_stored(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """Attends to what the cache has of the new tokens, too."""
-        _, groups = self._for(query.device)
+        groups = self._groups_for(query.device, call.sliding_window)
         if len(groups) == 1:
             return attend_group(groups[0], self.cache, call, query)
         output = query.new_empty(*query.shape[:2], self.cache.values[call.layer].shape[-1])
@@ -95,10 +96,13 @@ class PagedAttention:
             output[rows] = attend_group(group, self.cache, call, query)
         return output
 
-    def _for(self, device: torch.device) -> tuple[torch.Tensor, list[AttentionGroup]]:
-        if device not in self._on:
-            self._on[device] = self.batch.slots.to(device), [group.to(device) for group in self.batch.groups]
-        return self._on[device]
+    def _groups_for(self, device: torch.device, sliding_window: int | None) -> list[AttentionGroup]:
+        key = device, sliding_window
+        if key not in self._groups:
+            groups = self.batch.groups_of(sliding_window)
+            is_here = device == self.batch.slots.device
+            self._groups[key] = groups if is_here else [group.to(device) for group in groups]
+        return self._groups[key]
 
 
 def attend_group(

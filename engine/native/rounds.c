@@ -1,6 +1,6 @@
 /* A loop over the operations of a round (ops.c) and passes of two decoders: drafts, scores, verdicts.
  *
- * The same as rounds of "engine/rounds/phases.py", one after the other, for rows that draft with a draft model, from what
+ * The same as rounds of "engine/rounds/round.py", one after the other, for rows that draft with a draft model, from what
  * is known, or not at all. All arrays are row-major.
  */
 

@@ -5,8 +5,8 @@ The target's distribution there is one-hot, so they are accepted with certainty,
 
 from dataclasses import dataclass
 
-from truedraft.engine.core.draft_choice import InRound
 from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import InRound
 from truedraft.engine.messages import Source
 from truedraft.engine.sampling.grammar import Matcher
 

@@ -137,5 +137,5 @@ async def drain_on_signal(server: Server, services: Services) -> None:
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         logger.warning("Stopping with %d unfinished requests.", server.num_running)
-    services.engine.abandon()
+    services.models.abandon()
     server.advance(Phase.CLOSING)

@@ -39,6 +39,8 @@ from truedraft.server.app import create_app
 from truedraft.server.cli.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
 from truedraft.server.generation.sampling_params import longest_request
 from truedraft.server.http.protocol import LimitedProtocol
+from truedraft.server.models.registry import Models
+from truedraft.server.models.served import Parts, ServedModel
 from truedraft.server.observability.logs import stderr_as_entries
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.services import Services
@@ -89,7 +91,7 @@ def launch(settings: Settings) -> int:
         app = make_app(settings, locate(settings))
         config = http_config(app, settings)
         server = Server(config, settings.drain_timeout)
-        connections = app.state.services.metrics.requests.connections
+        connections = app.state.services.metrics.server.connections
         connections.set_function(lambda: len(server.server_state.connections))
         try:
             with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -120,21 +122,26 @@ def http_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 def make_app(settings: Settings, located: EngineConfig) -> FastAPI:
     """The application, which starts its workers when it starts itself. ``located`` has the models' paths."""
     configs = settings.worker_configs(located)
-    metrics = Metrics(settings.metrics_prefix, settings.model_name, len(configs))
-    workers = [
-        WorkerClient(
-            config,
-            observer,
-            environment=thread_share(len(configs), os.environ),
-            timeouts=WorkerTimeouts(settings.heartbeat_timeout, settings.step_timeout),
-            max_restarts=settings.max_worker_restarts,
-            on_changed_weights=settings.on_changed_weights,
-        )
-        for config, observer in zip(configs, metrics.workers, strict=True)
-    ]
-    pool = WorkerPool(workers, QueueLimits.of(settings), shares_prefixes=settings.prefix_caching)
-    load = partial(load_tokenizer, str(located.target), settings.chat_template, read_apart)
-    return create_app(settings, pool, metrics, load)
+    metrics = Metrics(settings.metrics_prefix, {settings.model_name: len(configs)})
+    of_model = metrics.models[settings.model_name]
+
+    def assemble() -> Parts:
+        workers = [
+            WorkerClient(
+                config,
+                observer,
+                environment=thread_share(len(configs), os.environ),
+                timeouts=WorkerTimeouts(settings.heartbeat_timeout, settings.step_timeout),
+                max_restarts=settings.max_worker_restarts,
+                on_changed_weights=settings.on_changed_weights,
+            )
+            for config, observer in zip(configs, of_model.workers, strict=True)
+        ]
+        pool = WorkerPool(workers, QueueLimits.of(settings), shares_prefixes=settings.prefix_caching)
+        load = partial(load_tokenizer, str(located.target), settings.chat_template, read_apart)
+        return Parts(pool, load)
+
+    return create_app(settings, Models([ServedModel(settings, of_model, assemble)]), metrics)
 
 
 def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -262,7 +269,7 @@ async def serve(server: Server, listener: socket.socket, services: Services) -> 
     """Serves until a signal or a failure ends it; raises what the failure was."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(services, server))
-    failing = asyncio.create_task(services.engine.wait_until_failed())
+    failing = asyncio.create_task(services.models.wait_until_failed())
     draining = asyncio.create_task(drain_on_signal(server, services))
     _end_with_the_terminal(server)
     try:
@@ -295,7 +302,7 @@ async def _announce(services: Services, server: Server) -> None:
     _say(["Loading the models ..."], log_format)
     telling = asyncio.create_task(_tell_progress(services))
     try:
-        worker = await services.wait_until_ready()
+        worker = await services.models.wait_until_ready()
     finally:
         telling.cancel()
         with suppress(asyncio.CancelledError):
@@ -314,7 +321,7 @@ async def _tell_progress(services: Services) -> None:
     began = time.monotonic()
     for seconds in PROGRESS_SECONDS:
         await asyncio.sleep(seconds)
-        stage = services.engine.workers[0].stage or "the engine"
+        stage = services.models.first.engine.workers[0].stage or "the engine"
         _say([f"  {time.monotonic() - began:.0f} s: loading {stage}"], services.settings.log_format)
 
 
@@ -323,7 +330,7 @@ async def _show_progress(services: Services) -> None:
     with loading_bar() as begin:
         shown = None
         while True:
-            if (stage := services.engine.workers[0].stage) and stage != shown:
+            if (stage := services.models.first.engine.workers[0].stage) and stage != shown:
                 begin(stage)
                 shown = stage
             await asyncio.sleep(BAR_SECONDS)

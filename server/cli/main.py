@@ -29,9 +29,9 @@ from truedraft.server.cli.help import command_help, serve_help
 from truedraft.server.cli.interrupts import raise_on_interrupt, say_interrupted
 from truedraft.server.cli.launch import StartError, launch
 from truedraft.server.cli.settings_sources import load_settings, read_options, target_first
+from truedraft.server.models.served import TokenizerFailedError
 from truedraft.server.observability.logs import configure_logging
 from truedraft.server.observability.otel import OtelError
-from truedraft.server.services import TokenizerFailedError
 from truedraft.server.version import package_version
 from truedraft.server.workers.worker_pool import WorkerFailedError
 

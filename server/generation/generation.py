@@ -18,7 +18,7 @@ from truedraft.server.errors import (
 )
 from truedraft.server.generation.pauses import Pauses
 from truedraft.server.generation.prepared_request import PreparedRequest
-from truedraft.server.observability.metrics import Metrics, RequestTimer
+from truedraft.server.observability.metrics import ModelMetrics, RequestTimer
 from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from truedraft.server.text.choice import (
@@ -38,7 +38,7 @@ class Generation:
     """``start`` it, read ``deltas`` or ``collect``, and always ``close`` it."""
 
     def __init__(
-        self, prepared: PreparedRequest, engine: WorkerPool, tokenizer: Tokenizer, metrics: Metrics
+        self, prepared: PreparedRequest, engine: WorkerPool, tokenizer: Tokenizer, metrics: ModelMetrics
     ) -> None:
         self.prepared = prepared
         self._engine = engine

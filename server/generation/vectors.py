@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from truedraft.engine.messages import Embed, Text
 from truedraft.server.errors import ApiError, ClientDisconnectedError, RequestTimeoutError, code_of
-from truedraft.server.observability.metrics import Metrics
+from truedraft.server.observability.metrics import RequestMetrics
 from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from truedraft.server.stages import current_stages
@@ -21,7 +21,7 @@ class VectorRun:
     """Is a request's share of the engine's work. ``finish`` says how it ended, as far as it has."""
 
     engine: WorkerPool
-    metrics: Metrics
+    metrics: RequestMetrics
     texts: Sequence[Text]
     key: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -36,7 +36,7 @@ class VectorRun:
         self, *, dimensions: int | None = None, normalizes: bool | None = None, priority: int = 0
     ) -> list[bytes]:
         """Returns the numbers of each text's vector as bytes. What is left is aborted if nobody waits."""
-        requests = self.metrics.requests
+        requests = self.metrics
         message = Embed(self.id, list(self.texts), dimensions, normalizes, priority)
         stream = self.engine.submit([message], self.key)
         requests.prompt_tokens.inc(self.num_tokens)
@@ -54,7 +54,7 @@ class VectorRun:
 
     def ended_by(self, error: Exception) -> None:
         """Counts a request that ended before its answer was there."""
-        self.error, aborted = code_of(error), self.metrics.requests.aborted
+        self.error, aborted = code_of(error), self.metrics.aborted
         if isinstance(error, ClientDisconnectedError):
             self.error = None
             aborted.labels("disconnect").inc()

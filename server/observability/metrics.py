@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from truedraft.engine.messages import FinishReason, Ready, Source, Stats
 from truedraft.server.errors import error_codes
-from truedraft.server.observability.metrics_registry import LabelledRegistry
+from truedraft.server.observability.metrics_registry import LabelledModel, LabelledRegistry
 from truedraft.server.observability.speculation_status import achieved_speedup
 from truedraft.server.settings import DEFAULT_PREFIX, public_name
 from truedraft.server.stages import STAGES, Stage, current_stages
@@ -29,8 +29,51 @@ RATE_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
 PHASES = ("draft", "score", "verify", "host")
 
 
+class ServerMetrics:
+    """Families of the front end, whatever its models."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        def counter(name: str, text: str, labels: Sequence[str]) -> Counter:
+            return Counter(f"{prefix}{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{prefix}{name}", text, registry=registry)
+
+        self.stages = Histogram(
+            f"{prefix}request_stage_seconds",
+            "What a stage of the front end took: body (until it is there), parse, turn (waiting for one), "
+            "template, tokenize, grammar.",
+            ["stage"],
+            buckets=DURATION_BUCKETS,
+            registry=registry,
+        )
+        self.http = counter("http_requests", "Answered HTTP requests.", ["route", "status"])
+        self.errors = counter("request_errors", "Requests answered with an error.", ["code"])
+        self.waiting_for_turn = gauge(
+            "num_requests_waiting_for_turn", "Requests that wait for a thread of the front end."
+        )
+        self.connections = gauge("open_connections", "Connections that are open.")
+        self.held_bytes = gauge("held_body_bytes", "Size of the bodies of all open requests.")
+        self.loop_lag = Histogram(
+            f"{prefix}event_loop_lag_seconds",
+            "How late the front end's event loop was, ten samples a second: so long nothing was answered.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        # A series that begins with its first event has no growth to see, and no alert for that event.
+        for code in error_codes():
+            self.errors.labels(code)
+        for stage in STAGES:
+            self.stages.labels(stage)
+
+    def add_route(self, route: str, statuses: Iterable[int]) -> None:
+        """Makes the series of a route's answers."""
+        for status in statuses:
+            self.http.labels(route, status)
+
+
 class RequestMetrics:
-    """Families of requests and their tokens."""
+    """Families of one model's requests and their tokens."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -60,14 +103,6 @@ class RequestMetrics:
         self.round_interval = histogram(
             "round_interval_seconds", "Between rounds of a sequence, one sample a round.", LATENCY_BUCKETS
         )
-        self.stages = Histogram(
-            f"{prefix}request_stage_seconds",
-            "What a stage of the front end took: body (until it is there), parse, turn (waiting for one), "
-            "template, tokenize, grammar.",
-            ["stage"],
-            buckets=DURATION_BUCKETS,
-            registry=registry,
-        )
         self.queue_time = histogram(
             "request_queue_time_seconds",
             "From the worker's queue to a sequence's first step.",
@@ -87,39 +122,17 @@ class RequestMetrics:
             "request_acceptance_rate", "Accepted per drafted token, per request that drafted.", RATE_BUCKETS
         )
         self.requests = counter("request_success", "Finished requests.", ["finished_reason"])
-        self.http = counter("http_requests", "Answered HTTP requests.", ["route", "status"])
-        self.errors = counter("request_errors", "Requests answered with an error.", ["code"])
         self.aborted = counter("requests_aborted", "Requests that ended early.", ["reason"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of submitted requests.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.embedded_texts = counter("embedded_texts", "Texts and pairs whose vectors or scores were made.")
         self.running = gauge("num_requests_running", "Requests with a first token.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
-        self.waiting_for_turn = gauge(
-            "num_requests_waiting_for_turn", "Requests that wait for a thread of the front end."
-        )
-        self.connections = gauge("open_connections", "Connections that are open.")
-        self.held_bytes = gauge("held_body_bytes", "Size of the bodies of all open requests.")
-        self.loop_lag = histogram(
-            "event_loop_lag_seconds",
-            "How late the front end's event loop was, ten samples a second: so long nothing was answered.",
-            LATENCY_BUCKETS,
-        )
         self.ready = gauge("ready", "1 when a request can be taken.")
-        # A series that begins with its first event has no growth to see, and no alert for that event.
-        for code in error_codes():
-            self.errors.labels(code)
-        for stage in STAGES:
-            self.stages.labels(stage)
         for reason in get_args(FinishReason):
             self.requests.labels(reason)
         for reason in ("disconnect", "timeout"):
             self.aborted.labels(reason)
-
-    def add_route(self, route: str, statuses: Iterable[int]) -> None:
-        """Makes the series of a route's answers."""
-        for status in statuses:
-            self.http.labels(route, status)
 
 
 class WorkerMetrics:
@@ -169,9 +182,6 @@ class WorkerMetrics:
         self._achieved_speedup = gauge(
             "achieved_speedup", "Speed-up measured over about the last fifty steps; NaN where it is not."
         )
-        self._draft_vocabulary = gauge(
-            "draft_vocabulary_tokens", "Tokens that a head drafts now; NaN where that is not left open."
-        )
         self._build = Info(f"{prefix}build", "Version and models.", registry=registry)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
         self._uncounted: Stats | None = None
@@ -212,7 +222,6 @@ class WorkerMetrics:
         self._estimated_speedup.set(state.get("predicted_speedup", math.nan))
         achieved = achieved_speedup(state)
         self._achieved_speedup.set(math.nan if achieved is None else achieved)
-        self._draft_vocabulary.set(state.get("draft_vocabulary", {}).get("tokens", math.nan))
 
     def stats(self, stats: Stats) -> None:
         self._uncounted = stats
@@ -254,23 +263,37 @@ class WorkerMetrics:
         self._totals[counter, labels] = total
 
 
-class Metrics:
-    """All metrics of one server; ``exposed`` is what ``/metrics`` reads."""
+class ModelMetrics:
+    """Metrics of one model: of its requests and of its workers."""
 
-    def __init__(self, prefix: str = DEFAULT_PREFIX, model_name: str = "", num_workers: int = 1) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = RequestMetrics(self.registry, prefix)
+    def __init__(self, prefix: str, num_workers: int) -> None:
+        registry = CollectorRegistry()
+        self.requests = RequestMetrics(registry, prefix)
         self.workers = [WorkerMetrics(prefix) for _ in range(num_workers)]
-        self.exposed = LabelledRegistry(self.registry, self.workers, model_name)
+        self.labelled = LabelledModel(registry, self.workers)
+
+
+class Metrics:
+    """All metrics of one server; ``exposed`` is what ``/metrics`` reads. ``num_workers`` has one number for
+    each model, by its name."""
+
+    def __init__(self, prefix: str = DEFAULT_PREFIX, num_workers: Mapping[str, int] | None = None) -> None:
+        registry = CollectorRegistry()
+        self.server = ServerMetrics(registry, prefix)
+        numbers = num_workers or {"": 1}
+        self.models = {name: ModelMetrics(prefix, number) for name, number in numbers.items()}
+        self.exposed = LabelledRegistry(
+            registry, {name: metrics.labelled for name, metrics in self.models.items()}
+        )
 
     def count_error(self, code: str) -> None:
-        self.requests.errors.labels(code).inc()
+        self.server.errors.labels(code).inc()
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
-        self.requests.stages.labels(stage).observe(seconds)
+        self.server.stages.labels(stage).observe(seconds)
 
     def count_answer(self, route: str, status: int) -> None:
-        self.requests.http.labels(route, status).inc()
+        self.server.http.labels(route, status).inc()
 
 
 class RequestTimer:

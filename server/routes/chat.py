@@ -42,7 +42,7 @@ async def create_chat_completion(
     body: Annotated[ChatRequest, Body(openapi_examples=CHATS)], request: Request, services: ServicesDep
 ) -> Response:
     """Write the messages out by the model's chat template, and continue them."""
-    leniency = await in_thread_if_long(request, check_request, body, services)
+    leniency = await in_thread_if_long(request, check_request, body, request, services)
     context = await start_chat("chat.completions", body, request, services, leniency)
     return await respond(request, context, ChatWriter(context, body))
 

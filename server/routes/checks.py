@@ -1,30 +1,41 @@
 """Routes check this of a request before it costs anything: fields, model, number of choices, queue.
+``use_model`` is where each of them gets its model.
 
 Every error has its real HTTP status, because nothing has been sent yet.
 """
 
 from collections.abc import Sequence
 
+from fastapi import Request
+
 from truedraft.engine.messages import Ready, Task
-from truedraft.server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
+from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
 from truedraft.server.generation.sampling_params import longest_prompt, longest_request
 from truedraft.server.leniency import Leniency
+from truedraft.server.models.served import Model, ServedModel
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.unsupported_fields import check_parameters
-from truedraft.server.services import Model, Services
+from truedraft.server.services import Services
 from truedraft.server.text.front_metadata import leave_out_metadata
 from truedraft.server.text.prompt import PromptLimits
 
 # See ``max_prompt_characters``.
 CHARACTERS_PER_TOKEN = 8
+# Each task has an endpoint, and words for what a model of it does.
+ENDPOINTS: dict[Task, tuple[str, str]] = {
+    "generate": ("/v1/chat/completions", "writes text"),
+    "embed": ("/v1/embeddings", "makes vectors of texts"),
+    "rerank": ("/v1/rerank", "scores pairs of texts"),
+}
+ANY_TASK = tuple(ENDPOINTS)
 LEAST_CHARACTERS, MOST_CHARACTERS = 500_000, 4_000_000
 
 
-def check_request(body: SamplingRequest, services: Services) -> Leniency:
+def check_request(body: SamplingRequest, request: Request, services: Services) -> Leniency:
     """Refuse what is not served; return what reports what is ignored."""
-    check_model(body.model, services)
+    check_model(body.model, request, services)
     if body.priority and not services.settings.allow_priority:
         raise UnsupportedParameterError(
             "This server does not let requests choose their 'priority' (setting allow_priority).",
@@ -57,20 +68,21 @@ def check_fields(body: RequestPart, services: Services) -> Leniency:
     return leniency
 
 
-def check_model(name: str, services: Services) -> None:
-    served = services.settings.served_names
-    if name not in served:
-        raise ModelNotFoundError(
-            f"The model '{name}' does not exist; this server has '{', '.join(served)}'.", param="model"
-        )
+def check_model(name: str | None, request: Request, services: Services) -> ServedModel:
+    """Returns the model that a request names, loaded or not; without a name the first one."""
+    return services.models.first if name is None else services.models.find(name)
 
 
-# Each task has an endpoint, and words for what a model of it does.
-ENDPOINTS: dict[Task, tuple[str, str]] = {
-    "generate": ("/v1/chat/completions", "writes text"),
-    "embed": ("/v1/embeddings", "makes vectors of texts"),
-    "rerank": ("/v1/rerank", "scores pairs of texts"),
-}
+async def use_model(
+    name: str | None, request: Request, services: Services, tasks: Sequence[Task] = ("generate",)
+) -> Model:
+    """Returns the model that a request names, as long as it is answered; ``NotReadyError`` if it cannot be
+    had. Every route gets its model here, which must be made for one of ``tasks``."""
+    served = check_model(name, request, services)
+    services.check_not_draining()
+    model = served.loaded()
+    check_task(model, tasks, request.scope["route"].path)
+    return model
 
 
 def check_task(model: Model, tasks: Sequence[Task], endpoint: str) -> None:
@@ -79,30 +91,23 @@ def check_task(model: Model, tasks: Sequence[Task], endpoint: str) -> None:
         return
     own, does = ENDPOINTS[task]
     raise InvalidRequestError(
-        f"This model {does}, which {endpoint} does not ask for: use {own}, or serve a model for {endpoint} "
-        f"(setting task: {tasks[0]}).",
+        f"The model '{model.name}' {does}, which {endpoint} does not ask for: use {own}, or serve a model "
+        f"for {endpoint} (setting task: {tasks[0]}).",
         param="model",
         code="wrong_task",
     )
 
 
-def generating_model(services: Services, endpoint: str) -> Model:
-    """Returns the loaded model, which must write text."""
-    model = services.model()
-    check_task(model, ("generate",), endpoint)
-    return model
-
-
-def check_room(body: SamplingRequest, num_prompts: int, services: Services, key: str) -> None:
+def check_room(body: SamplingRequest, num_prompts: int, model: Model, key: str) -> None:
     """Refuses what it can before the prompts are tokenized: too many choices, or a full queue."""
-    num_choices, most = num_prompts * choices_per_prompt(body), services.settings.max_choices
+    num_choices, most = num_prompts * choices_per_prompt(body), model.settings.max_choices
     if num_choices > most:
         raise InvalidRequestError(
             f"{num_choices} choices (prompts times n) were asked for, but at most {most} are allowed "
             "(max_choices).",
             param="n",
         )
-    services.engine.check_room(num_choices, key=key)
+    model.engine.check_room(num_choices, key=key)
 
 
 def choices_per_prompt(body: SamplingRequest) -> int:
@@ -110,9 +115,10 @@ def choices_per_prompt(body: SamplingRequest) -> int:
     return n or 1
 
 
-def prompt_limits(services: Services, worker: Ready) -> PromptLimits:
+def prompt_limits(model: Model) -> PromptLimits:
+    worker = model.worker
     max_tokens, context = longest_prompt(worker)
-    most = services.settings.max_prompt_characters or max_prompt_characters(worker)
+    most = model.settings.max_prompt_characters or max_prompt_characters(worker)
     return PromptLimits(most, max_tokens, context, worker.vocab_size)
 
 

@@ -12,7 +12,7 @@ from truedraft.server.http.auth import api_key_of
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
 from truedraft.server.http.work import in_thread_if_long, while_wanted
-from truedraft.server.routes.checks import check_request, check_room, generating_model, prompt_limits
+from truedraft.server.routes.checks import check_request, check_room, prompt_limits, use_model
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.submit import start_generation
 from truedraft.server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
@@ -40,10 +40,10 @@ async def create_completion(
     services: ServicesDep,
 ) -> Response:
     """Continue one or several prompts, given as text or token ids."""
-    leniency = await in_thread_if_long(request, check_request, body, services)
-    model, key = generating_model(services, "/v1/completions"), api_key_of(request.scope)
-    check_room(body, num_prompts(body), services, key)
-    limits = prompt_limits(services, model.worker)
+    leniency = await in_thread_if_long(request, check_request, body, request, services)
+    model, key = await use_model(body.model, request, services), api_key_of(request.scope)
+    check_room(body, num_prompts(body), model, key)
+    limits = prompt_limits(model)
     prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
     checking = structured_grammar(
         body, model.tokenizer, services.grammar_validator, leniency, key=key, run=services.work.run

@@ -7,10 +7,11 @@ from truedraft.engine.messages import TokenLogprob
 from truedraft.server.generation.generation import Generation
 from truedraft.server.generation.speculation_report import speculation_report
 from truedraft.server.leniency import Leniency
+from truedraft.server.models.served import Model
 from truedraft.server.schemas.answer import SpeculationReport, TokenOrigin
 from truedraft.server.schemas.common import ChunkStreamOptions, GenerationRequest, SamplingRequest
 from truedraft.server.schemas.logprobs import PromptLogprobs
-from truedraft.server.services import Model, Services
+from truedraft.server.services import Services
 from truedraft.server.text.logprobs import prompt_logprobs
 
 
@@ -40,7 +41,7 @@ class GenerationContext:
     def report(self) -> SpeculationReport | None:
         if self.body.speculation is None:
             return None
-        return speculation_report(self.generation, self.services.settings, self.model.worker)
+        return speculation_report(self.generation, self.model.settings, self.model.worker)
 
     def ending(self) -> dict[str, Any]:
         """Returns the report for a choice's last chunk, if the answer ends here and no usage follows."""

@@ -34,7 +34,7 @@ async def embeddings(
     services: ServicesDep,
 ) -> Response:
     """Returns one vector for each text, in their order."""
-    asked = begin(body, num_inputs(body), services, request, ("embed",), "/v1/embeddings")
+    asked = await begin(body, num_inputs(body), services, request, ("embed",))
     _check_dimensions(body.dimensions, asked.facts)
     texts = await in_thread(request, input_texts, body, asked.reading)
     run, vectors = await compute(asked, texts, request, dimensions=body.dimensions, normalizes=body.normalize)

@@ -15,7 +15,8 @@ from truedraft.server.http.request_id import request_id_of
 from truedraft.server.http.sse import typed_event
 from truedraft.server.http.work import in_thread, in_thread_if_long
 from truedraft.server.leniency import Leniency
-from truedraft.server.routes.checks import check_fields, check_model, check_request, generating_model
+from truedraft.server.models.served import Model
+from truedraft.server.routes.checks import check_fields, check_model, check_request, use_model
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.message_blocks import MessageBlocks
 from truedraft.server.routes.submit import num_input_tokens, start_chat
@@ -31,7 +32,7 @@ from truedraft.server.schemas.messages import (
     TokenCount,
     TokenCountRequest,
 )
-from truedraft.server.services import Services, ServicesDep
+from truedraft.server.services import ServicesDep
 from truedraft.server.text.choice import FinishedChoice
 from truedraft.server.text.messages_as_chat import as_chat
 
@@ -62,9 +63,9 @@ async def create_message(
 ) -> Response:
     """This is the same as a chat, for clients of Anthropic's API: text, tools and reasoning as blocks. A last
     message of the assistant is continued. Errors have Anthropic's shape on this path."""
-    leniency = await in_thread_if_long(request, check_request, body, services)
-    tokenizer = generating_model(services, "/v1/messages").tokenizer
-    chat = await in_thread(request, as_chat, body, tokenizer, leniency)  # may try the chat template out
+    leniency = await in_thread_if_long(request, check_request, body, request, services)
+    model = await use_model(body.model, request, services)
+    chat = await in_thread(request, as_chat, body, model.tokenizer, leniency)  # may try the chat template out
     try:
         context = await start_chat("messages", chat, request, services, leniency)
     except InvalidRequestError as error:
@@ -84,17 +85,16 @@ async def count_tokens(
     services: ServicesDep,
 ) -> Response:
     """This counts the tokens that the same conversation would have as the input of `/v1/messages`."""
-    check_model(body.model, services)
+    check_model(body.model, request, services)
     leniency = await in_thread(request, check_fields, body, services)
-    num_tokens = await in_thread(request, _count, body, services, leniency)
+    model = await use_model(body.model, request, services)
+    num_tokens = await in_thread(request, _count, body, model, leniency)
     answer = TokenCount(input_tokens=num_tokens).model_dump_json()
     return Response(answer, headers=leniency.headers(), media_type="application/json")
 
 
-def _count(body: TokenCountRequest, services: Services, leniency: Leniency) -> int:
-    return num_input_tokens(
-        as_chat(body, generating_model(services, "/v1/messages").tokenizer, leniency), services, leniency
-    )
+def _count(body: TokenCountRequest, model: Model, leniency: Leniency) -> int:
+    return num_input_tokens(as_chat(body, model.tokenizer, leniency), model, leniency)
 
 
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:

@@ -1,6 +1,6 @@
 """``GET /v1/models`` and ``GET /v1/models/{id}``: the served names."""
 
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter, HTTPException, Request
 
 from truedraft.server.errors import ErrorAnswer
 from truedraft.server.generation.sampling_params import longest_request
@@ -14,7 +14,7 @@ router = APIRouter(tags=["models"])
 @router.get("/v1/models", summary="List the model's names")
 async def list_models(services: ServicesDep) -> ModelList:
     """Returns the served names, all of the same model."""
-    return ModelList(data=[_card(name, services) for name in services.settings.served_names])
+    return ModelList(data=[_card(name, services) for name in services.models.names])
 
 
 # Hub ids hold a slash, so the id is the rest of the path.
@@ -26,21 +26,22 @@ async def list_models(services: ServicesDep) -> ModelList:
         "default": {"model": ErrorAnswer},
     },
 )
-async def get_model(model_id: str, services: ServicesDep) -> ModelCard:
+async def get_model(model_id: str, request: Request, services: ServicesDep) -> ModelCard:
     """Returns the model, if it is served by this name."""
     if not model_id:  # a list with a slash after it
         raise HTTPException(404)
-    check_model(model_id, services)
+    check_model(model_id, request, services)
     return _card(model_id, services)
 
 
 def _card(name: str, services: Services) -> ModelCard:
-    worker, tokenizer = services.engine.state.worker, services.tokenizer
+    model = services.models.find(name)
+    worker, tokenizer = model.worker, model.tokenizer
     templates = tokenizer.templates if tokenizer is not None else None
     return ModelCard(
         id=name,
         created=services.started,
-        root=services.settings.public_target,
+        root=model.settings.public_target,
         max_model_len=longest_request(worker) if worker else None,
         tool_form=templates.call_format.name if templates is not None and templates.source else None,
     )

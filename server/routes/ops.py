@@ -21,7 +21,7 @@ WorkerNumber = Annotated[int, Query(ge=0, description="Number of the worker that
 @router.get("/health", summary="Liveness")
 async def health(services: ServicesDep) -> Health:
     """Answers 200 while this process lives, whatever its workers do; the body has the state of each."""
-    engine = services.engine
+    engine = services.models.first.engine
     return Health(
         workers=[
             WorkerHealth(
@@ -44,17 +44,19 @@ async def health(services: ServicesDep) -> Health:
 )
 async def ready(services: ServicesDep) -> JSONResponse:
     """Answers 200 only when a request can be taken; else 503 with the reason."""
-    reason = services.not_ready_reason()
+    model = services.models.first
+    reason = services.not_ready_reason(model)
     if reason is None:
         return JSONResponse({"status": "ready"})
-    body = {"status": services.status, "reason": reason}
+    body = {"status": services.status(model), "reason": reason}
     return JSONResponse(body, NotReadyError.status, {"retry-after": str(NotReadyError.retry_after)})
 
 
 @router.get("/version", summary="Version")
 async def version(services: ServicesDep) -> Version:
     """Returns the version, the models, and what computes them."""
-    settings, worker = services.settings, services.engine.state.worker
+    served = services.models.first
+    settings, worker = served.settings, served.worker
     return Version(
         version=package_version(),
         model=settings.model_name,
@@ -64,7 +66,7 @@ async def version(services: ServicesDep) -> Version:
         dtype=worker.dtype if worker else None,
         forward=worker.forward if worker else None,
         weights=worker.weights if worker else None,
-        system_fingerprint=services.fingerprint(worker) if worker else None,
+        system_fingerprint=served.fingerprint,
     )
 
 
@@ -78,11 +80,12 @@ async def version(services: ServicesDep) -> Version:
 )
 async def speculation(services: ServicesDep, worker: WorkerNumber = 0) -> SpeculationStatus:
     """Tells who drafts, how much is accepted at which position, what it gains, and why it is on or off."""
-    workers = services.engine.workers
+    served = services.models.first
+    workers = served.engine.workers
     if worker >= len(workers):
         raise InvalidRequestError(f"There are {len(workers)} workers, numbered from 0.", param="worker")
     asked = workers[worker]
-    return speculation_status(services.settings, asked.state.worker, asked.stats, asked.speculation)
+    return speculation_status(served.settings, asked.state.worker, asked.stats, asked.speculation)
 
 
 @router.get(

@@ -47,7 +47,7 @@ async def rerank(
 ) -> Response:
     """Returns the documents' scores, the best one first; of equal ones the first in the request."""
     documents = body.texts
-    asked = begin(body, len(documents), services, request, ("rerank", "embed"), "/v1/rerank")
+    asked = await begin(body, len(documents), services, request, ("rerank", "embed"))
     run, scores = await _scores(
         [body.query] * len(documents), documents, body.instruction, asked, request, "documents"
     )
@@ -76,7 +76,7 @@ async def score(
         raise InvalidRequestError(
             f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one or as many.", param="text_2"
         )
-    asked = begin(body, len(seconds), services, request, ("rerank", "embed"), "/v1/score")
+    asked = await begin(body, len(seconds), services, request, ("rerank", "embed"))
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     run, scores = await _scores(firsts, seconds, body.instruction, asked, request, "text_2")
     data = [Score(index=index, score=each) for index, each in enumerate(scores)]

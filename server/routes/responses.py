@@ -14,7 +14,7 @@ from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import BODY_ERRORS, answer_or_stream
 from truedraft.server.http.sse import PING, typed_event
 from truedraft.server.http.work import SHORT_BODY, in_thread, in_thread_if_long
-from truedraft.server.routes.checks import check_request
+from truedraft.server.routes.checks import check_request, use_model
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.response_items import Event, OutputItems
 from truedraft.server.routes.submit import num_input_tokens, start_chat
@@ -64,7 +64,7 @@ async def create_response(
 ) -> Response:
     """OpenAI's newer endpoint, as far as it is text in and text out. Nothing is stored: the client keeps the
     conversation, and `previous_response_id`, `conversation` and `background` are refused."""
-    leniency = await in_thread_if_long(request, check_request, body, services)
+    leniency = await in_thread_if_long(request, check_request, body, request, services)
     context = await start_chat("responses", body, request, services, leniency)
     writer = ResponsesWriter(context, body, len(await request.body()))
     return await respond(request, context, writer)
@@ -82,8 +82,9 @@ async def count_input_tokens(
     services: ServicesDep,
 ) -> Response:
     """This counts the tokens that the same request would have as the input of `/v1/responses`."""
-    leniency = await in_thread_if_long(request, check_request, body, services)
-    num_tokens = await in_thread(request, num_input_tokens, body, services, leniency)
+    leniency = await in_thread_if_long(request, check_request, body, request, services)
+    model = await use_model(body.model, request, services)
+    num_tokens = await in_thread(request, num_input_tokens, body, model, leniency)
     answer = InputTokens(input_tokens=num_tokens).model_dump_json()
     return Response(answer, headers=leniency.headers(), media_type="application/json")
 

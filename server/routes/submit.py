@@ -17,18 +17,14 @@ from truedraft.server.generation.sampling_params import (
 from truedraft.server.http.auth import api_key_of
 from truedraft.server.http.work import in_thread, in_thread_if_long, seconds_left, while_wanted
 from truedraft.server.leniency import Leniency
-from truedraft.server.routes.checks import (
-    check_room,
-    choices_per_prompt,
-    generating_model,
-    prompt_limits,
-)
+from truedraft.server.models.served import Model
+from truedraft.server.routes.checks import check_room, choices_per_prompt, prompt_limits, use_model
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.common import SamplingRequest
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.responses import ResponsesRequest
-from truedraft.server.services import Model, Services
+from truedraft.server.services import Services
 from truedraft.server.settings import Settings
 from truedraft.server.text.grammar.requested import NO_GRAMMAR, Grammar, structured_grammar
 from truedraft.server.text.message_parser import MessageFormat
@@ -52,9 +48,9 @@ async def start_chat(
     leniency: Leniency,
 ) -> GenerationContext:
     """Submits messages, which the chat template writes out; what is cheap to refuse is refused first."""
-    model, key = generating_model(services, f"/v1/{endpoint.replace('.', '/')}"), api_key_of(request.scope)
-    check_room(body, 1, services, key)
-    limits = prompt_limits(services, model.worker)
+    model, key = await use_model(body.model, request, services), api_key_of(request.scope)
+    check_room(body, 1, model, key)
+    limits = prompt_limits(model)
     tools = await in_thread_if_long(
         request, tool_use, body, model.tokenizer, leniency, services.settings.max_grammar_size
     )
@@ -78,11 +74,10 @@ async def start_chat(
     )
 
 
-def num_input_tokens(body: ChatRequest | ResponsesRequest, services: Services, leniency: Leniency) -> int:
+def num_input_tokens(body: ChatRequest | ResponsesRequest, model: Model, leniency: Leniency) -> int:
     """Returns the number of tokens of a conversation, also of one that is too long for the model."""
-    model = generating_model(services, "counting a conversation's tokens")
-    tool_use(body, model.tokenizer, leniency, services.settings.max_grammar_size)
-    limits = prompt_limits(services, model.worker)
+    tool_use(body, model.tokenizer, leniency, model.settings.max_grammar_size)
+    limits = prompt_limits(model)
     endless = limits._replace(max_tokens=limits.max_characters)
     return len(chat_prompt(body, model.tokenizer, endless, leniency).token_ids)
 
@@ -99,7 +94,7 @@ def start_generation(
     grammar: Grammar = NO_GRAMMAR,
     message: MessageFormat | None = None,
 ) -> GenerationContext:
-    settings, n, key = services.settings, choices_per_prompt(body), api_key_of(request.scope)
+    settings, n, key = model.settings, choices_per_prompt(body), api_key_of(request.scope)
     check_prediction(prediction, model.worker)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = build_sampling_params(
@@ -126,7 +121,7 @@ def start_generation(
         message=message,
         report_trace=body.speculation is not None and body.speculation.trace,
     )
-    generation = Generation(prepared, services.engine, model.tokenizer, services.metrics)
+    generation = Generation(prepared, model.engine, model.tokenizer, model.metrics)
     generation.start(seconds_left(request.scope), settings.request_timeout)
     return GenerationContext(body, generation, model, services, leniency, created=int(time.time()))
 

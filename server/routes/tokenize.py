@@ -11,7 +11,8 @@ from truedraft.server.http.large_json import write_json
 from truedraft.server.http.openapi import BODY_ERRORS
 from truedraft.server.http.work import in_thread
 from truedraft.server.leniency import Leniency
-from truedraft.server.routes.checks import check_fields, check_model, prompt_limits
+from truedraft.server.models.served import Model
+from truedraft.server.routes.checks import ANY_TASK, check_fields, check_model, prompt_limits, use_model
 from truedraft.server.schemas.chat import TemplateFields
 from truedraft.server.schemas.examples import DETOKENIZE, TOKENIZE
 from truedraft.server.schemas.tokenize import (
@@ -20,7 +21,7 @@ from truedraft.server.schemas.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from truedraft.server.services import Model, Services, ServicesDep
+from truedraft.server.services import ServicesDep
 from truedraft.server.text.prompt import (
     PromptLimits,
     check_characters,
@@ -45,12 +46,11 @@ async def tokenize(
     services: ServicesDep,
 ) -> Response:
     """Returns the token ids that completions or chats would give to the model."""
-    if body.model is not None:
-        check_model(body.model, services)
+    check_model(body.model, request, services)
     _check_forms(body)
     leniency = await in_thread(request, check_fields, body, services)
-    model = services.model()
-    answer = await in_thread(request, _answer, body, model, services, leniency)
+    model = await use_model(body.model, request, services, ANY_TASK)
+    answer = await in_thread(request, _answer, body, model, leniency)
     return Response(answer, headers=leniency.headers(), media_type="application/json")
 
 
@@ -63,10 +63,9 @@ async def detokenize(
     services: ServicesDep,
 ) -> Response:
     """Returns the text of token ids, special tokens included."""
-    if body.model is not None:
-        check_model(body.model, services)
+    check_model(body.model, request, services)
     leniency = check_fields(body, services)
-    model = services.model()
+    model = await use_model(body.model, request, services, ANY_TASK)
 
     def decode() -> bytes:
         check_token_ids(body.tokens, model.worker.vocab_size, "tokens")
@@ -90,8 +89,8 @@ def _check_forms(body: TokenizeRequest) -> None:
             raise InvalidRequestError(f"{name} is only allowed with messages.", param=name)
 
 
-def _answer(body: TokenizeRequest, model: Model, services: Services, leniency: Leniency) -> bytes:
-    token_ids = _encode(body, model.tokenizer, prompt_limits(services, model.worker), leniency)
+def _answer(body: TokenizeRequest, model: Model, leniency: Leniency) -> bytes:
+    token_ids = _encode(body, model.tokenizer, prompt_limits(model), leniency)
     text_of = model.tokenizer.vocabulary.text_of
     return write_json(
         TokenizeAnswer(

@@ -11,8 +11,9 @@ from truedraft.server.generation.vectors import VectorRun
 from truedraft.server.http.auth import api_key_of
 from truedraft.server.http.work import while_wanted
 from truedraft.server.leniency import Leniency
+from truedraft.server.models.served import Model
 from truedraft.server.observability.request_summary import SUMMARY
-from truedraft.server.routes.checks import check_fields, check_model, check_task, prompt_limits
+from truedraft.server.routes.checks import check_fields, check_model, prompt_limits, use_model
 from truedraft.server.schemas.embeddings import VectorRequest, VectorUsage
 from truedraft.server.services import Services
 from truedraft.server.text.vector_texts import Reading
@@ -22,10 +23,9 @@ from truedraft.server.text.vector_texts import Reading
 class Asked:
     """Is a checked request whose texts are not encoded yet."""
 
-    services: Services
+    model: Model
     reading: Reading
     leniency: Leniency
-    task: Task
     priority: int
     key: str
 
@@ -33,18 +33,20 @@ class Asked:
     def facts(self) -> EmbeddingFacts:
         return self.reading.facts
 
+    @property
+    def task(self) -> Task:
+        return self.model.worker.task
 
-def begin(
+
+async def begin(
     body: VectorRequest,
     num_texts: int,
     services: Services,
     request: Request,
     tasks: Sequence[Task],
-    endpoint: str,
 ) -> Asked:
-    """Refuses what is cheap to refuse. ``tasks`` are those of the models that ``endpoint`` asks."""
-    check_model(body.model, services)
-    settings = services.settings
+    """Refuses what is cheap to refuse. ``tasks`` are those of the models that are asked."""
+    settings = check_model(body.model, request, services).settings
     if body.priority and not settings.allow_priority:
         raise UnsupportedParameterError(
             "This server does not let requests choose their 'priority' (setting allow_priority).",
@@ -56,13 +58,12 @@ def begin(
             f"There are {num_texts} texts, but at most {settings.max_texts} are allowed (max_texts).",
             param="input",
         )
-    model, key = services.model(), api_key_of(request.scope)
-    check_task(model, tasks, endpoint)
-    services.engine.check_room(1, key=key)
+    model, key = await use_model(body.model, request, services, tasks), api_key_of(request.scope)
+    model.engine.check_room(1, key=key)
     facts = model.worker.embedding
     assert facts is not None
-    reading = Reading(model.tokenizer, facts, prompt_limits(services, model.worker), body)
-    return Asked(services, reading, leniency, model.worker.task, body.priority or 0, key)
+    reading = Reading(model.tokenizer, facts, prompt_limits(model), body)
+    return Asked(model, reading, leniency, body.priority or 0, key)
 
 
 async def compute(
@@ -74,7 +75,7 @@ async def compute(
     normalizes: bool | None = None,
 ) -> tuple[VectorRun, list[bytes]]:
     """Waits for the vectors of all texts, unless the client leaves or its time is over."""
-    run = VectorRun(asked.services.engine, asked.services.metrics, texts, asked.key)
+    run = VectorRun(asked.model.engine, asked.model.metrics.requests, texts, asked.key)
     request.scope["state"][SUMMARY] = run.summary
     computing = run.vectors(dimensions=dimensions, normalizes=normalizes, priority=asked.priority)
     try:

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from truedraft.engine.parameters import (
     INT64_MAX,
+    MAX_LOGPROB_TOKENS,
     MAX_STOP_TOKENS,
     PARAMETERS,
     DraftSampleMethod,
@@ -292,7 +293,15 @@ class GenerationRequest(SamplingRequest):
     n: int | None = Field(
         None, ge=1, description="Choices per prompt, with the prompts at most `max_choices`. Default 1."
     )
+    logprob_token_ids: (
+        Annotated[
+            list[Annotated[int, within("logprob_token_ids")]],
+            Field(fail_fast=True, max_length=MAX_LOGPROB_TOKENS),
+        ]
+        | None
+    ) = said("logprob_token_ids")
     prompt_logprobs: int | None = said("prompt_logprobs")
+    prompt_logprobs_start: int | None = said("prompt_logprobs_start")
     return_token_ids: bool | None = Field(
         None, description="Also return the token ids of prompt and text. Default false."
     )

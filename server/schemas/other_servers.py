@@ -86,7 +86,6 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "length_penalty": Refused(ONE_BEAM, (1,)),
     "logits_bias": Refused(BIAS),
     "logits_processors": Refused("use 'logit_bias' or 'structured_outputs'"),
-    "logprob_token_ids": Refused(LOGPROBS),
     "lora": Refused(ONE_MODEL),
     "lora_path": Refused(ONE_MODEL),
     "lora_request": Refused(ONE_MODEL),

@@ -75,6 +75,13 @@ _CHAT_FIELDS: Mapping[str, Refused] = {
     "documents": Refused(IN_CHATS),
 }
 
+# Only completions and chats have these.
+_SCORING_FIELDS: Mapping[str, Refused] = {
+    "logprob_token_ids": Refused(IN_CHATS),
+    "prompt_logprobs": Refused(IN_CHATS),
+    "prompt_logprobs_start": Refused(IN_CHATS, (0,)),
+}
+
 # What any of the other servers takes, with the alternative where there is one.
 _ANYWHERE: Mapping[str, Refused] = {**OTHERS, **UNSUPPORTED}
 
@@ -141,7 +148,7 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "prediction": Refused(IN_CHATS),
         "previous_response_id": Refused(STATELESS),
         "prompt": Refused("use 'instructions' and 'input'; no prompts are stored here"),
-        "prompt_logprobs": Refused(IN_CHATS),
+        **_SCORING_FIELDS,
         "reasoning_effort": Refused("use reasoning.effort", ("none",)),
         "response_format": Refused("use text.format", ({"type": "text"},)),
         "system": Refused("use 'instructions'"),
@@ -159,7 +166,7 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "output_format": Refused("use output_config.format"),
         "prediction": Refused(IN_CHATS),
         "prompt": Refused("use 'messages', or /v1/completions"),
-        "prompt_logprobs": Refused(IN_CHATS),
+        **_SCORING_FIELDS,
         "reasoning_effort": Refused("use output_config.effort", ("none",)),
         "response_format": Refused("use output_config.format", ({"type": "text"},)),
         "return_token_ids": Refused(IN_CHATS, (False,)),

@@ -28,24 +28,19 @@ from schemathesis.specs.openapi.checks import (
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.engine.config import EngineConfig
-from truedraft.server.app import create_app
-from truedraft.server.observability.metrics import Metrics
+from truedraft.server.cli.launch import make_app
 from truedraft.server.schemas.chat import ChatChunk
 from truedraft.server.schemas.completion import Completion
 from truedraft.server.schemas.messages import MessagesErrorAnswer
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import load_tokenizer
-from truedraft.server.workers.worker_client import WorkerClient
-from truedraft.server.workers.worker_pool import WorkerPool
 
 MIN_CASES = 2000
 CASES_PER_ROUTE = 500
 TIMEOUT_SECONDS = 60
 MAX_CHOICES = 3  # more would only cost time
 
-metrics = Metrics()
-pool = WorkerPool([WorkerClient(EngineConfig(), metrics.workers[0])])
-app = create_app(Settings(target="tiny-model"), pool, metrics)
+app = make_app(Settings(target="tiny-model"), EngineConfig())
 schema = schemathesis.openapi.from_dict(app.openapi())
 schema.config.max_stream_events = 10_000  # its default stops reading a stream long before its end
 CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatChunk}

@@ -61,7 +61,7 @@ STATUSES = {200, 400, 404, 413, 422, 429}
 async def test_bodies(model_folder: Path, tokenizer: Tokenizer) -> None:
     """Bodies come by ASGI, without a socket, eight at a time; the same worker has served all of them."""
     app = fake_worker_app(model_folder, lambda: tokenizer, "--once")
-    services = app.state.services
+    models = app.state.services.models
     statuses: Counter[int] = Counter()
 
     async def send(client: httpx.AsyncClient, numbers: range) -> None:
@@ -80,10 +80,10 @@ async def test_bodies(model_folder: Path, tokenizer: Tokenizer) -> None:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
-        first_worker = await services.wait_until_ready()
+        first_worker = await models.wait_until_ready()
         await asyncio.gather(*(send(client, range(start, NUM_INPUTS, 8)) for start in range(8)))
-        assert services.engine.state.worker is first_worker
-        assert services.engine.num_requests == 0
+        assert models.first.worker is first_worker
+        assert models.first.engine.num_requests == 0
     print(f"{NUM_INPUTS} bodies: {dict(statuses)}")
     assert statuses[200] > NUM_INPUTS / 10
 

@@ -23,8 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.orders import WorkerOrders
 from truedraft.server.app import create_app
 from truedraft.server.cli.launch import bind, http_config
+from truedraft.server.models.registry import Models
+from truedraft.server.models.served import Parts, ServedModel, TokenizerLoader
 from truedraft.server.observability.metrics import Metrics
-from truedraft.server.services import Services, TokenizerLoader
+from truedraft.server.services import Services
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.workers.open_requests import QueueLimits
@@ -62,6 +64,14 @@ class RunningServer:
     loop: ClockedLoop
     connections: set[Any]  # uvicorn's
     tasks: set[Any]  # uvicorn's as well: requests until they are written to the log
+
+    @property
+    def model(self) -> ServedModel:
+        return self.services.models.first
+
+    @property
+    def engine(self) -> WorkerPool:
+        return self.model.engine
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return self.client.post(path, json={"model": MODEL} | body, **options)
@@ -107,11 +117,11 @@ class RunningServer:
 
     def wait_until_idle(self) -> None:
         """Waits until nothing of earlier requests can still be counted or logged."""
-        wait_for(lambda: not self.tasks and not self.services.engine.num_requests, "earlier requests")
+        wait_for(lambda: not self.tasks and not self.engine.num_requests, "earlier requests")
 
     def wait_for_requests(self, number: int) -> None:
         """Waits until the engine has ``number`` of them open; each prompt is one."""
-        wait_for(lambda: self.services.engine.num_requests == number, f"{number} open requests")
+        wait_for(lambda: self.engine.num_requests == number, f"{number} open requests")
 
     def wait_for_tokens(self, number: int) -> None:
         """Waits until ``number`` of them have come back from the worker, in all."""
@@ -162,16 +172,21 @@ def fake_worker_app(
 ) -> FastAPI:
     """The application whose lifespan starts the fake worker."""
     configured = Settings(target=str(model_folder), **settings)
-    metrics = Metrics(configured.metrics_prefix, configured.model_name)
-    worker = WorkerClient(
-        configured.engine_config(),
-        metrics.workers[0],
-        timeouts=WorkerTimeouts(configured.heartbeat_timeout, configured.step_timeout),
-        max_restarts=configured.max_worker_restarts,
-        worker_command=(sys.executable, "-m", "tests.fake_worker", *worker_options),
-        first_backoff_seconds=0.2,
-    )
-    return create_app(configured, WorkerPool([worker], QueueLimits.of(configured)), metrics, load)
+    metrics = Metrics(configured.metrics_prefix, {configured.model_name: 1})
+    of_model = metrics.models[configured.model_name]
+
+    def assemble() -> Parts:
+        worker = WorkerClient(
+            configured.engine_config(),
+            of_model.workers[0],
+            timeouts=WorkerTimeouts(configured.heartbeat_timeout, configured.step_timeout),
+            max_restarts=configured.max_worker_restarts,
+            worker_command=(sys.executable, "-m", "tests.fake_worker", *worker_options),
+            first_backoff_seconds=0.2,
+        )
+        return Parts(WorkerPool([worker], QueueLimits.of(configured)), load)
+
+    return create_app(configured, Models([ServedModel(configured, of_model, assemble)]), metrics)
 
 
 @contextmanager

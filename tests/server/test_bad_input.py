@@ -204,7 +204,7 @@ def test_long_model_name(server: RunningServer) -> None:
 def test_message_that_cannot_be_sent_hurts_nobody_else(start_server: StartServer) -> None:
     """The last line of defence holds: such a request fails alone, whatever let it through."""
     with start_server() as server:
-        engine = server.services.engine
+        engine = server.engine
         fine = Generate("fine-0", [5], SamplingParams(max_tokens=1))
 
         async def submit() -> None:

@@ -285,7 +285,7 @@ def test_our_own_bugs_tell_nothing_but_the_id(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start_server() as server:
-        monkeypatch.setattr(server.services, "model", lambda: 1 / 0)
+        monkeypatch.setattr(server.model, "loaded", lambda: 1 / 0)
         response = server.post(COMPLETIONS, {"prompt": "x"}, headers={"x-request-id": "mine-2"})
         assert response.status_code == 500
         error = error_of(response)

@@ -12,11 +12,8 @@ import pytest
 from tests.server.conftest import StartServer
 from tests.server.refusals import error_of, refused_raw
 from tests.server.running import MODEL, RunningServer
-from truedraft.server.app import create_app
-from truedraft.server.observability.metrics import Metrics
+from truedraft.server.cli.launch import make_app
 from truedraft.server.settings import Settings
-from truedraft.server.workers.worker_client import WorkerClient
-from truedraft.server.workers.worker_pool import WorkerPool
 
 # A valid request for each, with few tokens.
 VALID: dict[str, dict[str, Any]] = {
@@ -62,9 +59,8 @@ def test_fields_of_other_bodies_are_no_failure(server: RunningServer, path: str)
 
 
 def test_no_route_is_left_out() -> None:
-    metrics = Metrics()
-    engine = WorkerPool([WorkerClient(Settings().engine_config(), metrics.workers[0])])
-    paths = create_app(Settings(), engine, metrics).openapi()["paths"]
+    settings = Settings()
+    paths = make_app(settings, settings.engine_config()).openapi()["paths"]
     assert {path for path, methods in paths.items() if "post" in methods} == set(VALID)
 
 

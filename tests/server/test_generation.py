@@ -15,7 +15,8 @@ from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, To
 from truedraft.server.errors import EngineError
 from truedraft.server.generation.generation import Generation, _readers
 from truedraft.server.generation.prepared_request import PreparedRequest
-from truedraft.server.observability.metrics import Metrics
+from truedraft.server.observability.metrics import ModelMetrics
+from truedraft.server.settings import DEFAULT_PREFIX
 from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
 from truedraft.server.text.prompt import TokenPrompt
 from truedraft.server.text.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ async def answer(
     prepared_request: PreparedRequest, tokenizer: Tokenizer, arrivals: Sequence[Sequence[TokenOutput]]
 ) -> Answer:
     """``arrivals`` come one after the other, each read before the next."""
-    engine, metrics = HandDrivenEngine(), Metrics()
+    engine, metrics = HandDrivenEngine(), ModelMetrics(DEFAULT_PREFIX, 1)
     generation = Generation(prepared_request, engine, tokenizer, metrics)  # type: ignore[arg-type]
     generation.start()
     choices = [FinishedChoice(index) for index in range(prepared_request.num_choices)]
@@ -131,7 +132,7 @@ async def answer(
         generation.usage(),
         generation.speculation,
         [choice.trace for choice in generation.choices],
-        metrics.registry.get_sample_value("truedraft_generation_tokens_total") or 0.0,
+        metrics.labelled.requests.get_sample_value("truedraft_generation_tokens_total") or 0.0,
     )
 
 
@@ -170,7 +171,7 @@ def test_what_arrives_together_does_not_matter(
 def test_an_error_comes_after_what_was_delivered(tokenizer: Tokenizer) -> None:
     async def read() -> list[str]:
         engine = HandDrivenEngine()
-        generation = Generation(prepared(1, 1), engine, tokenizer, Metrics())  # type: ignore[arg-type]
+        generation = Generation(prepared(1, 1), engine, tokenizer, ModelMetrics(DEFAULT_PREFIX, 1))  # type: ignore[arg-type]
         generation.start()
         for output in outputs_of(b"xyz", ("cmpl-x-0", 0), [1])[:2]:
             engine.stream.deliver(output)
@@ -190,7 +191,7 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
     """Rounds and tokens after the first arrival give one sample each, however they arrive."""
 
     async def read(cut: Sequence[int]) -> dict[str, float]:
-        engine, metrics = HandDrivenEngine(), Metrics()
+        engine, metrics = HandDrivenEngine(), ModelMetrics(DEFAULT_PREFIX, 1)
         generation = Generation(prepared(1, 1), engine, tokenizer, metrics)  # type: ignore[arg-type]
         generation.start()
         reading = asyncio.create_task(generation.collect())
@@ -202,7 +203,7 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
             await let_read()
         await reading
         names = ("round_interval", "inter_token_latency", "time_to_first_token", "request_queue_time")
-        samples = metrics.registry.get_sample_value
+        samples = metrics.labelled.requests.get_sample_value
         rounds, tokens = (samples(f"truedraft_{name}_seconds_sum") for name in names[:2])
         assert rounds == pytest.approx(tokens)
         return {name: samples(f"truedraft_{name}_seconds_count") or 0.0 for name in names}

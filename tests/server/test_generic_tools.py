@@ -166,7 +166,7 @@ def test_a_forced_call_is_all_that_may_come(server: RunningServer) -> None:
     choice = {"type": "function", "function": {"name": "two"}}
     logged = grammar_of(server, ASK | {"tools": [tool("one"), tool("two")], "tool_choice": choice})
     text = ast.literal_eval(logged[: logged.index(", grammar_after")])
-    tokens = server.services.model().tokenizer
+    tokens = server.model.loaded().tokenizer
     for said, is_allowed in (
         ('<tool_call>\n{"name": "two", "arguments": {}}\n</tool_call>', True),
         ('<tool_call>\n{"name": "one"', False),

@@ -62,16 +62,16 @@ def ignores(pid: int, number: int) -> bool:
 
 def test_a_stopped_worker_is_replaced(start_server: StartServer) -> None:
     with start_server(heartbeat_timeout=20) as server:
-        stopped = server.services.engine.workers[0].pid
+        stopped = server.engine.workers[0].pid
         assert stopped is not None
         os.kill(stopped, signal.SIGSTOP)
 
         def is_given_up() -> bool:
             server.pass_time(1)  # one more of those that its silence is given
-            return server.services.engine.state.status == "restarting"
+            return server.engine.state.status == "restarting"
 
         wait_for(is_given_up, "its replacement")
-        assert "no sign of life for 20 s" in server.services.engine.state.reason
+        assert "no sign of life for 20 s" in server.engine.state.reason
         assert not is_alive(stopped)
         server.wait_until_ready()
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
@@ -81,8 +81,8 @@ def test_a_hung_worker_is_replaced(start_server: StartServer) -> None:
     """Its process lives, its heartbeats come, and its loop never leaves one step."""
     with start_server(step_timeout=1) as server:
         server.worker.hang()
-        wait_for(lambda: server.services.engine.state.status == "restarting", "its replacement")
-        assert "in one step" in server.services.engine.state.reason
+        wait_for(lambda: server.engine.state.status == "restarting", "its replacement")
+        assert "in one step" in server.engine.state.reason
         server.worker.go_on()
         # On a machine that stands still for a second the next one may be replaced, too.
         wait_for(lambda: server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).is_success, "an answer")

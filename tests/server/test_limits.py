@@ -36,7 +36,7 @@ def test_deadline_before_the_first_byte(start_server: StartServer, stream: bool)
         assert (error["type"], error["code"], error["param"]) == ("timeout_error", "request_timeout", None)
         assert "10000 seconds" in error["message"]
         server.wait_for_messages("Abort", 2)
-        assert server.services.engine.num_requests == 0
+        assert server.engine.num_requests == 0
         assert server.metric("truedraft_requests_aborted_total", reason="timeout") == 1
         assert server.metric("truedraft_requests_aborted_total", reason="disconnect") == 0
         assert server.metric("truedraft_request_errors_total", code="request_timeout") == 1
@@ -58,7 +58,7 @@ def test_deadline_in_a_stream_is_an_event(start_server: StartServer) -> None:
         assert len(chunks) == 3
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
         server.wait_for_messages("Abort", 1)
-        assert server.services.engine.num_requests == 0
+        assert server.engine.num_requests == 0
 
 
 def test_deadline_that_is_kept(start_server: StartServer) -> None:

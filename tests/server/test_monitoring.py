@@ -204,7 +204,7 @@ def test_every_alert_fires_at_the_first_event_of_a_fresh_server(
         with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 99, "n": 4}):
             fires("TruedraftCacheFull")
             late = threads.submit(ask, n=4)
-            wait_for(lambda: server.services.engine.num_waiting == 1, "a full queue")
+            wait_for(lambda: server.engine.num_waiting == 1, "a full queue")
             assert ask() == 429
             fires("TruedraftQueueFull")
             server.pass_time(LONG_SECONDS)

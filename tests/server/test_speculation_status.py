@@ -78,7 +78,7 @@ def test_no_answer_has_a_number_that_json_lacks(start_server: StartServer) -> No
 
         assert read()["speedup"] == {"predicted": None, "achieved": None}
         rates = {"achieved": math.nan, "plain": 1.0}
-        server.services.engine.workers[0].speculation.update(
+        server.engine.workers[0].speculation.update(
             AUTO
             | {
                 "predicted_speedup": math.nan,
@@ -105,9 +105,8 @@ def test_gauge_follows_the_policy() -> None:
     metrics = WorkerMetrics()
     name = "truedraft_estimated_speedup"
     assert math.isnan(samples(metrics, name)[0])
-    metrics.speculation(AUTO | {"draft_vocabulary": {"tokens": 32768}})
+    metrics.speculation(AUTO)
     assert samples(metrics, name) == [1.4]
-    assert samples(metrics, "truedraft_draft_vocabulary_tokens") == [32768]
     metrics.speculation({"policy": "fixed"})
     assert math.isnan(samples(metrics, name)[0])
 

@@ -57,7 +57,7 @@ def test_client_that_does_not_wait_frees_its_sequences(start_server: StartServer
         with server.unanswered(COMPLETIONS, {"prompt": "a", "max_tokens": 500, "stream": stream}):
             server.wait_for_messages("Generate", 1)
         server.wait_for_messages("Abort", 1)
-        assert server.services.engine.num_requests == 0
+        assert server.engine.num_requests == 0
 
 
 def test_stop_string_aborts_its_sequence_only(start_server: StartServer) -> None:
@@ -169,7 +169,7 @@ def test_refusal_of_the_engine_keeps_its_status(start_server: StartServer, strea
         response = server.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": stream})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "the prompt does not fit into the cache"
-        assert server.services.engine.num_requests == 0
+        assert server.engine.num_requests == 0
 
 
 def test_port_is_open_while_the_models_load(start_server: StartServer) -> None:
@@ -197,14 +197,14 @@ async def test_a_tokenizer_that_loads_longer_than_the_worker(
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
-        await app.state.services.engine.wait_until_ready()
+        await app.state.services.models.first.engine.wait_until_ready()
         answer = await client.get("/ready")
         assert answer.status_code == 503
         assert answer.json() == {"status": "loading", "reason": "The tokenizer is loading."}
         gauge = 'truedraft_ready{model_name="tiny-model"}'
         assert f"{gauge} 0.0" in (await client.get("/metrics")).text
         may_load.set()
-        await app.state.services.wait_until_ready()
+        await app.state.services.models.wait_until_ready()
         assert f"{gauge} 1.0" in (await client.get("/metrics")).text
 
 
@@ -458,9 +458,9 @@ def test_what_follows_when_weights_are_written_over(
 
 def test_other_weights_have_their_own_tokenizer(start_server: StartServer) -> None:
     with start_server() as server:
-        before = server.services._tokenizer
-        server.loop.call_soon_threadsafe(server.services.engine.weights_changed)
-        wait_for(lambda: server.services._tokenizer is not before, "the other one")
+        before = server.model._tokenizer
+        server.loop.call_soon_threadsafe(server.engine.weights_changed)
+        wait_for(lambda: server.model._tokenizer is not before, "the other one")
         server.wait_until_ready()
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
 
