@@ -225,6 +225,11 @@ class RequestSettings(BaseModel):
     max_choices: int = Field(
         1024, ge=1, description="Largest number of choices (prompts times n) of one request; more get 400."
     )
+    max_texts: int = Field(
+        2048,
+        ge=1,
+        description="Largest number of texts of one request for vectors or scores; more get 400.",
+    )
     max_answer_values: int = Field(
         1_000_000,
         ge=1,

@@ -44,7 +44,7 @@ class Generation:
         self._engine = engine
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         self._timer = RequestTimer(metrics.requests, self._num_prompt_tokens)
-        self._stream: EngineStream | None = None
+        self._stream: EngineStream[TokenOutput] | None = None
         self.choices = list(_readers(prepared, tokenizer))
         self._num_unfinished = len(self.choices)
         self._num_tokens = 0

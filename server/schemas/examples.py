@@ -191,3 +191,27 @@ TOKENIZE: Examples = {
 }
 
 DETOKENIZE: Examples = {"tokens": {"summary": "Token ids", "value": MODEL | {"tokens": [72, 101, 108]}}}
+
+TEXTS = ["The fox sleeps under a tree.", "Rain is expected tomorrow."]
+
+EMBEDDINGS: Examples = {
+    "texts": {"summary": "Vectors of two texts", "value": MODEL | {"input": TEXTS}},
+    "base64": {
+        "summary": "One vector in base64, of a text that is cut if it is too long",
+        "value": MODEL | {"input": TEXTS[0], "encoding_format": "base64", "truncate_prompt_tokens": -1},
+    },
+}
+
+RERANK: Examples = {
+    "documents": {
+        "summary": "The better one of two documents",
+        "value": MODEL | {"query": "Where is the fox?", "documents": TEXTS, "top_n": 1},
+    }
+}
+
+SCORE: Examples = {
+    "pairs": {
+        "summary": "A text paired with two others",
+        "value": MODEL | {"text_1": "Where is the fox?", "text_2": TEXTS},
+    }
+}

@@ -52,6 +52,16 @@ def start_server(model_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> St
 
 
 @pytest.fixture(scope="session")
+def vector_server(
+    model_folder: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server whose model makes vectors, which all tests share."""
+    log = tmp_path_factory.mktemp("vectors")
+    with run_server(model_folder, tokenizer, log, "--task", "embed") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     with open_browser() as opened:
         yield opened
