@@ -22,6 +22,7 @@ MAX_LOGPROB_TOKENS = 1024
 EVERYWHERE: Final = "all"
 SPECULATION: Final = "all, in `speculation`"
 COMPLETIONS: Final = "completions, chats"
+CHATS: Final = "chats, responses"
 OTHERWISE: Final = "by other names"
 
 
@@ -300,6 +301,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         Parameter(
             "The grammar holds only for what follows the first occurrence of these tokens in the output; "
             "what comes before is free, and so is an output that ends without them.",
+            where=OTHERWISE,
+        ),
+    ] = []
+    thinking_budget: Annotated[
+        int | None,
+        Parameter(
+            "Reasoning is closed by the model's own mark after this many tokens of it.",
+            Range(0, None),
+            where=CHATS,
+        ),
+    ] = None
+    thinking_marks: Annotated[
+        list[list[int]],
+        Parameter(
+            "With thinking_budget: four lists of tokens, which open reasoning (none where the prompt does), "
+            "which close it, which follow where the budget has closed it, and which may come before it.",
             where=OTHERWISE,
         ),
     ] = []

@@ -26,7 +26,22 @@ from truedraft.server.observability.access_log import AccessLogMiddleware
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.observability.otel import traces_are_exported
 from truedraft.server.observability.tracing import TracingMiddleware
-from truedraft.server.routes import chat, completions, messages, models, ops, page, responses, tokenize
+from truedraft.server.routes import (
+    chat,
+    completions,
+    decisions,
+    discovery,
+    embeddings,
+    gateways,
+    infill,
+    messages,
+    models,
+    ops,
+    page,
+    rerank,
+    responses,
+    tokenize,
+)
 from truedraft.server.services import Services
 from truedraft.server.settings import Settings
 from truedraft.server.version import package_version
@@ -59,7 +74,22 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (completions, chat, responses, messages, tokenize, models, ops, page):
+    for route in (
+        completions,
+        chat,
+        responses,
+        messages,
+        decisions,
+        infill,
+        embeddings,
+        rerank,
+        tokenize,
+        discovery,
+        models,
+        gateways,
+        ops,
+        page,
+    ):
         app.include_router(route.router)
         _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)

@@ -93,7 +93,7 @@ FLOORS = {
         {"families"},
         {"gguf"},
         {"models"},
-        {"proposers"},
+        {"proposers", "embedding"},
         {"proposers.translated", "rounds"},
         {"rounds.capture"},
         {"build"},

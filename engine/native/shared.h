@@ -53,6 +53,8 @@ enum {
     GELU_PYTORCH_TANH = 1,
     CLAMPED_SWISH = 2,
     RELU2 = 3,
+    GELU = 4,
+    LONE_GELU = 5,
 };
 
 /* How a router's numbers become scores. */

@@ -55,6 +55,8 @@ _CHECKS = (
     _check(Rule.COUPLED, "one", temperature=1e-30, top_p=0.95),
     _check(Rule.REJECTION, "few", temperature=3.0, top_k=20, top_p=0.99),
     *[_check(rule, "few", temperature=3.0) for rule in (Rule.BLOCK, Rule.REJECTION) * 3],
+    _check(Rule.REJECTION, temperature=50.0, top_k=20),
+    _check(Rule.REJECTION, temperature=50.0, top_p=0.7),
     *[_check(Rule.REJECTION, **cut) for cut in _CUTS],
 )
 CHECKS = tuple(check._replace(seed=seed) for seed, check in enumerate(_CHECKS))
