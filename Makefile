@@ -79,10 +79,11 @@ house: ## Copy the tracked files to build/house, where links are folders (for py
 	@cd build/house && for link in $$(find truedraft -maxdepth 1 -type l); do rm "$$link" && mv "$$(basename "$$link")" "$$link"; done
 	@echo "==> Look at build/house"
 
-written: install-dev ## Write what derives from Python: C headers, the table of parameters, the page of the settings
+written: install-dev ## Write what derives from Python: C headers, the table of parameters, the page of the settings, the picture of the house
 	$(VENV)/bin/python -m tools.write_headers
 	$(VENV)/bin/python -m tools.write_parameters
 	$(VENV)/bin/python -m tools.write_configuration
+	$(VENV)/bin/python -m tools.draw_house
 
 other-servers: install-dev ## Compare the fields of other servers with what their newest packages have
 	@exec $(VENV)/bin/python -m tools.other_servers --check

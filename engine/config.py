@@ -35,6 +35,16 @@ class ModelSettings(BaseModel):
         "smaller models of the same family that lie next to the target, by passes measured at start; "
         "none where nothing pays; the bundled draft with the bundled target), or 'none'.",
     )
+    task: Literal["auto", "generate", "embed", "rerank"] = Field(
+        "auto",
+        description="What the target is for: to write text, to make vectors of texts (/v1/embeddings), or to "
+        "score documents for a query (/v1/rerank). auto: as its files say, and else to write text.",
+    )
+    matryoshka: bool = Field(
+        False,
+        description="The first numbers of the target's vectors are vectors, too, so that requests may name "
+        "dimensions. Only where its makers say so: most models' files do not.",
+    )
     device: str = Field(
         "auto",
         description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one. A server may have several, "

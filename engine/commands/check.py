@@ -11,12 +11,9 @@ engine's own, from flags and ``TRUEDRAFT_*``.
 import json
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import Field
-from pydantic_settings import BaseSettings
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine, drafting_method
@@ -28,7 +25,7 @@ from truedraft.engine.commands.check_positions import LongTexts, check_positions
 from truedraft.engine.commands.check_report import Comparisons, Report, print_report, verdict_of
 from truedraft.engine.commands.check_speed import Speed, measure
 from truedraft.engine.commands.check_weights import WeightsResult, check_weights
-from truedraft.engine.commands.options import command_options, with_models
+from truedraft.engine.commands.options import CheckSettings, with_models
 from truedraft.engine.config import AUTO, SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
@@ -65,44 +62,6 @@ NUM_STAGES = 6 + len(RULES) + 2 * len(TEMPERATURES) + len(SELF_DRAFTS)
 # Logits closer than this may change places when they are computed in another shape.
 SAME_KERNELS = 1e-5
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
-
-
-class CheckSettings(EngineConfig, BaseSettings):
-    """Check a pair of models: tokenizers, exactness, acceptance and speed."""
-
-    model_config = command_options("check")
-
-    prompts: Path | None = Field(
-        None,
-        description="File of prompts, one a line. A target with a chat template gets each as a user's "
-        "message. Default: four openings, to be continued.",
-    )
-    chat: bool = Field(True, description="Apply the target's chat template, if it has one, to prompts.")
-    compare: bool = Field(
-        True,
-        description="Measure what else the target could draft with here, too: n-grams, the MTP head of its "
-        "checkpoint, self:int8 and self:int4.",
-    )
-    compare_with: list[str] = Field(
-        [], description="More drafts to compare with: folders or hub ids of models and heads."
-    )
-    samples: int = Field(
-        500,
-        ge=100,
-        description="Texts sampled under each rule, with random parameters; twice as many under block.",
-    )
-    repeats: int = Field(5, ge=1, description="Timed runs of each variant.")
-    seconds: float = Field(
-        14.0, gt=0, description="Seconds to spend on measuring the speed of each draft, roughly."
-    )
-    long_seconds: float = Field(
-        20.0,
-        gt=0,
-        description="Seconds to spend on texts beyond the target's windows and original contexts, roughly.",
-    )
-    json_output: bool = Field(
-        False, validation_alias="json", description="Print one JSON object instead of the report."
-    )
 
 
 def main(settings: CheckSettings) -> int:

@@ -23,6 +23,9 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.runner import LaunchingRunner
+from truedraft.engine.embedding.core import EmbedCore
+from truedraft.engine.embedding.load import load_vectors
+from truedraft.engine.embedding.task import task_of
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import own_memory
@@ -38,12 +41,14 @@ from truedraft.engine.messages import (
     Source,
     SpeculationState,
     StepOutput,
+    Task,
     TokenOutput,
     decode_to_worker,
 )
 from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.models.identity import fingerprint, weight_bytes, weight_types
-from truedraft.engine.native.threads import thread_limit
+from truedraft.engine.native.threads import set_num_threads, thread_limit, usual_num_threads
+from truedraft.engine.process import embed_worker
 from truedraft.engine.process.connection import Connection
 from truedraft.engine.process.heartbeat import Heartbeats
 from truedraft.engine.process.outbox import Outbox
@@ -220,6 +225,20 @@ def keep_loaded() -> None:
     trim_heap()
 
 
+def _serve_vectors(config: EngineConfig, task: Task, connection: Connection, heartbeat: Heartbeats) -> int:
+    """Serves a model that makes vectors or scores, until the front end ends it."""
+    connection.send(Loading("the target model"))
+    num_threads = config.num_threads or usual_num_threads()
+    set_num_threads(num_threads)
+    loaded = load_vectors(config, task)
+    keep_loaded()
+    heartbeat.files.watch()
+    connection.send(embed_worker.describe(loaded, config, num_threads))
+    core = EmbedCore(loaded, config.max_num_batched_tokens)
+    embed_worker.EmbedWorker(core, connection, heartbeat).run()
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m truedraft.engine.process.worker")
     parser.add_argument("--socket", required=True, type=int, help="this end of the connection: a descriptor")
@@ -233,6 +252,10 @@ def main() -> int:
     connection = Connection(args.socket)
     heartbeat.start(connection)
     try:
+        assert config.target is not None
+        task = task_of(config.target) if config.task == "auto" else config.task
+        if task != "generate":
+            return _serve_vectors(config, task, connection, heartbeat)
         core = build_engine(config, lambda stage: connection.send(Loading(stage)))
         ready = describe(core, config)
     except ModelLoadError as error:

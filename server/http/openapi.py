@@ -28,6 +28,10 @@ has its HTTP status decided before its first byte; an error after that is its la
 
 TAGS = [
     {"name": "generate", "description": "Text out of text."},
+    {
+        "name": "embed",
+        "description": "Vectors of texts, and scores of pairs, of models that are made for them.",
+    },
     {"name": "tokenize", "description": "The model's tokenizer."},
     {"name": "models", "description": "What is served."},
     {"name": "gateways", "description": "What gateways ask of other servers."},

@@ -127,6 +127,7 @@ class RequestMetrics:
         self.aborted = counter("requests_aborted", "Requests that ended early.", ["reason"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of submitted requests.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.embedded_texts = counter("embedded_texts", "Texts and pairs whose vectors or scores were made.")
         self.running = gauge("num_requests_running", "Sequences that the workers compute.")
         self.waiting = gauge("num_requests_waiting", "Sequences in the workers' queues.")
         self.cache_usage = gauge(

@@ -154,7 +154,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert versions == ["truedraft", "python", "torch", "device", "kernels"]
     assert main([]) == 0
     assert "serve" in capsys.readouterr().out
-    assert main(["serve", "--help"]) == 0
+    assert main(["serve", "--help-all"]) == 0
     shown = capsys.readouterr().out
     for name, field in Settings.model_fields.items():
         dash = "--[no-]" if field.annotation is bool else "--"
