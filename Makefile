@@ -21,7 +21,7 @@ PYTEST = $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-l
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types rules format written house clean
+.PHONY: help install install-dev serve test test-fast test-extras test-clients test-dynamo test-ray fuzz families soak check lint types rules format written house clean
 .PHONY: other-servers docs check-deploy check-docker check-native check-tag check-wheel wheels
 
 help: ## Show the targets
@@ -48,6 +48,10 @@ fuzz: $(CLIENTS_VENV)/.installed ## In the same environment, send thousands of r
 
 test-ray: $(RAY_VENV)/.installed ## Install Ray into an environment of its own, then test replicas of Ray Serve
 	@exec $(RAY_VENV)/bin/python -m pytest tests/integration/test_ray_serve.py $(PYTEST_ARGS)
+
+test-dynamo: install-dev ## Install NVIDIA Dynamo's packages without what they ask for, then test the backend in examples/
+	$(PIP) install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	@exec $(VENV)/bin/python -m pytest tests/test_dynamo_backend.py $(PYTEST_ARGS)
 
 families: install-dev ## Try every text-generation type of transformers; writes docs/models.md (FAMILIES_ARGS=--check only compares)
 	@exec $(VENV)/bin/python -m tools.family_table $(FAMILIES_ARGS)

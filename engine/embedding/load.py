@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.checkpoints.facts import ModelFacts
-from truedraft.engine.config import EngineConfig
+from truedraft.engine.config import AUTO, EngineConfig
 from truedraft.engine.embedding.files import (
     LogitScore,
     VectorFiles,
@@ -84,7 +84,7 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
     """Loads the target for ``task``; raises ``ModelLoadError``."""
     assert config.target is not None
     path, options = config.target, load_options(config)
-    if config.draft is not None:
+    if config.draft not in (None, AUTO):
         raise ModelLoadError(f"{path} does not write text, so that no draft helps it: leave out draft")
     if options.device_map is not None:
         raise ModelLoadError(
