@@ -30,7 +30,7 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 EVENT_STREAM = "`data:` lines, each a part of the answer as JSON; the last one has `stop: true`."
 # Fields that are those of a completion.
-SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+SAME = {*InfillRequest.model_fields} & {*CompletionRequest.model_fields} - {"model", "prompt", "suffix"}
 
 
 @router.post(
@@ -55,8 +55,6 @@ async def infill(
         prompt=prompt.token_ids,
         # Without room for a token the context is too short, which is said of it.
         max_tokens=max(1, room) if asked < 0 else asked,
-        stream=body.stream,
-        cache_prompt=body.cache_prompt,
         **{name: getattr(body, name) for name in SAME},
     )
     check_room(completion, 1, model, api_key_of(request.scope))

@@ -5,7 +5,7 @@ Every field may be null, which means "not given": defaults are filled in by
 by ``server.schemas.unsupported_fields``.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -60,10 +60,16 @@ def within(name: str) -> Any:
     return Field(**limits)
 
 
-def as_list(value: object) -> object:
+def _as_list(value: object) -> object:
     if not isinstance(value, str | list):
         raise PydanticCustomError("stop_type", "Input should be a string or a list of strings")
     return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[
+    Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
+    BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+]
 
 
 def _auto_as_none(value: object) -> object:
@@ -207,14 +213,20 @@ class SpeculationOptions(RequestPart):
     origins: bool | Literal["sources"] = said("origins", False)
 
 
+B = TypeVar("B", bound=RequestPart)
+
+
 class _NamedModel(RequestPart):
     model: str = Field(description="The served name; `GET /v1/models` tells it.")
 
 
-# Each parameter that is one number of a row has a field of its name.
-_Drawn: type[_NamedModel] = create_model(
-    "_Drawn", __base__=_NamedModel, **{row.name: (row.type | None, said(row.name)) for row in FILLING}
-)
+def with_parameters(base: type[B]) -> type[B]:
+    """Returns a class with a field of its name for each parameter that is one number of a row."""
+    fields: dict[str, Any] = {row.name: (row.type | None, said(row.name)) for row in FILLING}
+    return create_model(f"{base.__name__}Drawn", __base__=base, **fields)
+
+
+_Drawn = with_parameters(_NamedModel)
 
 
 class SamplingRequest(_Drawn):  # type: ignore[misc, valid-type]  # mypy knows no class that is made
@@ -226,10 +238,7 @@ class SamplingRequest(_Drawn):  # type: ignore[misc, valid-type]  # mypy knows n
         said("logit_bias")
     )
     seed: int | None = said("seed")
-    stop: Annotated[
-        Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
-        BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
-    ] = Field(
+    stop: StopStrings = Field(
         None,
         description="Strings that end the text, at most `max_stop_strings`; they are not part of it.",
     )

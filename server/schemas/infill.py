@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 
-from truedraft.server.schemas.common import NonEmptyString, as_list, said
+from truedraft.server.schemas.common import StopStrings, said, with_parameters
 from truedraft.server.schemas.strict import RequestPart
 
 
@@ -13,8 +13,8 @@ class ExtraFile(RequestPart):
     filename: str | None = None
 
 
-class InfillRequest(RequestPart):
-    """Takes the two sides of a gap. Sampling parameters have llama.cpp's names and this server's defaults."""
+class InfillRequest(with_parameters(RequestPart)):  # type: ignore[misc]  # mypy knows no class that is made
+    """Takes the two sides of a gap. Sampling parameters have this server's names and defaults."""
 
     model: str | None = Field(None, description="The served name; may be left out.")
     input_prefix: str | None = Field(None, description="What is before the gap.")
@@ -26,17 +26,8 @@ class InfillRequest(RequestPart):
     n_predict: int | None = Field(
         None, ge=-1, description="Largest number of tokens to generate. Default, and -1: all that fit."
     )
-    temperature: float | None = said("temperature")
-    top_p: float | None = said("top_p")
-    top_k: int | None = said("top_k")
-    min_p: float | None = said("min_p")
-    presence_penalty: float | None = said("presence_penalty")
-    frequency_penalty: float | None = said("frequency_penalty")
     seed: int | None = said("seed")
-    stop: Annotated[
-        Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
-        BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
-    ] = Field(None, description="Strings that end the text; they are not part of it.")
+    stop: StopStrings = Field(None, description="Strings that end the text; they are not part of it.")
     stream: bool | None = Field(None, description="Answer in server-sent events. Default false.")
     cache_prompt: bool | None = Field(None, description="Share what is computed of the prompt. Default true.")
 
