@@ -49,7 +49,7 @@ def texts() -> list[str]:
     )
     found = list(ODD)
     while len(found) < 200:
-        number = draw.choice([1, 2, 5, 9, 20, 45, 90, 200, 400, 600])
+        number = draw.choice([1, 2, 3, 5, 8, 12, 20, 40]) if len(found) % 50 else 500
         found.append(" ".join(draw.choice(words.split()) for _ in range(number)))
     return found
 
