@@ -161,6 +161,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     weight_bytes: int = 0  # both models' linear layers and embeddings
     cache_bytes: int = 0  # both caches, once they are full
     worker_bytes: int = 0  # what the worker has in memory at start, weights included
+    tried: list[str] = []  # what was measured of each draft that lies next to the target, and what is taken
     task: Task = "generate"
     embedding: EmbeddingFacts | None = None  # there is none of a model that writes text
 
@@ -256,6 +257,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     trace: RoundTrace | None = None
     prediction: PredictionUse | None = None
     origins: list[RoundOrigin] | None = None
+    budget_spent: bool = False  # thinking_budget has closed the reasoning, in this step or before
 
     @property
     def sequence(self) -> tuple[str, int]:

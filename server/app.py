@@ -29,7 +29,11 @@ from truedraft.server.observability.tracing import TracingMiddleware
 from truedraft.server.routes import (
     chat,
     completions,
+    decisions,
+    discovery,
     embeddings,
+    gateways,
+    infill,
     messages,
     models,
     ops,
@@ -70,7 +74,22 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (completions, chat, responses, messages, embeddings, rerank, tokenize, models, ops, page):
+    for route in (
+        completions,
+        chat,
+        responses,
+        messages,
+        decisions,
+        infill,
+        embeddings,
+        rerank,
+        tokenize,
+        discovery,
+        models,
+        gateways,
+        ops,
+        page,
+    ):
         app.include_router(route.router)
         _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)

@@ -111,8 +111,8 @@ class InPlaceAttention:
         self._long_of: dict[int | None, list[tuple[int, int, AttentionGroup]]] = {}
 
     def _long(self, sliding_window: int | None) -> list[tuple[int, int, AttentionGroup]]:
-        """Returns first and last token of each long chunk, and what all layers with such a window need to know
-        of its keys."""
+        """Returns first and last token of each long chunk, and what layers with such a window need to know of
+        its keys."""
         if sliding_window not in self._long_of:
             batch = self.batch
             self._long_of[sliding_window] = [

@@ -69,7 +69,7 @@ class PagedAttention:
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
-        # What attention needs of the batch: slots on each device where layers run, groups for each window, too.
+        # These are slots on each device where layers run, and groups for each window of theirs.
         self._slots = {batch.slots.device: batch.slots}
         self._groups: dict[tuple[torch.device, int | None], list[AttentionGroup]] = {}
 

@@ -271,14 +271,14 @@ class ForwardBatch:
         return [i for i, length in enumerate(self._lengths()) if length > MAX_GROUPED_QUERIES]
 
     def groups_of(self, sliding_window: int | None) -> list[AttentionGroup]:
-        """Returns the groups of layers with such a window. A span that is alone brings no keys that none of its
-        tokens sees."""
+        """Returns the groups of layers with such a window. A span that is alone brings no keys that none of
+        its tokens sees."""
         is_lone = len(self.spans) == 1 and not self.spans[0].table.num_encoder_tokens
         return [self.lone_group(0, sliding_window)] if is_lone and sliding_window is not None else self.groups
 
     def lone_group(self, member: int, sliding_window: int | None = None) -> AttentionGroup:
-        """Returns one span of a decoder-only model, as if nothing else was in the batch, from the block of the
-        first key on that a window lets it see. Positions count from there."""
+        """Returns one span of a decoder-only model, as if nothing else was in the batch, from the block of
+        the first key on that a window lets it see. Positions count from there."""
         span = self.spans[member]
         first, length = self.offsets[member], len(span.token_ids)
         stored = span.table.num_computed_tokens

@@ -19,7 +19,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine
-from truedraft.engine.config import AUTO, EngineConfig
+from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.runner import LaunchingRunner
@@ -30,8 +30,6 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import own_memory
 from truedraft.engine.messages import (
-    MTP,
-    WITH_DRAFT,
     Abort,
     EncoderDecoderLengths,
     Failed,
@@ -178,13 +176,6 @@ class Worker:
                 self.running = False
 
 
-def _draft(core: EngineCore, config: EngineConfig) -> str | None:
-    """Returns what the setting ``draft`` names, or what it has left to the engine."""
-    if not set(WITH_DRAFT).intersection(core.admission.methods):
-        return None
-    return MTP if config.draft == AUTO else config.draft
-
-
 def describe(core: EngineCore, config: EngineConfig) -> Ready:
     target_pool = core.scheduler.target_pool
     pools = target_pool, *core.scheduler.draft_pools
@@ -193,7 +184,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
     assert config.target is not None
     return Ready(
         target=config.target,
-        draft=_draft(core, config),
+        draft=core.drafter,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
         weights=weight_types(core.target.model),
@@ -221,6 +212,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         weight_bytes=sum(weight_bytes(runner.model) for runner in runners),
         cache_bytes=sum(runner.cache.num_bytes for runner in runners),
         worker_bytes=own_memory(),
+        tried=list(core.tried),
     )
 
 

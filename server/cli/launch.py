@@ -376,6 +376,7 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
         f"  weights   {', '.join(worker.weights)}",
         *threads,
         f"  drafting  {_drafting(settings, worker)}",
+        *(f"  {'' if number else 'tried':<8}  {line}" for number, line in enumerate(worker.tried)),
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}{kept}",
         *states,
         *_memory(worker),

@@ -132,6 +132,9 @@ class Generation:
                 reasoning_tokens=details.num_reasoning,
                 accepted_prediction_tokens=details.num_accepted,
                 rejected_prediction_tokens=details.num_rejected,
+                thinking_budget_spent=None
+                if self.prepared.params.thinking_budget is None
+                else any(choice.budget_spent for choice in self.choices),
             ),
         )
 

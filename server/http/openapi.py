@@ -34,6 +34,7 @@ TAGS = [
     },
     {"name": "tokenize", "description": "The model's tokenizer."},
     {"name": "models", "description": "What is served."},
+    {"name": "gateways", "description": "What gateways ask of other servers."},
     {"name": "operate", "description": "For probes, scrapers and people. Open without a key, but for one."},
 ]
 

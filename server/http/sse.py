@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 
 from truedraft.server.errors import ApiError
@@ -29,6 +30,10 @@ LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u
 def chunk_event(chunk: Answer, *, with_usage: bool) -> bytes:
     """Without ``with_usage`` the key is absent, with it every chunk has it, null until the last."""
     return _event(chunk.model_dump_json(exclude=None if with_usage else {"usage"}))
+
+
+def data_event(part: BaseModel) -> bytes:
+    return _event(part.model_dump_json())
 
 
 def typed_event(fields: dict[str, Any]) -> bytes:

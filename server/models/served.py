@@ -65,8 +65,6 @@ class ServedModel:
         self._pool, self._load_tokenizer = assemble()
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self._pool.when_weights_changed = self._load_anew
-        metrics.requests.running.set_function(lambda: self._pool.num_running)
-        metrics.requests.waiting.set_function(lambda: self._pool.num_waiting)
         metrics.labelled.worker_pids = lambda: [worker.pid for worker in self._pool.workers]
 
     def _load_anew(self) -> None:

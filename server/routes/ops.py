@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from truedraft.server.errors import ErrorAnswer, InvalidRequestError, NotReadyError
+from truedraft.server.http.openapi import Responses
 from truedraft.server.observability.speculation_status import speculation_status
 from truedraft.server.schemas.operate import Health, Readiness, SpeculationStatus, Version, WorkerHealth
 from truedraft.server.services import ServicesDep
@@ -15,6 +16,7 @@ from truedraft.server.version import package_version
 
 router = APIRouter(tags=["operate"])
 
+NOT_READY: Responses = {503: {"model": Readiness, "description": "Loading, restarting, draining or failed."}}
 WorkerNumber = Annotated[int, Query(ge=0, description="Number of the worker that is asked, from 0.")]
 
 
@@ -40,7 +42,7 @@ async def health(services: ServicesDep) -> Health:
     "/ready",
     summary="Readiness",
     response_model=Readiness,
-    responses={503: {"model": Readiness, "description": "Loading, restarting, draining or failed."}},
+    responses=NOT_READY,
 )
 async def ready(services: ServicesDep) -> JSONResponse:
     """Answers 200 only when a request can be taken; else 503 with the reason."""
@@ -61,7 +63,7 @@ async def version(services: ServicesDep) -> Version:
         version=package_version(),
         model=settings.model_name,
         target=settings.public_target,
-        draft=public_name(settings.draft) if settings.draft else None,
+        draft=public_name(drafter) if (drafter := worker.draft if worker else settings.draft) else None,
         device=worker.device if worker else None,
         dtype=worker.dtype if worker else None,
         forward=worker.forward if worker else None,

@@ -141,12 +141,46 @@ MESSAGES: Examples = {
     },
 }
 
+DECISIONS: Examples = {
+    "questions": {
+        "summary": "Three questions about a text",
+        "value": MODEL
+        | {
+            "input": "The dog ran to the park. It saw a big red ball and was very happy.",
+            "questions": [
+                {"type": "predicate", "name": "animal", "instructions": "There is an animal in the story."},
+                {
+                    "type": "choice",
+                    "name": "mood",
+                    "instructions": "How does the dog feel?",
+                    "choices": [{"value": "happy"}, {"value": "sad"}, {"value": "angry"}],
+                },
+                {
+                    "type": "score",
+                    "name": "length",
+                    "instructions": "How long is the story?",
+                    "levels": [{"label": "short"}, {"label": "long", "description": "over a page"}],
+                },
+            ],
+        },
+    },
+}
+
 TOKEN_COUNTS: Examples = {
     "messages": {
         "summary": "A conversation",
         "value": MODEL | {"messages": [{"role": "user", "content": "Tell me a story about a dog."}]},
     }
 }
+
+INFILL: Examples = {
+    "gap": {
+        "summary": "A gap in a text: 400 with a model that has no tokens for it",
+        "value": MODEL | {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "n_predict": 8},
+    }
+}
+
+SHOW: Examples = {"model": {"summary": "A model by its name", "value": {**MODEL}}}
 
 TOKENIZE: Examples = {
     "prompt": {

@@ -18,6 +18,8 @@ from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import SamplingRequest, TextPart
 from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.decisions import DecisionRequest, Question
+from truedraft.server.schemas.discovery import ShowRequest
 from truedraft.server.schemas.embeddings import (
     DocumentText,
     EmbeddingRequest,
@@ -25,6 +27,7 @@ from truedraft.server.schemas.embeddings import (
     ScoreRequest,
 )
 from truedraft.server.schemas.foreign_parts import TRACES, OtherPart
+from truedraft.server.schemas.infill import InfillRequest
 from truedraft.server.schemas.messages import (
     MessagesInputMessage,
     MessagesRequest,
@@ -160,6 +163,8 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         **{name: refused for name, refused in _ANYWHERE.items() if name not in _REPORTED_OF_MESSAGES},
         **_CHAT_FIELDS,
         "enable_thinking": Refused("use 'thinking'"),
+        "thinking_budget": Refused("use thinking.budget_tokens"),
+        "thinking_token_budget": Refused("use thinking.budget_tokens"),
         "logprobs": Refused(IN_CHATS, (False,)),
         "max_completion_tokens": Refused("use 'max_tokens'"),
         "n": Refused(IN_CHATS, (1,)),
@@ -172,6 +177,23 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "return_token_ids": Refused(IN_CHATS, (False,)),
         "stop": Refused("use 'stop_sequences'"),
         "top_logprobs": Refused(IN_CHATS, (0,)),
+    },
+    DecisionRequest: {
+        **_ANYWHERE,
+        "messages": Refused("use 'input'"),
+        "instructions": Refused("write them into each question, or send a message of the role 'system'"),
+    },
+    Question: {
+        "options": Refused("use 'choices', objects with a 'value'"),
+        "criteria": Refused("use 'choices' or 'levels'"),
+        "labels": Refused("use 'levels', objects with a 'label'"),
+    },
+    ShowRequest: {},
+    InfillRequest: {
+        **_ANYWHERE,
+        "messages": Refused(IN_CHATS),
+        "max_tokens": Refused("use 'n_predict'"),
+        "suffix": Refused("use 'input_suffix'"),
     },
     TokenCountRequest: {},
     TokenizeRequest: UNSUPPORTED,

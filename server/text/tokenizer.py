@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,17 +46,30 @@ class ChatTemplateError(Exception):
 class Tokenizer:
     """One loaded tokenizer. Safe to use from several threads: only a cache in it changes after loading."""
 
-    def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
+    def __init__(
+        self, fast: FastTokenizer, templates: "ChatTemplates", fill_ids: Mapping[str, int] | None = None
+    ) -> None:
+        """``fill_ids``: tokens that fill in the middle, by the engine's names."""
         self.vocabulary = Vocabulary(fast)
         self.templates = templates
         self.fewest_tokens = FewestTokens(fast)
+        self.fill_ids = fill_ids or {}
         self._fast = fast
 
+    @cached_property
+    def beginning(self) -> list[int]:
+        """Returns the tokens that are put before a text, and not after it."""
+        texts = [self.encode(text, add_special_tokens=True) for text in ("", "a")]
+        return commonprefix(texts)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # A batch of one releases the interpreter's lock, which ``encode`` holds.
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         with timed("tokenize"):
-            # A batch of one releases the interpreter's lock, which ``encode`` holds.
-            (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-            return list(encoding.ids)
+            encodings = self._fast.encode_batch(texts, add_special_tokens=add_special_tokens)
+            return [list(encoding.ids) for encoding in encodings]
 
     def encode_pairs(
         self,
@@ -244,12 +258,12 @@ def load_tokenizer(
             "model into it."
         )
     found = read(model)
-    fast = FastTokenizer.from_str(found.pop("fast"))
+    fast, fill_ids = FastTokenizer.from_str(found.pop("fast")), found.pop("fill_ids")
     override = chat_template.read_text(encoding="utf-8") if chat_template else None
     templates = ChatTemplates(SimpleNamespace(**found), override)
     if templates.source:
         _ = templates.variables  # starts what renders them, so that no request waits for that
-    return Tokenizer(fast, templates)
+    return Tokenizer(fast, templates, fill_ids)
 
 
 def read_apart(model: str) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class EngineStream(Generic[OutputT]):
 
     def __init__(self, requests: Sequence[EngineRequest], abort: AbortSequence) -> None:
         self._by_id = {request.request_id: request for request in requests}
-        self.has_output = False
         self.num_submissions = 1
         self._abort = abort
         self._outputs: deque[OutputT] = deque()
@@ -43,7 +42,6 @@ class EngineStream(Generic[OutputT]):
         """Called by the worker pool. Late tokens of a stopped sequence are dropped."""
         if not self._is_open(output.request_id, output.index):
             return
-        self.has_output = True
         if output.finish_reason is not None:
             self._end(output.request_id, output.index)
         self._outputs.append(output)

@@ -105,11 +105,6 @@ class OpenRequests:
     def num_http_requests(self) -> int:
         return len(set(self._streams.values()))
 
-    @property
-    def num_waiting(self) -> int:
-        """HTTP requests without a token."""
-        return sum(not stream.has_output for stream in set(self._streams.values()))
-
     def check_room(self, num_sequences: int, num_tokens: int, key: str = "") -> None:
         """``QueueFullError`` if a request of this size may not wait.
 

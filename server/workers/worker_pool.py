@@ -63,14 +63,9 @@ class WorkerPool:
         return len(self._requests)
 
     @property
-    def num_running(self) -> int:
-        """HTTP requests that have received a token."""
-        return self._requests.num_http_requests - self._requests.num_waiting
-
-    @property
-    def num_waiting(self) -> int:
-        """HTTP requests that wait for their first token."""
-        return self._requests.num_waiting
+    def num_http_requests(self) -> int:
+        """Unfinished HTTP requests, of which some have several prompts."""
+        return self._requests.num_http_requests
 
     def num_sequences(self, number: int) -> int:
         """Unfinished sequences of worker ``number``."""
@@ -135,8 +130,8 @@ class WorkerPool:
 
     def _assign(self, request: EngineRequest) -> None:
         """Assigns a request to the ready worker where it costs least; there must be one."""
-        looks = self._looks_at_prefixes and isinstance(request, Generate)
-        prefixes = prefixes_of(request) if looks else []
+        looks = self._looks_at_prefixes
+        prefixes = prefixes_of(request) if looks and isinstance(request, Generate) else []
 
         def cost(number: int) -> float:
             saved = self._known_prefixes[number].longest(prefixes) / TOKENS_PER_SEQUENCE

@@ -40,7 +40,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> Tokenizer:
-    return load_tokenizer(str(model_folder))
+    loaded = load_tokenizer(str(model_folder))
+    loaded.fill_ids = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3}  # control characters
+    return loaded
 
 
 @pytest.fixture

@@ -22,6 +22,13 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 2},
     "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": [{"role": "user", "content": "x"}]},
+    "/v1/decisions": {
+        "model": MODEL,
+        "input": "x",
+        "questions": [{"type": "predicate", "instructions": "y"}],
+    },
+    "/infill": {"model": MODEL, "input_prefix": "x", "n_predict": 2},
+    "/api/show": {"model": MODEL},
     "/tokenize": {"model": MODEL, "prompt": "x"},
     "/detokenize": {"model": MODEL, "tokens": [65]},
     "/v1/embeddings": {"model": MODEL, "input": "x"},

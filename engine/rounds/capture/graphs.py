@@ -26,7 +26,6 @@ from truedraft.engine.models.agreement import TOLERANCES, same_logits
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.native.ops_check import PARAMS
 from truedraft.engine.rounds.capture.capture import Capture
 from truedraft.engine.rounds.capture.head_passes import HeadPasses
 from truedraft.engine.rounds.capture.rows import DRAFT, TARGET, DeviceRows
@@ -42,6 +41,7 @@ from truedraft.engine.rounds.capture.shapes import (
 from truedraft.engine.rows.columns import RULES, Field
 from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.probes import PARAMS
 
 # Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
