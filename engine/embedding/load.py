@@ -91,7 +91,7 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
             f"{path} does not write text, and is not spread over devices: leave out device_map"
         )
     if is_gguf(path):
-        model: TextModel | FusedDecoder = load_gguf(path, options)
+        model: TextModel | FusedDecoder = load_gguf(path, options, may_pool=True)
         files = VectorFiles(pooling=_pooling_of_gguf(path, task))
         head = None
     else:

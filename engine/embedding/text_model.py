@@ -80,7 +80,7 @@ class TextModel:
             hidden = layer(hidden, run)
         if self.norm is not None:
             hidden = run.norm(self.norm, hidden)
-        return list(hidden.float().split([len(text.token_ids) for text in texts]))
+        return list(torch.split(hidden.float(), [len(text.token_ids) for text in texts]))
 
     def _cache_of(self, num_blocks: int) -> KVCache:
         """Returns room for the keys and values of one layer, which all layers use one after the other."""

@@ -3,6 +3,7 @@
 Each text is computed by itself, so that its numbers do not depend on what was in the pass with it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,7 @@ def pool(mode: str, states: torch.Tensor) -> torch.Tensor:
         case "mean":
             return states.mean(0)
         case "mean_sqrt_len_tokens":
-            return states.sum(0) / len(states) ** 0.5
+            return states.sum(0) / math.sqrt(len(states))
         case "weightedmean":
             weights = torch.arange(1, len(states) + 1, dtype=states.dtype, device=states.device)[:, None]
             return (states * weights).sum(0) / weights.sum()

@@ -82,7 +82,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
     "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
+    "pooling_type": (0, 1, 2, 3),  # a file that pools makes vectors (``embedding.task``)
     "residual_scale": (0.0, 1.0),
     "rope.dimension_sections": ([0, 0, 0, 0], [0, 0, 0]),
     "rope.scaling.alpha": (0.0,),

@@ -162,11 +162,17 @@ def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
     return model
 
 
-def load_gguf(path: str, options: LoadOptions) -> FusedDecoder:
+def load_gguf(path: str, options: LoadOptions, *, may_pool: bool = False) -> FusedDecoder:
+    """Loads a file that writes text, or one whose vectors of tokens are to be pooled, if it ``may_pool``."""
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     with stage(path, ""):
         file = open_gguf_file(path, options)
+        metadata, key = file.file.metadata, f"{file.file.architecture}.pooling_type"
+        if metadata.get(key) and not may_pool:
+            raise ModelLoadError(
+                f"{path} has {key} = {metadata[key]}: it makes vectors, which task embed serves"
+            )
         make_skeleton = partial(plain_skeleton, file.config)
         check_complete(make_skeleton(options.dtype), file)
         model = load_fused(make_skeleton, requantised(file, options), generation_config(file), options)

@@ -6,7 +6,7 @@ then the cosine of their angle.
 
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
@@ -31,12 +31,16 @@ from truedraft.server.services import ServicesDep
 from truedraft.server.text.vector_texts import prompt_of
 
 router = APIRouter(tags=["embed"], route_class=JsonRoute)
-RERANKS = {
+RERANKS: dict[str, Any] = {
     "summary": "Order documents by a query",
     "response_model": RerankAnswer,
     "responses": GENERATION_ERRORS,
 }
-SCORES = {"summary": "Score pairs of texts", "response_model": ScoreAnswer, "responses": GENERATION_ERRORS}
+SCORES: dict[str, Any] = {
+    "summary": "Score pairs of texts",
+    "response_model": ScoreAnswer,
+    "responses": GENERATION_ERRORS,
+}
 
 
 @router.post("/v1/rerank", **RERANKS)

@@ -95,7 +95,7 @@ class Tokenizer:
                         parts, _lengths([len(each.ids) for each in parts], room), strict=True
                     ):
                         part.truncate(length, direction="left" if keeps_end else "right")
-                whole = self._fast.post_process(*parts, add_special_tokens=add_special_tokens)
+                whole = self._fast.post_process(parts[0], (*parts, None)[1], add_special_tokens)
                 first = next((at for at, kind in enumerate(whole.type_ids) if kind), None)
                 found.append((list(whole.ids), first))
             return found

@@ -92,6 +92,12 @@ class Reading:
     def _checked(self, text: Text, param: str, index: int) -> Text:
         if not text.token_ids:
             raise InvalidRequestError(f"Text {index} of {param} has no tokens.", param=param)
+        if (most := self._most()) is not None and len(text.token_ids) > most:
+            raise InvalidRequestError(
+                f"The tokens around text {index} of {param} are already {len(text.token_ids)}: "
+                f"truncate_prompt_tokens must be more than {most}.",
+                param="truncate_prompt_tokens",
+            )
         if len(text.token_ids) > self.limits.max_tokens:
             raise ContextLengthError(
                 f"{self.limits.context}, but text {index} of {param} has {len(text.token_ids)}. "

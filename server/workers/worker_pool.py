@@ -130,8 +130,8 @@ class WorkerPool:
 
     def _assign(self, request: EngineRequest) -> None:
         """Assigns a request to the ready worker where it costs least; there must be one."""
-        looks = self._looks_at_prefixes and isinstance(request, Generate)
-        prefixes = prefixes_of(request) if looks else []
+        looks = self._looks_at_prefixes
+        prefixes = prefixes_of(request) if looks and isinstance(request, Generate) else []
 
         def cost(number: int) -> float:
             saved = self._known_prefixes[number].longest(prefixes) / TOKENS_PER_SEQUENCE

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
+from tests.gguf_models import save_gguf
 from tests.vector_models import (
     CLASSIFIERS,
     DECODER,
@@ -28,6 +29,8 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.attention import AttentionCall
 from truedraft.engine.memory.batch import AttentionGroup
 from truedraft.engine.messages import Embed, Embedded, Failed, Task, Text
+from truedraft.engine.models.load import load_model
+from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.library import load_library
 
 LENGTHS = (1, 9, 33, 34, 60, 100)
@@ -369,3 +372,25 @@ def test_a_neighbours_token_is_seen_in_the_bits(bert: Path, monkeypatch: pytest.
     assert not any(
         torch.equal(loaded.vectors(states), vector) for states, vector in zip(shifted, alone, strict=True)
     )
+
+
+@pytest.mark.parametrize(("number", "mode"), [(1, "mean"), (3, "lasttoken")])
+def test_a_gguf_file_that_pools(tmp_path: Path, number: int, mode: str) -> None:
+    config = Qwen3Config(**DECODER)
+    file = tmp_path / "model.gguf"
+    module = save_gguf(file, config, **{"qwen3.pooling_type": number})
+    assert task_of(str(file)) == "embed"
+    loaded = load(file)
+    (ids,) = texts_of(20)
+    (states,) = loaded.model.states([Text(ids)])
+    expected = F.normalize(pool(mode, states_by_transformers(module.model, ids)), dim=0)
+    assert loaded.vectors(states) @ expected > 0.995  # inputs of layers are rounded to 8 bits
+
+
+def test_a_gguf_file_does_not_rerank(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    save_gguf(file, Qwen3Config(**DECODER), **{"qwen3.pooling_type": 3})
+    with pytest.raises(ModelLoadError, match="does not rerank"):
+        load(file, "rerank")
+    with pytest.raises(ModelLoadError, match="task embed serves"):
+        load_model(str(file), LoadOptions())
