@@ -61,7 +61,9 @@ def test_errors_are_described(document: dict[str, Any]) -> None:
         if not name.startswith("POST"):
             continue
         expected = {"200", "400", "404", "413", "415", "503", "default"}
-        generates = name.startswith(("POST /v1/", "POST /infill")) and not name.endswith(("_tokens", "/render"))
+        generates = name.startswith(("POST /v1/", "POST /infill")) and not name.endswith(
+            ("_tokens", "/render")
+        )
         assert set(operation["responses"]) == expected | ({"429", "504"} if generates else set())
         for status, response in operation["responses"].items():
             schema = response["content"]["application/json"]["schema"]
