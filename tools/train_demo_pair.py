@@ -1,6 +1,6 @@
-"""Train the bundled demo pair: a byte-level BPE tokenizer, a small Llama target, a one-layer draft.
+r"""Train the bundled demo pair: a byte-level BPE tokenizer, a small Llama target, a one-layer draft.
 
-    python tools/train_demo_pair.py --corpus stories.train.txt --validation stories.valid.txt \\
+    python tools/train_demo_pair.py --corpus stories.train.txt --validation stories.valid.txt \
         --work-dir runs/demo --out engine/demo_pair
 
 The target learns next-token prediction (Muon for matrices, AdamW for the rest). The draft starts as

@@ -1,5 +1,5 @@
-"""Draws and verdicts of rows by torch's operations, of all rows alike and without a look at any number: what
-``sampling_kernels`` must do, bit for bit, and what a graph holds in their place.
+"""Draws and verifies rows with torch's operations, without reading a number on the host. ``sampling_kernels``
+must do the same bit for bit, and a CUDA graph holds this where they cannot be used.
 
 The rules are those of ``engine.sampling``, of whose parts these are made. A row gets what its own rule says;
 what other rules would have said of it is computed and dropped.

@@ -259,11 +259,11 @@ def find_kernels(
                     if not is_right(
                         partial(attend, num_splits=num_splits), shape, dtype, device, num_queries
                     ):
-                        logger.warning("The attention kernel differs from torch's and is not used")
+                        logger.warning("The attention kernel differs from torch's: it is disabled.")
                         return None
         for rule in recurrent_check.distinct(recurrences):
             if not recurrent_check.is_right(kernels.recur, rule, dtype, device, TOLERANCES[dtype]):
-                logger.warning("The kernels for recurrences differ from torch's and are not used")
+                logger.warning("The kernels for recurrences differ from torch's: they are disabled.")
                 return None
     except Exception as error:  # compilers and drivers fail in many ways; gathering needs none of this
         logger.warning("The CUDA kernels cannot be used: %s", error, exc_info=True)

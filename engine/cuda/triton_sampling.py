@@ -44,7 +44,7 @@ def find_sampling(vocab_size: int, device: torch.device) -> Sampling:
         what = "differ from torch's operations"
     except Exception as error:  # compilers and drivers fail in many ways
         what = f"cannot be used ({error})"
-    logger.warning("The sampling kernels %s: draws and verdicts take several times as long without", what)
+    logger.warning("The sampling kernels %s. Draws by torch take several times as long.", what)
     return torch_sampling
 
 

@@ -151,8 +151,8 @@ def _has_flash(query: torch.Tensor, values: torch.Tensor) -> bool:
 def attend_causally(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Without a mask, which the flash kernel does not take. ``query`` [queries, heads, size] are the newest
-    tokens of ``keys`` and ``values`` [1, kv heads, keys, size]."""
+    """Attends causally without a mask tensor, which the flash kernel does not take. ``query`` [queries,
+    heads, size] are the newest tokens of ``keys`` and ``values`` [1, kv heads, keys, size]."""
     causal = causal_lower_right(len(query), keys.shape[2])
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None], keys, values, attn_mask=causal, scale=scaling, enable_gqa=True

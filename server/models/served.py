@@ -26,7 +26,7 @@ TokenizerLoader = Callable[[], Tokenizer]
 
 
 class TokenizerFailedError(Exception):
-    """The tokenizer could not be loaded."""
+    """Says why the tokenizer of a served model could not be loaded."""
 
 
 class Parts(NamedTuple):
@@ -137,7 +137,7 @@ class ServedModel:
         return system_fingerprint(settings.public_target, worker.fingerprint, settings.generation_config)
 
     def loaded(self) -> Model:
-        """The loaded model, or ``NotReadyError``."""
+        """Returns the loaded model; ``NotReadyError`` while it is not."""
         condition, worker, tokenizer = self.condition, self.worker, self.tokenizer
         if condition.status != "ready" or worker is None or tokenizer is None:
             raise NotReadyError(condition.reason or "The models are loading.")
