@@ -294,6 +294,13 @@ typedef struct {
     int64_t first_head, end_head, first_shared, num_shared;
 } HeadRange;
 
+/* Where the first chunk of keys begins that a window leaves to the token after ``stored``. Chunks begin at the same
+ * tokens whatever the queries: a query's sums must not depend on its neighbours. */
+static inline int64_t first_chunk(const Heads *layer, int64_t stored) {
+    const int64_t unseen = layer->window ? stored + 1 - layer->window : 0;
+    return unseen > 0 ? unseen / CHUNK * CHUNK : 0;
+}
+
 /* Some queries of a span against its keys and values, for the kv heads from first_head to end_head, with a running
  * softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it; ``turned``, for one kv
  * head, turns its keys over. Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
@@ -325,11 +332,7 @@ static inline ALWAYS void attend_queries(
         total[row] = 0.0f;
         memset(outs[row], 0, size * sizeof(float));
     }
-    int64_t begin = 0;
-    /* Chunks begin at the same tokens whatever the queries: a query's sums must not depend on its neighbours. */
-    if (layer->window && stored + 1 > layer->window)
-        begin = (stored + 1 - layer->window) / CHUNK * CHUNK;
-    for (; begin < num_keys; begin += CHUNK) {
+    for (int64_t begin = first_chunk(layer, stored); begin < num_keys; begin += CHUNK) {
         const int64_t length = num_keys - begin < CHUNK ? num_keys - begin : CHUNK;
         const int64_t known = num_keys - begin < CHUNK + AHEAD ? num_keys - begin : CHUNK + AHEAD;
         int64_t offset[CHUNK + AHEAD];

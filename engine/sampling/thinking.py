@@ -6,14 +6,11 @@ and the forced tokens are drafts that cannot fail.
 
 from collections.abc import Sequence
 from ctypes import c_uint32, memset
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from truedraft.engine.memory.pointers import address
-
-if TYPE_CHECKING:
-    from truedraft.engine.sampling.grammar import Matcher
 
 WORD_BITS, WORD_BYTES = 32, 4
 
@@ -47,11 +44,26 @@ class Place(NamedTuple):
     is_over: bool = False  # nothing is counted or forced any more
 
 
+class Inner(Protocol):
+    """Describes what else says which tokens may come: ``grammar.Matcher``."""
+
+    @property
+    def error(self) -> str: ...
+
+    def write_masks(self, place: int, draft_ids: list[int], first: int = 0) -> bool: ...
+
+    def forced(self, limit: int) -> list[int]: ...
+
+    def allowed(self, token_ids: list[int]) -> list[int]: ...
+
+    def advance(self, token_ids: list[int]) -> None: ...
+
+
 class ThinkingBudget:
     """Does as a ``Matcher`` does, together with ``inner``, the output's own if it has one."""
 
     def __init__(
-        self, budget: int, marks: Sequence[Sequence[int]], vocab_size: int, inner: "Matcher | None"
+        self, budget: int, marks: Sequence[Sequence[int]], vocab_size: int, inner: Inner | None
     ) -> None:
         self._budget = budget
         self._marks = Marks(*map(tuple, marks))
