@@ -128,6 +128,8 @@ class RequestMetrics:
         self.running = gauge("num_requests_running", "Requests with a first token.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
         self.ready = gauge("ready", "1 when a request can be taken.")
+        self.loaded = gauge("model_loaded", "1 while the model is in memory, or is being loaded.")
+        self.loads = counter("model_loads", "Times that the model has been loaded.")
         for reason in get_args(FinishReason):
             self.requests.labels(reason)
         for reason in ("disconnect", "timeout"):
@@ -219,6 +221,13 @@ class WorkerMetrics:
         self._restarts.inc()
         self._ready.set(0)
         self._cache_usage.clear()  # the cache went with the worker
+
+    def unloaded(self) -> None:
+        """The worker has ended since it is not needed."""
+        self._count()
+        self._ready.set(0)
+        self._cache_usage.clear()
+        self.speculation({})
 
     def speculation(self, state: Mapping[str, Any]) -> None:
         self._estimated_speedup.set(state.get("predicted_speedup", math.nan))
