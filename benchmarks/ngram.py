@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.common import machine, print_table, warn_if_busy
 from benchmarks.edits import Edit, read_edits, summaries
 from truedraft.engine.messages import NgramChoice, SamplingParams
-from truedraft.engine.proposers.suffix_automaton import SuffixAutomaton
+from truedraft.engine.proposers.ngram import SuffixAutomaton
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 MEASURED = 512  # tokens at the end of each length

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 from truedraft.engine.messages import DefaultMethod
 
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
-# Drafts that are the target's own weights in fewer bits, by how these are quantised.
+# The value that leaves the draft to the engine.
 AUTO = "auto"
+# Drafts that are the target's own weights in fewer bits, by how these are quantised.
 SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
 
 
@@ -27,12 +28,22 @@ class ModelSettings(BaseModel):
         "owner/repository:Q4_K_M. Default: the bundled demo pair.",
     )
     draft: str | None = Field(
-        None,
+        AUTO,
         description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'mtp' (the head in "
         "the target's own checkpoint) or a file or folder of such a head, 'self:int4' or 'self:int8' "
-        "(the target's own weights in 4 or 8 bits), 'auto' (on a CPU 'mtp', where the target's "
-        "checkpoint has such a head and it pays by passes measured at start, else none), or 'none'. "
-        "Default: the bundled draft with the bundled target, else none.",
+        "(the target's own weights in 4 or 8 bits), 'auto' (the fastest of such a head, and of heads and "
+        "smaller models of the same family that lie next to the target, by passes measured at start; "
+        "none where nothing pays; the bundled draft with the bundled target), or 'none'.",
+    )
+    task: Literal["auto", "generate", "embed", "rerank"] = Field(
+        "auto",
+        description="What the target is for: to write text, to make vectors of texts (/v1/embeddings), or to "
+        "score documents for a query (/v1/rerank). auto: as its files say, and else to write text.",
+    )
+    matryoshka: bool = Field(
+        False,
+        description="The first numbers of the target's vectors are vectors, too, so that requests may name "
+        "dimensions. Only where its makers say so: most models' files do not.",
     )
     device: str = Field(
         "auto",
@@ -147,16 +158,14 @@ class SpeculationSettings(BaseModel):
         "auto",
         description="How many tokens a head that shares the target's output layer can draft: that number of "
         "the most frequent ones, or full: all, with that layer as it is. auto: what makes most tokens a "
-        "second, all or fewer, and on a CPU perhaps with a copy of the layer in 4 bits: by passes measured "
-        "at start, and without draft_vocab_file from then on by the texts that are served. The output has "
-        "the same distribution in any case.",
+        "second, by passes measured at start: on a CPU perhaps with a copy of the layer in 4 bits, and with "
+        "draft_vocab_file perhaps fewer tokens than all. The output has the same distribution in any case.",
     )
     draft_vocab_file: str | None = Field(
         None,
         description="File of texts like those that will be served, one a line, or in a .jsonl file objects "
         "with 'prompt' or 'messages': the tokens that a head drafts are ranked by how often they are in it. "
-        "Default: by the texts that are served, and before that by their ids, the first of which tokenizers "
-        "have learned first.",
+        "Default: by their ids, the first of which tokenizers have learned first.",
     )
     draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
         "auto",

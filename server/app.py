@@ -30,11 +30,17 @@ from truedraft.server.observability.tracing import TracingMiddleware
 from truedraft.server.routes import (
     chat,
     completions,
+    decisions,
+    discovery,
+    embeddings,
+    gateways,
+    infill,
     load_models,
     messages,
     models,
     ops,
     page,
+    rerank,
     responses,
     tokenize,
 )
@@ -70,7 +76,23 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
-    routes = (completions, chat, responses, messages, tokenize, models, load_models, ops, page)
+    routes = (
+        completions,
+        chat,
+        responses,
+        messages,
+        decisions,
+        infill,
+        embeddings,
+        rerank,
+        tokenize,
+        discovery,
+        models,
+        load_models,
+        gateways,
+        ops,
+        page,
+    )
     for router in (load_models.commands, *(route.router for route in routes)):
         app.include_router(router)
         _add_series(router, metrics)

@@ -209,6 +209,7 @@ class InternalError(ApiError):
 OTHER_CODES = frozenset(
     {"duplicate_key", "empty_prompt", "invalid_grammar", "invalid_json", "invalid_logits", "invalid_token_id"}
     | {"invalid_type", "missing_required_parameter", "speculation_unavailable", "unknown_parameter"}
+    | {"wrong_task"}
 )
 
 

@@ -258,8 +258,19 @@ class RequestSettings(BaseModel):
         "are tokenized. Default: 8 for each token of the model's context, but 500,000 to "
         "4,000,000.",
     )
+    max_questions: int = Field(
+        400, ge=1, description="Largest number of questions of one request to /v1/decisions; more get 400."
+    )
+    max_labels: int = Field(
+        4096, ge=1, description="Largest number of labels of all of these questions together; more get 400."
+    )
     max_choices: int = Field(
         1024, ge=1, description="Largest number of choices (prompts times n) of one request; more get 400."
+    )
+    max_texts: int = Field(
+        2048,
+        ge=1,
+        description="Largest number of texts of one request for vectors or scores; more get 400.",
     )
     max_answer_values: int = Field(
         1_000_000,

@@ -24,11 +24,11 @@ from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.sequence import sequence_seed
 from truedraft.engine.llm import Completion
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.sampling.splitmix import sequence_seed
 
 PAGE = Path(__file__).parent.parent / "docs" / "support-matrix.md"
 VOCAB_SIZE, NUM_TOKENS, STOP_ID, PROMPT = 6, 3, 5, [2, 1, 0, 3, 2, 1, 4, 0]

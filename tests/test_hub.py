@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -18,6 +19,7 @@ from truedraft.engine.hub.fetch import Progress, find_model
 from truedraft.engine.hub.located import located
 from truedraft.engine.hub.names import HubName, hub_name
 from truedraft.engine.hub.repository import RepoFile, choose, drafters, variants
+from truedraft.engine.hub.siblings import siblings
 from truedraft.engine.hub.store import remove, stored_models
 from truedraft.server.cli.main import main
 
@@ -289,6 +291,40 @@ def test_drafters_beside_a_model_are_no_models_and_are_told(hub: Hub) -> None:
         "owner/Heads-GGUF/mtp-Tiny-Q8_0.gguf",
         "owner/Heads-GGUF/eagle3-Tiny-F16.gguf",
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "fetched"),
+    [
+        ({}, True),
+        ({"draft": None}, False),
+        ({"draft": "none"}, False),
+        ({"method": "ngram"}, False),
+        ({"num_speculative_tokens": 0}, False),
+    ],
+)
+def test_a_small_drafter_is_fetched_where_the_draft_is_left_open(
+    hub: Hub, changes: dict[str, Any], fetched: bool
+) -> None:
+    said: list[str] = []
+    config = located(EngineConfig(target="owner/Heads-GGUF", **changes), say=said.append)
+    folder = Path(str(config.target)).parent
+    assert {path.name for path in folder.iterdir()} == {
+        "Tiny-Q4_K_M.gguf",
+        *(["mtp-Tiny-Q8_0.gguf"] if fetched else []),
+    }
+    if fetched:
+        assert [Path(each.path).name for each in siblings(str(config.target))] == ["mtp-Tiny-Q8_0.gguf"]
+        assert any("mtp-Tiny-Q8_0.gguf (1 bytes) is fetched, too" in line and "25%" in line for line in said)
+    assert any("owner/Heads-GGUF/eagle3-Tiny-F16.gguf" in line for line in said)
+
+
+@pytest.mark.parametrize("share", [0.24, 0.26])
+def test_a_large_drafter_is_only_listed(hub: Hub, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    files = {"Tiny-Q4_K_M.gguf": b"x" * 100, "mtp-Tiny.gguf": b"m" * int(100 * share)}
+    monkeypatch.setitem(hub.repositories, "owner/Heads-GGUF", Repository(files))
+    found = find_model("owner/Heads-GGUF", with_drafter=True)
+    assert bool(found.fetched_drafter) == (share < 0.25)
 
 
 @pytest.mark.parametrize("name", ["drafting-model-Q4_K_M.gguf", "Draftsman-Q4_K_M.gguf", "smtp-Q4_K_M.gguf"])

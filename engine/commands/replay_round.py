@@ -1,23 +1,30 @@
-"""One traced round, decided again from fresh logits and the seed.
+"""Runs one traced round again, from fresh logits and the seed, by the operations of every round.
 
-Decisions are made with scalars and their distance from the threshold, not by the code that made them in
-the engine: a wrong one within floating-point noise of its threshold is a near tie. Used by ``replay``.
+Fresh logits differ from the engine's by floating-point noise. So a draw or a verdict that is not the trace's
+is repeated with distributions that lean towards the trace, by no more than the tolerance: if that gives what
+the trace has, it was a near tie. Used by ``replay``.
 """
 
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from truedraft.engine.commands.trace_file import TracedRound
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.hf.fresh import FreshModel, adjusted, processed
+from truedraft.engine.models.hf.fresh import FreshModel, processed
 from truedraft.engine.rows.columns import Rule
+from truedraft.engine.rows.drafts import Drafts, RowVerdict
 from truedraft.engine.rows.lone import LoneText
-from truedraft.engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
+from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.step_rows import StepRows
+from truedraft.engine.sampling.torch_ops import TorchOps
 from truedraft.engine.sampling.verify import block_stand_probs, residual
+
+CPU = torch.device("cpu")
 
 
 class Outcome(Enum):
@@ -42,10 +49,8 @@ class Fresh(Protocol):
 
 
 class RoundCheck:
-    """One round decided again. Rows are positions: K drafted ones and the one after them.
-
-    ``draft`` None: the drafted tokens are taken as they are, as those of a deterministic source.
-    """
+    """Runs one round of ``text`` again. ``draft`` None: the drafted tokens are taken as they are, as those of
+    a deterministic source."""
 
     def __init__(
         self,
@@ -56,187 +61,177 @@ class RoundCheck:
         text: LoneText,
         seed: int,
     ) -> None:
-        self.round = round_
-        self.rule = Rule(round_.rule)
-        self.ids = round_.draft_ids
-        self.tolerance = tolerance
-        self.vocab_size = target.vocab_size
-        self.rules = target.rules
-        self.seed = torch.tensor(seed)
-        self.position = torch.tensor(round_.position)
-        self.target_logits = self._logits(target, text)
-        self.draft_logits = None if draft is None else self._logits(draft, text)
-        self.target_probs = self._probs(self.target_logits, text.params)
+        self.round, self.tolerance, self.vocab_size = round_, tolerance, target.vocab_size
+        self.rule, self.ids = Rule(round_.rule), round_.draft_ids
         method = text.params.draft_sample_method
         self.drafts_greedily = self.rule is Rule.EXACT_MATCH if method is None else method == "greedy"
-        if self.draft_logits is None or self.drafts_greedily:
-            # A deterministic draft is one-hot at what it guessed; whether it is the draft's own guess is
-            # looked at where that can be computed again.
-            self.draft_probs = _one_hot(torch.tensor(self.ids, dtype=torch.int64), self.vocab_size)
-        else:
+        self.text = replace(text, rule=self.rule, seed=seed, drafts_greedily=self.drafts_greedily)
+        # A distribution that has been processed already is drawn from as it is.
+        uncut = SamplingParams(max_tokens=1, temperature=1.0)
+        self.leaning = replace(self.text, params=uncut, matcher=None, has_rules=False)
+        self.ops = TorchOps(target.rules)
+        self.token_ids = torch.tensor([self.ids], dtype=torch.int64)
+        self.target_logits = self._logits(target)
+        self.draft_logits = None if draft is None else self._logits(draft)
+        # What is deterministic is certain. Whether it is the draft's own guess is checked where that can be
+        # computed again.
+        self.draft_probs = F.one_hot(self.token_ids[0], self.vocab_size).float()
+        if self.draft_logits is not None and not self.drafts_greedily:
             self.draft_probs = processed(self.draft_logits[:-1], text.params)
 
     def findings(self) -> Iterator[Finding]:
-        for number in range(len(self.ids)):
-            yield from self._check_draft(number)
-            yield from self._check_probs(number)
+        if self.draft_logits is not None:
+            for number, token_id in enumerate(self.ids):
+                yield from self._check_draft(number, self.draft_logits[number], token_id)
+        yield from self._check_probs()
         yield from self._check_verdict()
-        yield from self._check_next()
 
-    def _logits(self, model: Fresh, text: LoneText) -> torch.Tensor:
-        return adjusted(model.following(text, self.ids, self.vocab_size), text, self.ids, self.rules).cpu()
+    def _logits(self, model: Fresh) -> torch.Tensor:
+        logits = model.following(self.text, self.ids, self.vocab_size).cpu()
+        return self.ops.adjust(self._step(self.text), logits, self.token_ids, 0, [len(self.ids) + 1])
 
-    def _probs(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-        if self.rule is Rule.EXACT_MATCH:
-            return _one_hot(logits.argmax(-1), self.vocab_size)
-        return processed(logits, params)
+    def _step(self, text: LoneText, num_rows: int = 1) -> StepRows:
+        """Returns the rows of a step, each of the same text. They end with their texts, which are kept."""
+        self._kept = [replace(text) for _ in range(num_rows)]
+        return StepRows(RowTable().rows_of(self._kept), self.vocab_size, CPU)
 
-    def _check_draft(self, number: int) -> Iterator[Finding]:
+    def _check_draft(self, number: int, logits: torch.Tensor, token_id: int) -> Iterator[Finding]:
         """Checks that this token is the draft's most likely one, or is what the seed draws from it."""
-        if self.draft_logits is None:
-            return
-        what, token_id = f"drafted token {number + 1}", self.ids[number]
-        if self.drafts_greedily:
-            yield from self._check_highest(what, self.draft_logits[number], token_id)
-        elif self.rule is Rule.COUPLED:
-            scores = self._scores(self.draft_logits[number], self.draft_probs[number], number)
-            yield from self._check_highest(what, scores, token_id)
-        else:
-            number_drawn = float(uniform(self._spent_seed(), self.position + number, Stream.DRAFT))
-            yield from self._check_inverse_cdf(what, self.draft_probs[number], number_drawn, token_id)
 
-    def _check_probs(self, number: int) -> Iterator[Finding]:
-        token = self.round.drafted[number]
-        for whose, traced, probs, logits in (
-            ("target", token.target_prob, self.target_probs, self.target_logits),
-            ("draft", token.draft_prob, self.draft_probs, self.draft_logits),
+        def drawn(text: LoneText, logits: torch.Tensor) -> list[int]:
+            ids: list[int] = self.ops.draw(self._step(text, len(logits)), logits, number).ids.tolist()
+            return ids
+
+        (found,) = drawn(self.text, logits[None])
+        if found != token_id:
+            if self.drafts_greedily:
+                again = drawn(self.text, self._favoured(logits, token_id)[None])
+            else:
+                leaning = self._leaning(self.draft_probs[number], token_id, self.draft_probs[number])
+                again = drawn(self.leaning, torch.stack(leaning).log())
+            message = f"drafted token {number + 1} is {token_id}, but must be {found}"
+            yield self._finding(token_id in again, message)
+
+    def _check_probs(self) -> Iterator[Finding]:
+        """Compares the probabilities of the drafted tokens, which at temperature 0 are 1 or 0."""
+        traced = RowVerdict(self.round.num_accepted, self.round.next_token, failed=False)
+        step = self._step(self.text)
+        of_target, of_draft, _ = self.ops.probs_of(step, self.target_logits, self._drafts(1), [traced])
+        for whose, found, logits in (
+            ("target", of_target, self.target_logits),
+            ("draft", of_draft, self.draft_logits),
         ):
-            computed = float(probs[number, token.id])
-            if abs(computed - traced) <= self.tolerance:
-                continue
-            tie = self.rule is Rule.EXACT_MATCH and logits is not None and self._is_tie(logits[number])
-            yield Finding(
-                Outcome.NEAR_TIE if tie and traced in (0, 1) else Outcome.WRONG,
-                f"the {whose}'s probability of drafted token {number + 1} is {computed:.6f}, "
-                f"not {traced:.6f}",
-            )
+            for number, (computed, token) in enumerate(
+                zip(found[0].tolist(), self.round.drafted, strict=True)
+            ):
+                told: float = getattr(token, f"{whose}_prob")
+                if abs(computed - told) > self.tolerance:
+                    is_tie = self.rule is Rule.EXACT_MATCH and told in (0, 1) and logits is not None
+                    yield self._finding(
+                        is_tie and logits is not None and self._is_tie(logits[number]),
+                        f"the {whose}'s probability of drafted token {number + 1} is {computed:.6f}, "
+                        f"not {told:.6f}",
+                    )
 
     def _check_verdict(self) -> Iterator[Finding]:
-        num_accepted, num_drafted = self.round.num_accepted, len(self.ids)
-        if self.rule is Rule.REJECTION:
-            for number in range(min(num_accepted + 1, num_drafted)):
-                drawn = float(uniform(self._spent_seed(), self.position + number, Stream.ACCEPT))
-                token_id = self.ids[number]
-                goal = drawn * float(self.draft_probs[number, token_id])
-                yield from self._check_decision(
-                    number, number < num_accepted, float(self.target_probs[number, token_id]) - goal
-                )
-        elif self.rule is Rule.BLOCK and num_drafted:
-            _, stand_probs = self._block()
-            # All lengths are tried; the longest that stands is kept, so shorter ones do not matter.
-            for number in range(max(num_accepted - 1, 0), num_drafted):
-                drawn = float(uniform(self._spent_seed(), self.position + number, Stream.ACCEPT))
-                yield from self._check_decision(
-                    number, number < num_accepted, float(stand_probs[number + 1]) - drawn
-                )
-        else:
-            for number in range(min(num_accepted + 1, num_drafted)):
-                yield from self._check_equality(number, number < num_accepted)
-
-    def _check_decision(self, number: int, accepted: bool, margin: float) -> Iterator[Finding]:
-        """``margin`` > 0 accepts."""
-        if accepted != (margin > 0):
-            yield Finding(
-                Outcome.NEAR_TIE if abs(margin) <= self.tolerance else Outcome.WRONG,
-                f"drafted token {number + 1} was {_verdict(accepted)}, but must be {_verdict(not accepted)} "
-                f"(by {abs(margin):.2e})",
-            )
-
-    def _check_equality(self, number: int, accepted: bool) -> Iterator[Finding]:
-        scores = self._scores(self.target_logits[number], self.target_probs[number], number)
-        got = int(scores.argmax())
-        equal = got == self.ids[number]
-        if equal == accepted:
+        """Checks how many drafts stand, and the token that follows them."""
+        accepted, next_token = traced = self.round.num_accepted, self.round.next_token
+        (found,) = self.ops.judge(self._step(self.text), self.target_logits, self._drafts(1))
+        if found[:2] == traced:
             return
-        is_tie = self._is_tie(scores) if equal else _gap(scores, self.ids[number]) <= self.tolerance
-        yield Finding(
-            Outcome.NEAR_TIE if is_tie else Outcome.WRONG,
-            f"drafted token {number + 1} was {_verdict(accepted)}, but the target says {got}",
-        )
+        least = min(accepted, found.num_accepted)
+        said = f"drafted token {least + 1} was {_verdict(accepted > least)}, but must be "
+        message = said + _verdict(accepted <= least)
+        if accepted == found.num_accepted:
+            what = "bonus" if accepted == len(self.ids) else "recovered"
+            message = f"the {what} token is {next_token}, but must be {found.next_token}"
+        yield self._finding(traced in self._leaning_verdicts(), message)
 
-    def _check_next(self) -> Iterator[Finding]:
-        row, token_id = self.round.num_accepted, self.round.next_token
-        what = "the bonus token" if row == len(self.ids) else "the recovered token"
-        if self.rule in (Rule.REJECTION, Rule.BLOCK):
-            weights = self.target_probs[row].double()
-            if row < len(self.ids):
-                weight = torch.ones((), dtype=torch.float64)
-                if self.rule is Rule.BLOCK:
-                    weight = self._block()[0][row]
-                weights = residual(weights, self.draft_probs[row], weight)
-            drawn = float(uniform(self.seed, self.position + row, Stream.RECOVER))
-            yield from self._check_inverse_cdf(what, weights, drawn, token_id)
-        else:
-            scores = self._scores(self.target_logits[row], self.target_probs[row], row)
-            yield from self._check_highest(what, scores, token_id)
-
-    def _check_inverse_cdf(
-        self, what: str, weights: torch.Tensor, drawn: float, token_id: int
-    ) -> Iterator[Finding]:
-        """Token x is drawn if the number, as a share of all weight, lies in x's part of the sum."""
-        cumulative = weights.double().cumsum(-1)
-        goal = drawn * float(cumulative[-1])
-        start = float(cumulative[token_id - 1]) if token_id else 0.0
-        outside = max(start - goal, goal - float(cumulative[token_id]), 0.0)
-        # A token of no weight has an empty part, which touches the goal only by accident.
-        if outside > 0 or (weights[token_id] == 0 and outside == 0):
-            right = int(torch.searchsorted(cumulative, goal, right=True).clamp(max=len(weights) - 1))
-            yield Finding(
-                Outcome.NEAR_TIE if outside <= self.tolerance else Outcome.WRONG,
-                f"{what} is {token_id}, but the seed draws {right}",
-            )
-
-    def _check_highest(self, what: str, scores: torch.Tensor, token_id: int) -> Iterator[Finding]:
-        if int(scores.argmax()) != token_id:
-            yield Finding(
-                Outcome.NEAR_TIE if _gap(scores, token_id) <= self.tolerance else Outcome.WRONG,
-                f"{what} is {token_id}, but must be {int(scores.argmax())}",
-            )
-
-    def _scores(self, logits: torch.Tensor, probs: torch.Tensor, row: int) -> torch.Tensor:
-        """Returns what the target's token is the highest of: logits, or log-probabilities with the coupled
-        rule's noise, of which a random draft is the highest, too."""
+    def _leaning_verdicts(self) -> list[tuple[int, int]]:
+        """Returns the verdicts that noise might have given, how many drafts stand and the next token each."""
+        accepted, next_token = self.round.num_accepted, self.round.next_token
         if self.rule is Rule.EXACT_MATCH:
-            return logits
-        noise = exponential_noise(self.seed, self.position + row, self.vocab_size)
-        return probs.double().log() - noise.log()
+            expected = [*self.ids[:accepted], next_token]
+            logits = [self.target_logits.clone()]
+            for number, token_id in enumerate(expected):
+                logits[0][number] = self._favoured(logits[0][number], token_id)
+        else:
+            logits = [probs.log() for probs in self._leaning_targets(accepted, next_token)]
+        drafts, step = self._drafts(len(logits)), self._step(self.leaning, len(logits))
+        return [verdict[:2] for verdict in self.ops.judge(step, torch.cat(logits), drafts)]
+
+    def _leaning_targets(self, accepted: int, next_token: int) -> list[torch.Tensor]:
+        """Returns the target's distributions [drafts + 1, V] as noise may have made them."""
+        probs = processed(self.target_logits, self.text.params)
+        by_equality = not self.rule.uses_draft_probs
+        found = []
+        for leans in (0.0, self.tolerance):
+            changed = probs.clone()
+            for number, token_id in enumerate(self.ids[: accepted + (not by_equality)]):
+                lean = leans if number < accepted else -leans
+                changed[number] = _with_mass(changed[number], token_id, lean)
+            row = changed[accepted]
+            drawn_from = row if by_equality else self._drawn_from(changed, accepted)
+            for leaning in (row, *self._leaning(row, next_token, drawn_from)):
+                changed = changed.clone()
+                changed[accepted] = leaning
+                found.append(changed)
+        return found
+
+    def _drawn_from(self, probs: torch.Tensor, accepted: int) -> torch.Tensor:
+        """Returns of what masses the recovered or the bonus token is drawn, in terms of the target's."""
+        if accepted == len(self.ids):
+            return probs[accepted]
+        weight = torch.ones((), dtype=torch.float64)
+        if self.rule is Rule.BLOCK:
+            given = probs[None], self.token_ids, self.draft_probs[None], torch.tensor([len(self.ids)])
+            weight = block_stand_probs(*given)[0][0, accepted]
+        left = residual(probs[accepted], self.draft_probs[accepted], weight)
+        return (left / weight.clamp(min=self.tolerance)).float()
+
+    def _leaning(self, probs: torch.Tensor, token_id: int, drawn_from: torch.Tensor) -> list[torch.Tensor]:
+        """Returns ``probs`` [V] as they draw the token rather. With the coupled rule it gains a share; else
+        mass moves to it from the tokens before or after it, in proportion to ``drawn_from`` [V]."""
+        if self.rule is Rule.COUPLED:
+            gained = probs.clone()
+            gained[token_id] *= 1 + self.tolerance
+            return [gained]
+        found = []
+        for part in (slice(0, token_id), slice(token_id + 1, None)):
+            moved = probs.clone()
+            mass = float(drawn_from[part].sum())
+            moved[part] -= drawn_from[part] * min(1.0, self.tolerance / max(mass, self.tolerance))
+            moved.clamp_(min=0)
+            # What is cut stays cut.
+            moved[token_id] += (probs - moved).sum() * (probs[token_id] > 0)
+            found.append(moved)
+        return found
+
+    def _favoured(self, logits: torch.Tensor, token_id: int) -> torch.Tensor:
+        return logits.index_add(0, torch.tensor([token_id]), torch.tensor([self.tolerance]))
+
+    def _drafts(self, num_rows: int) -> Drafts:
+        every = (num_rows, -1, -1)
+        ids, probs = self.token_ids.expand(num_rows, -1), self.draft_probs[None].expand(every)
+        return Drafts(ids, probs, [len(self.ids)] * num_rows)
 
     def _is_tie(self, scores: torch.Tensor) -> bool:
         best, second = scores.topk(2).values.tolist()
         return bool(best - second <= self.tolerance)
 
-    def _block(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prefix weights and the probability that each length stands, 0..K."""
-        weights, stand_probs = block_stand_probs(
-            self.target_probs[None],
-            torch.tensor([self.ids]),
-            self.draft_probs[None],
-            torch.tensor([len(self.ids)]),
-        )
-        return weights[0], stand_probs[0]
-
-    def _spent_seed(self) -> torch.Tensor:
-        """Returns the seed of drafting and accepting, which each round has for itself."""
-        return round_seeds(self.seed, self.position)
+    def _finding(self, is_tie: bool, message: str) -> Finding:
+        return Finding(Outcome.NEAR_TIE if is_tie else Outcome.WRONG, message)
 
 
-def _one_hot(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(ids, vocab_size).float()
-
-
-def _gap(scores: torch.Tensor, token_id: int) -> float:
-    gap = float(scores.max() - scores[token_id])
-    return math.inf if math.isnan(gap) else gap
+def _with_mass(probs: torch.Tensor, token_id: int, more: float) -> torch.Tensor:
+    """Returns ``probs`` [V] where this token has so much more, and the others less in proportion."""
+    before = float(probs[token_id])
+    after = min(1.0, max(0.0, before + more))
+    if before in (0.0, 1.0) or after == before:
+        return probs
+    changed = probs * ((1 - after) / (1 - before))
+    changed[token_id] = after
+    return changed
 
 
 def _verdict(accepted: bool) -> str:

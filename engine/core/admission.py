@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from truedraft.engine.core.planning import auto_limit
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
-from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone
+from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone, sequence_seed
+from truedraft.engine.core.step import auto_limit
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams, Verification
-from truedraft.engine.sampling.splitmix import sequence_seed
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Grammars, Matcher
+    from truedraft.engine.sampling.thinking import ThinkingBudget
 
 
 class RequestError(Exception):
@@ -84,7 +84,9 @@ class Admission:
             stop_token_ids |= self.eos_token_ids
         sources, num_speculative_tokens, fixed_draft_length = self._speculation(request)
         self._check_draws(params, sources)
-        prediction = Prediction(request.prediction_token_ids or [])
+        prediction: Prediction | None = None
+        if "prediction" in sources:
+            prediction = Prediction(request.prediction_token_ids or [])
         matchers = self._matchers(request)
         return [
             Sequence(
@@ -112,7 +114,7 @@ class Admission:
                 tenant=request.tenant,
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
-                prediction=PredictionCursor(prediction) if "prediction" in sources else None,
+                prediction=None if prediction is None else PredictionCursor(prediction),
                 matcher=matcher,
             )
             for index, matcher in enumerate(matchers)
@@ -135,6 +137,12 @@ class Admission:
                 "context_length_exceeded",
                 f"the prompt has {len(prompt)} tokens, the model's context {self.max_model_len}",
             )
+        if params.prompt_logprobs_start >= max(1, len(prompt)):
+            raise RequestError(
+                "invalid_value",
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(prompt)} "
+                "tokens, counted from 0",
+            )
         if params.method not in (None, "auto", "none", *self.methods):
             raise RequestError(
                 "speculation_unavailable",
@@ -142,15 +150,23 @@ class Admission:
             )
         if params.method == "prediction" and request.prediction_token_ids is None:
             raise RequestError("prediction_missing", "method 'prediction' needs a prediction")
-        if params.method == "grammar" and params.grammar is None:
-            raise RequestError("grammar_missing", "method 'grammar' needs a grammar")
+        if params.method == "grammar" and params.grammar is None and params.thinking_budget is None:
+            raise RequestError("grammar_missing", "method 'grammar' needs a grammar or a thinking_budget")
+        if params.thinking_budget is not None and (
+            len(params.thinking_marks) != 4 or not params.thinking_marks[1]
+        ):
+            raise RequestError(
+                "invalid_value", "thinking_budget needs thinking_marks: four lists, the second with tokens"
+            )
         if params.grammar_after and params.grammar is None:
             raise RequestError("grammar_missing", "grammar_after needs a grammar")
         for name, ids in (
             ("the prompt", prompt),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids),
             ("grammar_after", params.grammar_after),
+            ("thinking_marks", [token_id for mark in params.thinking_marks for token_id in mark]),
             ("the prediction", request.prediction_token_ids or []),
         ):
             if any(not 0 <= token_id < self.vocab_size for token_id in ids):
@@ -181,23 +197,23 @@ class Admission:
             return None
         return params.draft_sample_method or self.draft_sample_method
 
-    def _matchers(self, request: Generate) -> "list[Matcher | None]":
+    def _matchers(self, request: Generate) -> "list[Matcher | ThinkingBudget | None]":
         """Makes a matcher for each choice."""
         params = request.params
-        if params.grammar is None:
+        if params.grammar is None and params.thinking_budget is None:
             return [None] * request.n
         if self.grammars is None or self.encoder_decoder is not None or self.has_rules:
             raise RequestError(
                 "unsupported_parameter",
-                "this model's output cannot be constrained by a grammar: it has an encoder, or a generation "
-                "config that forbids or forces tokens",
+                "this model's output cannot be constrained by a grammar or a thinking_budget: it has an "
+                "encoder, or a generation config that forbids or forces tokens",
             )
-        if params.min_tokens or params.ignore_eos:
+        if params.grammar is not None and (params.min_tokens or params.ignore_eos):
             raise RequestError(
                 "unsupported_parameter", "a grammar ends the output: min_tokens and ignore_eos exclude it"
             )
         try:
-            return [self.grammars.matcher(params.grammar, params.grammar_after) for _ in range(request.n)]
+            return [self.grammars.constraint(params, self.vocab_size) for _ in range(request.n)]
         except ValueError as error:
             raise RequestError("invalid_grammar", f"the grammar cannot be used: {error}") from error
 
@@ -242,7 +258,8 @@ class Admission:
         allowed = {*self.methods} if self.method == "auto" else {self.method}
         allowed.discard("prediction")
         allowed.discard("grammar")
-        if request.params.grammar is not None and self.method != "none":
+        is_constrained = request.params.grammar is not None or request.params.thinking_budget is not None
+        if is_constrained and self.method != "none":
             allowed.add("grammar")
         if request.prediction_token_ids:
             allowed.add("prediction")

@@ -4,22 +4,21 @@
 executes steps, ``worker`` runs the loop next to a socket, ``llm`` in place.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
-from truedraft.engine.core.commit import commit
-from truedraft.engine.core.planning import Reviser
+from truedraft.engine.core.commit import EngineStats, commit
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import is_scored_alone
-from truedraft.engine.core.stats import EngineStats
 from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
 
 
 class EngineCore:
     """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine.
-    ``vocabulary`` changes what a head drafts, where that is open."""
+    ``drafter`` is the setting ``draft`` that the draft amounts to, and ``tried`` says what was measured where
+    that was left to the engine."""
 
     def __init__(
         self,
@@ -28,7 +27,8 @@ class EngineCore:
         runner: Runner,
         scheduler: Scheduler,
         admission: Admission,
-        vocabulary: Reviser | None = None,
+        drafter: str | None = None,
+        tried: Sequence[str] = (),
     ) -> None:
         self.target = target
         self.draft = draft
@@ -36,7 +36,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.planner = scheduler.planner
         self.admission = admission
-        self.vocabulary = vocabulary
+        self.drafter = drafter
+        self.tried = tried
         self.stats = EngineStats()
 
     def step(self) -> list[TokenOutput | Failed]:
@@ -48,8 +49,6 @@ class EngineCore:
         outputs = commit(plan, result, self.scheduler, self.stats)  # append, truncate, publish, finish, count
         self.planner.observe(plan, result)  # acceptance and costs
         self.scheduler.pace.observe(plan, result)
-        if self.vocabulary is not None:
-            self.vocabulary.observe(plan, result)
         return outputs
 
     def add(self, request: Generate) -> None:
@@ -82,8 +81,7 @@ class EngineCore:
 
     def speculation(self) -> dict[str, object]:
         """Returns how drafts are chosen, and why, for ``GET /speculation``."""
-        state = self.planner.state()
-        return state if self.vocabulary is None else {**state, "draft_vocabulary": self.vocabulary.state()}
+        return self.planner.state()
 
     def snapshot(self) -> Stats:
         """Returns counts since the start, and gauges as they are now."""

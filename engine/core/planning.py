@@ -5,22 +5,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from truedraft.engine.core.draft_choice import DraftChoice, InRound
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.core.step import DraftChoice, InRound, StepPlan, StepResult
 from truedraft.engine.messages import Source
 
 # The most tokens that a grammar forces in a later round of a step: each round has blocks for them.
 MAX_FORCED = 8
-# The longest drafts where the length is open: a proposer's, and those of known text, whose tokens cost
-# next to nothing.
-PROPOSER_LIMIT = 8
-AUTO_LIMITS: dict[str, int] = {"ngram": 16, "prediction": 32, "grammar": 32}
-
-
-def auto_limit(source: str) -> int:
-    """Returns the longest draft of ``source`` where the length is open."""
-    return AUTO_LIMITS.get(source, PROPOSER_LIMIT)
 
 
 class Lookup(Protocol):
@@ -86,17 +76,6 @@ class Planner(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence, which has ended."""
-
-    def state(self) -> dict[str, object]:
-        """Returns builtins only, for ``GET /speculation``."""
-
-
-class Reviser(Protocol):
-    """Changes between steps what drafts are drawn from, and never a draft that is drawn: each is verified in
-    its own step."""
-
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Learns from a step, and may change what the next one drafts with."""
 
     def state(self) -> dict[str, object]:
         """Returns builtins only, for ``GET /speculation``."""

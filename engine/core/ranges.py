@@ -8,7 +8,7 @@ import msgspec
 from msgspec import structs
 
 from truedraft.engine.core.admission import RequestError
-from truedraft.engine.parameters import MAX_STOP_TOKENS, PARAMETERS, SamplingParams
+from truedraft.engine.parameters import MAX_LOGPROB_TOKENS, MAX_STOP_TOKENS, PARAMETERS, SamplingParams
 
 P = TypeVar("P", bound=SamplingParams)
 
@@ -30,6 +30,12 @@ def checked(params: P) -> P:
                 raise RequestError("invalid_value", f"{which} is {value}, but must be {row.range}")
     if len(params.stop_token_ids) > MAX_STOP_TOKENS:
         raise RequestError("invalid_value", f"stop_token_ids has over {MAX_STOP_TOKENS} entries")
+    if len(params.logprob_token_ids) > MAX_LOGPROB_TOKENS:
+        raise RequestError("invalid_value", f"logprob_token_ids has over {MAX_LOGPROB_TOKENS} entries")
+    if params.logprob_token_ids and params.logprobs is None:
+        raise RequestError("invalid_value", "logprob_token_ids needs logprobs, which may be 0")
+    if params.prompt_logprobs_start and params.prompt_logprobs is None:
+        raise RequestError("invalid_value", "prompt_logprobs_start needs prompt_logprobs, which may be 0")
     if params.min_tokens > params.max_tokens:
         raise RequestError(
             "invalid_value",

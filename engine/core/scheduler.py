@@ -17,25 +17,25 @@ from dataclasses import replace
 from itertools import count
 
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.draft_choice import DraftChoice
-from truedraft.engine.core.needs import Need, Needs
-from truedraft.engine.core.planning import Planner
-from truedraft.engine.core.prompt_pace import PromptPace
-from truedraft.engine.core.proposer import Proposer
-from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import (
-    MAX_CATCH_UP_TOKENS,
-    MAX_PROMPT_TOKENS,
-    Kind,
-    ScheduledSequence,
-    StepPlan,
-)
-from truedraft.engine.core.turns_of_tenants import (
+from truedraft.engine.core.fairness import (
+    PromptPace,
     all_that_may_give_way,
     firsts_first,
     next_to_give_way,
     order,
     shut_out,
+)
+from truedraft.engine.core.needs import Need, Needs
+from truedraft.engine.core.planning import Planner
+from truedraft.engine.core.proposer import Proposer
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import (
+    MAX_CATCH_UP_TOKENS,
+    MAX_PROMPT_TOKENS,
+    DraftChoice,
+    Kind,
+    ScheduledSequence,
+    StepPlan,
 )
 from truedraft.engine.memory.block_table import BlockTable
 
@@ -303,9 +303,11 @@ class Scheduler:
         proposer takes over no more than the target, and one that follows no less: it does not follow
         if that takes much and no request insists on it."""
         shares = self._shares(sequence)
-        if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
-            return [[] for _ in shares]
         last, salt = len(sequence.token_ids) - 1, sequence.cache_salt
+        if sequence.wants_prompt_logprobs:
+            last = min(last, sequence.next_scoring_row)
+        if not self._uses_prefix_cache(sequence) or last == 0:
+            return [[] for _ in shares]
         found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]
         for (pool, table), (_, hashes) in zip(shares, found, strict=True):
             pool.expect_shared(table, hashes, pool.usable(hashes))

@@ -18,9 +18,11 @@ from truedraft.engine.messages import (
     Verification,
 )
 from truedraft.engine.parameters import NEEDING
+from truedraft.engine.sampling.splitmix import WEYL, mix
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher
+    from truedraft.engine.sampling.thinking import ThinkingBudget
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -55,7 +57,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     traced_vocabulary: str | None = None  # digest of the last one that traces have told
     prediction: PredictionCursor | None = None  # if it is a source
-    matcher: "Matcher | None" = None  # follows the output's grammar, and is after the last token
+    matcher: "Matcher | ThinkingBudget | None" = None  # follows what the output must be, after the last token
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
     draft_sample_method: DraftSampleMethod | None = None  # None: the draft draws as the target does
     unfollowed: frozenset[str] = frozenset()  # sources that are told nothing of it; set by the scheduler
@@ -69,7 +71,7 @@ class Sequence:
         self.drafts_greedily = self.greedy if method is None else method == "greedy"
         self.needs = self._needs()
         if self.params.prompt_logprobs is not None and self.prompt_logprobs is None:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = [None] * max(1, self.params.prompt_logprobs_start)
 
     def _needs(self) -> Needs:
         asked = {
@@ -120,9 +122,15 @@ class Sequence:
         assert self.prompt_logprobs is not None
         return len(self.prompt_logprobs) < self.num_prompt_tokens
 
+    @property
+    def next_scoring_row(self) -> int:
+        """Returns the place of the token whose logits tell the next of the prompt's log-probabilities."""
+        assert self.prompt_logprobs is not None
+        return len(self.prompt_logprobs) - 1
+
     def add_prompt_logprobs(self, first: int, logprobs: list[TokenLogprob]) -> None:
         """Adds those of prompt tokens ``first``, ``first`` + 1, ...; ones known already (before a preemption)
-        are not taken twice. The first prompt token has none."""
+        are not taken twice. The first prompt token has none, nor has one before those asked for."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs += logprobs[max(0, len(self.prompt_logprobs) - first) :]
 
@@ -145,6 +153,14 @@ class Sequence:
             if self.finish_reason:
                 return token_ids[:count]
         return token_ids
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Returns the seed of choice ``index`` of a request: the request's own for 0, unrelated ones after it.
+
+    Those have 53 bits, which every JSON parser keeps.
+    """
+    return seed if index == 0 else mix(seed + index * WEYL) >> 11
 
 
 def is_scored_alone(params: SamplingParams) -> bool:

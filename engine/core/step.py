@@ -6,14 +6,13 @@ short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
 
 from collections.abc import Collection
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from truedraft.engine.core.draft_choice import NO_DRAFT, DraftChoice
 from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.messages import RoundTrace, TokenLogprob
+from truedraft.engine.messages import RoundTrace, Source, TokenLogprob
 
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
 # in the same round.
@@ -21,6 +20,81 @@ MAX_CATCH_UP_TOKENS = 32
 # Tokens of a step's prompts that such a pass takes: its working memory stays small, and what Python does in a
 # step counts little against longer ones.
 MAX_PROMPT_TOKENS = 256
+# The longest drafts where the length is open: a proposer's, and those of known text, whose tokens cost
+# next to nothing.
+PROPOSER_LIMIT = 8
+AUTO_LIMITS: dict[str, int] = {"ngram": 16, "prediction": 32, "grammar": 32}
+
+
+class Known(NamedTuple):
+    """Holds drafts that a source without a model knows before their round."""
+
+    source: Source
+    token_ids: list[int]
+
+
+class InRound(Protocol):
+    """Knows drafts again and again within a step, as it follows what the rounds emit."""
+
+    source: Source
+    limit: int
+
+    def drafts(self) -> list[int]:
+        """Returns up to ``limit`` drafts of the next round, perhaps none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """``source`` drafts ``num_tokens`` with its model in every round for which nothing else is known.
+
+    ``known`` tokens are the drafts of the first round instead; ``in_round`` is asked before each later one.
+    ``num_missing`` tokens must be computed by the model's cache before its first draft, the pending token
+    apart.
+    """
+
+    source: str = "none"
+    num_tokens: int = 0
+    num_missing: int = 0
+    known: Known | None = None
+    in_round: InRound | None = None
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Returns the known drafts of the first round."""
+        return [] if self.known is None else self.known.token_ids
+
+    @property
+    def num_first_drafts(self) -> int:
+        """Returns the number of drafts in the first round."""
+        return self.num_tokens if self.known is None else len(self.known.token_ids)
+
+    @property
+    def first_source(self) -> str:
+        """Returns who drafts in the first round."""
+        return self.source if self.known is None else self.known.source
+
+    @property
+    def max_num_drafts(self) -> int:
+        """Returns the largest number of drafts that any round may have."""
+        limit = 0 if self.in_round is None else self.in_round.limit
+        return max(self.num_tokens, limit, 0 if self.known is None else len(self.known.token_ids))
+
+    def within(self, budget: int) -> "DraftChoice":
+        """Returns the choice with at most ``budget`` drafts in the first round."""
+        if self.num_first_drafts <= budget:
+            return self
+        if self.known is None:
+            return replace(self, num_tokens=budget)
+        return replace(self, known=Known(self.known.source, self.known.token_ids[:budget]))
+
+
+# The choice of a row that drafts nothing.
+NO_DRAFT = DraftChoice()
+
+
+def auto_limit(source: str) -> int:
+    """Returns the longest draft of ``source`` where the length is open."""
+    return AUTO_LIMITS.get(source, PROPOSER_LIMIT)
 
 
 class Kind(Enum):

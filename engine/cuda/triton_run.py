@@ -10,7 +10,7 @@ compiles them too. What the others do shows in the model's logits, which are com
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
@@ -108,15 +108,18 @@ class InPlaceAttention:
         self.attend_rows = attend_rows
         self.batch = batch
         self.cache = cache
+        self._long_of: dict[int | None, list[tuple[int, int, AttentionGroup]]] = {}
 
-    @cached_property
-    def _long(self) -> list[tuple[int, int, AttentionGroup]]:
-        """Returns first and last token of each long chunk, and what all layers need to know of its keys."""
-        batch = self.batch
-        return [
-            (batch.offsets[member], batch.offsets[member + 1], batch.lone_group(member))
-            for member in batch.long_spans
-        ]
+    def _long(self, sliding_window: int | None) -> list[tuple[int, int, AttentionGroup]]:
+        """Returns first and last token of each long chunk, and what layers with such a window need to know of
+        its keys."""
+        if sliding_window not in self._long_of:
+            batch = self.batch
+            self._long_of[sliding_window] = [
+                (batch.offsets[i], batch.offsets[i + 1], batch.lone_group(i, sliding_window))
+                for i in batch.long_spans
+            ]
+        return self._long_of[sliding_window]
 
     def attend(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """``query`` [tokens, heads, size], whose keys and values are stored; the same shape, contiguous."""
@@ -136,7 +139,7 @@ class InPlaceAttention:
                 call.scaling,
                 call.sliding_window,
             )
-        for first, end, group in self._long:
+        for first, end, group in self._long(call.sliding_window):
             output[first:end] = attend_group(group, cache, call, query[first:end])
         return output
 

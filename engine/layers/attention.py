@@ -43,13 +43,16 @@ WITHOUT_EFFECT = frozenset(
 class AttentionCall:
     """Says how one layer attends. ``scaling`` None: by the root of the head size. ``sliding_window``: keys
     that a query sees, itself included; None: all. ``softcap`` c makes c tanh(s / c) of each score s.
-    ``sinks`` [heads] are one more score per head that takes its share of the attention and gives no value."""
+    ``sinks`` [heads] are one more score per head that takes its share of the attention and gives no value.
+    With ``looks_ahead`` a query sees later keys of its text, too, as many as earlier ones where there is a
+    window."""
 
     layer: int
     scaling: float | None = None
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    looks_ahead: bool = False
 
 
 class AttentionContext(Protocol):
@@ -66,21 +69,22 @@ class PagedAttention:
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
-        # What attention needs of the batch, on each device where layers run.
-        self._on: dict[torch.device, tuple[torch.Tensor, list[AttentionGroup]]] = {
-            batch.slots.device: (batch.slots, batch.groups)
-        }
+        # These are slots on each device where layers run, and groups for each window of theirs.
+        self._slots = {batch.slots.device: batch.slots}
+        self._groups: dict[tuple[torch.device, int | None], list[AttentionGroup]] = {}
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        slots, _ = self._for(query.device)
-        self.cache.write(call.layer, slots, key, value)
+        device = query.device
+        if device not in self._slots:
+            self._slots[device] = self.batch.slots.to(device)
+        self.cache.write(call.layer, self._slots[device], key, value)
         return self.attend_to_stored(call, query)
 
     def attend_to_stored(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """Attends to what the cache has of the new tokens, too."""
-        _, groups = self._for(query.device)
+        groups = self._groups_for(query.device, call.sliding_window)
         if len(groups) == 1:
             return attend_group(groups[0], self.cache, call, query)
         output = query.new_empty(*query.shape[:2], self.cache.values[call.layer].shape[-1])
@@ -92,10 +96,13 @@ class PagedAttention:
             output[rows] = attend_group(group, self.cache, call, query)
         return output
 
-    def _for(self, device: torch.device) -> tuple[torch.Tensor, list[AttentionGroup]]:
-        if device not in self._on:
-            self._on[device] = self.batch.slots.to(device), [group.to(device) for group in self.batch.groups]
-        return self._on[device]
+    def _groups_for(self, device: torch.device, sliding_window: int | None) -> list[AttentionGroup]:
+        key = device, sliding_window
+        if key not in self._groups:
+            groups = self.batch.groups_of(sliding_window)
+            is_here = device == self.batch.slots.device
+            self._groups[key] = groups if is_here else [group.to(device) for group in groups]
+        return self._groups[key]
 
 
 def attend_group(
@@ -109,7 +116,8 @@ def attend_group(
         keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
     is_plain = call.softcap is None and call.sinks is None
-    if is_plain and call.sliding_window is None and group.is_lone and _has_flash(query, values):
+    is_causal = call.sliding_window is None and not call.looks_ahead
+    if is_plain and is_causal and group.is_lone and _has_flash(query, values):
         return attend_causally(query, keys, values, call.scaling)
     if group.query_index is not None:
         query = query[group.query_index]
@@ -118,7 +126,7 @@ def attend_group(
     shared = query.shape[1] // kv_heads
     query = query.view(group.rows, group.queries, kv_heads, shared, -1)
     query = query.permute(0, 2, 3, 1, 4).reshape(group.rows, kv_heads, shared * group.queries, -1)
-    bias = group.bias(call.sliding_window, shared, query.dtype)
+    bias = group.bias(call.sliding_window, shared, query.dtype, looks_ahead=call.looks_ahead)
     if is_plain:
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=call.scaling)
     else:

@@ -37,7 +37,7 @@ class Logprob(TokenLogprob, frozen=True, array_like=True):
 def with_texts(entry: TokenLogprob, vocabulary: Vocabulary) -> Logprob:
     texts = [vocabulary.text_of(token_id) for token_id, _ in entry.top]
     text = vocabulary.text_of(entry.token_id)
-    return Logprob(entry.token_id, entry.logprob, entry.top, entry.rank, text, texts)
+    return Logprob(entry.token_id, entry.logprob, entry.top, entry.rank, entry.given, text, texts)
 
 
 @dataclass

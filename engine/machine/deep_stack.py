@@ -6,10 +6,8 @@ row end the process.
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Lock, stack_size
+from threading import Lock, Thread, stack_size
 from typing import TypeVar
-
-from truedraft.engine.machine.beside import start_beside
 
 T = TypeVar("T")
 
@@ -20,15 +18,24 @@ _starting = Lock()  # the stack's size is a setting of the whole process
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, called in a thread of its own."""
+    """Returns what ``work`` returns or raises, called in a thread of its own."""
     return start_on_deep_stack(work).result()
 
 
 def start_on_deep_stack(work: Callable[[], T]) -> Future[T]:
-    """``on_deep_stack`` without waiting for it."""
+    """Starts the same without waiting for it. The thread ends with the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
     with _starting:
         before = stack_size(STACK_BYTES)
         try:
-            return start_beside(work)
+            Thread(target=run, name="deep stack", daemon=True).start()
         finally:
             stack_size(before)
+    return future

@@ -73,12 +73,14 @@ class AttentionGroup:
     keys_are_padded: bool = False  # there may be more of them than even the longest row has
     is_lone: bool = False  # one row, whose queries are its newest keys' tokens
 
-    def bias(self, sliding_window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def bias(
+        self, sliding_window: int | None, repeats: int, dtype: torch.dtype, *, looks_ahead: bool = False
+    ) -> torch.Tensor | None:
         """``mask`` as what is added to the scores: [rows, 1, repeats * queries, keys]. Made once a forward,
         as the layers share it."""
-        key = sliding_window, repeats
+        key = sliding_window, repeats, looks_ahead
         if key not in self._biases:
-            mask = self.mask(sliding_window)
+            mask = self.mask_ahead(sliding_window) if looks_ahead else self.mask(sliding_window)
             if mask is not None:
                 bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
                 mask = bias.masked_fill_(~mask, -torch.inf).repeat(1, 1, repeats, 1)
@@ -86,7 +88,7 @@ class AttentionGroup:
         return self._biases[key]
 
     @cached_property
-    def _biases(self) -> dict[tuple[int | None, int], torch.Tensor | None]:
+    def _biases(self) -> dict[tuple[int | None, int, bool], torch.Tensor | None]:
         return {}
 
     def to(self, device: torch.device) -> "AttentionGroup":
@@ -107,6 +109,14 @@ class AttentionGroup:
             return self._causal_mask
         window_start = self.query_positions[:, None, :, None] - sliding_window
         return self._visible & (self._key_positions > window_start)
+
+    def mask_ahead(self, sliding_window: int | None) -> torch.Tensor:
+        """Is the same of texts that come whole, whose queries see later keys, too."""
+        of_text = self._key_positions <= self.query_positions[:, None, -1:, None]
+        if sliding_window is None:
+            return of_text.expand(-1, -1, self.queries, -1)
+        distance = (self._key_positions - self.query_positions[:, None, :, None]).abs()
+        return of_text & (distance < sliding_window)
 
     @cached_property
     def _causal_mask(self) -> torch.Tensor | None:
@@ -260,15 +270,26 @@ class ForwardBatch:
         """Which spans have more than ``MAX_GROUPED_QUERIES`` new tokens."""
         return [i for i, length in enumerate(self._lengths()) if length > MAX_GROUPED_QUERIES]
 
-    def lone_group(self, member: int) -> AttentionGroup:
-        """One span of a decoder-only model, as if nothing else was in the batch."""
+    def groups_of(self, sliding_window: int | None) -> list[AttentionGroup]:
+        """Returns the groups of layers with such a window. A span that is alone brings no keys that none of
+        its tokens sees."""
+        is_lone = len(self.spans) == 1 and not self.spans[0].table.num_encoder_tokens
+        return [self.lone_group(0, sliding_window)] if is_lone and sliding_window is not None else self.groups
+
+    def lone_group(self, member: int, sliding_window: int | None = None) -> AttentionGroup:
+        """Returns one span of a decoder-only model, as if nothing else was in the batch, from the block of
+        the first key on that a window lets it see. Positions count from there."""
         span = self.spans[member]
         first, length = self.offsets[member], len(span.token_ids)
-        keys = span.table.num_computed_tokens + length
-        blocks = span.table.block_ids[: -(-keys // self.block_size)]
+        stored = span.table.num_computed_tokens
+        unseen = 0 if sliding_window is None else max(0, stored + 1 - sliding_window)
+        num_left_out = unseen // self.block_size
+        begin = num_left_out * self.block_size
+        keys = stored + length - begin
+        blocks = span.table.block_ids[num_left_out : num_left_out - (-keys // self.block_size)]
         # Blocks that lie one after the other need no index.
         is_run = blocks == list(range(blocks[0], blocks[0] + len(blocks)))
-        slots = None if is_run else torch.from_numpy(table_slots(span.table, keys, self.block_size))
+        slots = None if is_run else torch.from_numpy(_slots(blocks, keys, self.block_size))
         return AttentionGroup(
             rows=1,
             queries=length,
@@ -276,7 +297,7 @@ class ForwardBatch:
             query_index=None,
             output_index=None,
             key_slots=None if slots is None else send(slots, self.slots.device),
-            query_positions=self.positions[:, first : first + length],
+            query_positions=self.positions[:, first : first + length] - begin,
             first_slot=blocks[0] * self.block_size,
             is_lone=True,
         )
@@ -324,8 +345,13 @@ def new_slots(span: Span, block_size: int) -> list[int]:
 
 def table_slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:
     """Slots of the first ``num_tokens`` tokens."""
-    blocks = np.asarray(table.block_ids[: -(-num_tokens // block_size)], dtype=np.int64)
-    return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:num_tokens]
+    return _slots(table.block_ids[: -(-num_tokens // block_size)], num_tokens, block_size)
+
+
+def _slots(blocks: list[int], num_tokens: int, block_size: int) -> np.ndarray:
+    """Returns the first slots of ``blocks``."""
+    first = np.asarray(blocks, dtype=np.int64) * block_size
+    return (first[:, None] + np.arange(block_size)).reshape(-1)[:num_tokens]
 
 
 def _group_members(lengths: list[int]) -> list[list[int]]:

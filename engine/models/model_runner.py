@@ -25,12 +25,6 @@ class ModelRunner:
         cache = KVCache(model.caches, num_blocks, block_size, num_state_slots)
         return cls(model, cache, model.fast_pass(cache))
 
-    def change_model(self, model: Model) -> None:
-        """Runs another model from now on, over the same cache. A fast pass that the model has not made itself
-        stays: its maker has to update it."""
-        self.model = model
-        self.fast_pass = model.fast_pass(self.cache) or self.fast_pass
-
     def forward(
         self,
         spans: list[Span],

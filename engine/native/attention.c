@@ -282,6 +282,13 @@ static void sink(float *out, int64_t size, float number, float best, float *tota
     *total = *total * shrink + fast_exp(number - highest);
 }
 
+/* How many of a span's keys, from the first one on, are those that a query at this position sees and those before them. */
+static inline ALWAYS int64_t seen_until(const Spans *spans, const Heads *layer, int64_t span, int64_t position) {
+    if (!layer->looks_ahead) return position + 1;
+    const int64_t end = spans->num_stored[span] + spans->first_token[span + 1] - spans->first_token[span];
+    return layer->window && position + layer->window < end ? position + layer->window : end;
+}
+
 /* Heads of queries and of keys that an item of work has: of those that share a head of keys, ``num_shared``. */
 typedef struct {
     int64_t first_head, end_head, first_shared, num_shared;
@@ -298,7 +305,8 @@ static inline ALWAYS void attend_queries(
     const int64_t num_kv_heads = range.end_head - range.first_head, rows = num_kv_heads * rows_of_head;
     const int64_t qkv_size = qkv_width(layer);
     const int64_t out_size = layer->num_heads * size, token_bytes = layer->num_kv_heads * head_bytes;
-    const int64_t stored = spans->num_stored[span] + first_query, num_keys = stored + num_queries;
+    const int64_t stored = spans->num_stored[span] + first_query;
+    const int64_t num_keys = seen_until(spans, layer, span, stored + num_queries - 1);
     const int64_t first = spans->first_token[span] + first_query;
     const char *keys = (const char *)layer->keys + range.first_head * head_bytes;
     const char *values = (const char *)layer->values + range.first_head * head_bytes;
@@ -344,7 +352,8 @@ static inline ALWAYS void attend_queries(
         }
         for (int64_t row = 0; row < rows; row++) {
             const int64_t past = stored + row % num_queries + 1 - begin, window_start = past - layer->window;
-            last[row] = past < length ? past : length;
+            const int64_t until = seen_until(spans, layer, span, past + begin - 1) - begin;
+            last[row] = until < length ? until : length;
             from[row] = layer->window && window_start > 0 ? window_start : 0;
             if (from[row] >= last[row]) continue;
             if (layer->softcap > 0) cap_row(scores[row], CHUNK, layer->softcap);

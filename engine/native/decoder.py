@@ -56,7 +56,7 @@ class PackedTokens:
     """Has spans as C reads them, which sees neither how long a table of blocks is nor what lies before a
     span. They must be kept as long as ``new`` is used."""
 
-    def __init__(self, spans: Sequence[Span], block_size: int) -> None:
+    def __init__(self, spans: Sequence[Span], block_size: int, has_states: bool) -> None:
         counts, stored, wanted, first_blocks = [], [], [], []
         self.end = 0  # This is how far the longest text reaches.
         token_ids: list[int] = []
@@ -76,7 +76,7 @@ class PackedTokens:
             blocks += span.table.block_ids
             self.end = max(self.end, end)
         self.num_logits = sum(wanted)
-        states = state_columns(spans)
+        states = state_columns(spans) if has_states else []
         numbers = [*counts, *stored, *wanted, *first_blocks, *states, *token_ids, *blocks]
         self._numbers = array("q", numbers)
         start = address(self._numbers, torch.int64, (len(self._numbers),))
@@ -158,7 +158,7 @@ class NativeDecoder:
                 span.token_ids = [token_id]
         if not self.holds(spans):
             return None
-        packed = PackedTokens(spans, self.decoder.block_size)
+        packed = PackedTokens(spans, self.decoder.block_size, self.has_states)
         self.reach(packed.end)
         num_tokens = sum(len(span.token_ids) for span in spans)
         if (given := states_of(spans)) is not None:
@@ -337,6 +337,8 @@ def _norm(name: str, norm: Norm | None, size: int) -> dict[str, Any]:
     """Returns a norm's fields of a structure."""
     if norm is None:
         return {}
+    if norm.bias is not None:
+        raise PointerError(f"C has no {name} with a bias in a pass of its own")
     return {name: address(norm.weight, FLOAT, (size,)), f"{name}_eps": norm.eps}
 
 

@@ -85,10 +85,7 @@ class NativeStates:
 
 
 def state_columns(spans: Sequence[Span]) -> list[int]:
-    """Returns the spans' slots, how many tokens are folded, and how many are certain; empty if they have no
-    states."""
-    if not spans or spans[0].table.state_slot is None:
-        return []
+    """Returns the spans' slots, how many tokens are folded, and how many are certain."""
     slots = [-1 if (slot := span.table.state_slot) is None else slot for span in spans]
     return [*slots, *(span.table.num_folded_tokens for span in spans), *(span.certain for span in spans)]
 

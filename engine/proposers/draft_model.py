@@ -61,10 +61,10 @@ class DraftModelProposer(Proposer):
 
         def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
             if last_ids is None:
-                return first_logits
+                return in_width(first_logits, self.vocab_size)
             sequences = [plan.rows[row].sequence for row in rows]
             spans = [Span(self.cache.table(each), [0], 1, len(each)) for each in sequences]
-            return self._forward(spans, last_ids)
+            return in_width(self._forward(spans, last_ids), self.vocab_size)
 
         return drawn_drafts(lengths_of(plan, self.name), sampler, next_logits)
 
@@ -92,13 +92,13 @@ class DraftModelProposer(Proposer):
         return Span(table, sequence.token_ids[start:end], num_logits)
 
     def _forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [spans that want them, the target's vocabulary]."""
+        """Returns logits [spans that want them, the draft's vocabulary]."""
         if not spans:
             return torch.empty(0)
         if ids_on_device is not None and self.model.vocab_size < self.vocab_size:
             # This is as in ``_known``.
             ids_on_device = ids_on_device.clamp(max=self.model.vocab_size - 1)
-        return in_width(self.model.forward(spans, ids_on_device).logits, self.vocab_size)
+        return self.model.forward(spans, ids_on_device).logits
 
     def _known(self, spans: list[Span]) -> list[Span]:
         """With any stand-in for tokens that only the target has."""

@@ -61,14 +61,12 @@ def calibrate(
     drafts: Mapping[str, tuple[ModelRunner, BlockPool]],
     max_tokens: int,
     step_seconds: float = 0.0,
-    length: int | None = None,
     seconds: float = 1.0,
 ) -> Costs:
-    """``drafts`` are models of proposers, by name. ``max_tokens``: no step has more, prompts apart. Each row
-    drafts ``length`` tokens; None: that is open. All caches must be allocated and unused."""
+    """``drafts`` are models of proposers, by name. ``max_tokens``: no step has more, prompts apart. All
+    caches must be allocated and unused."""
     seconds /= 1 + len(drafts)
-    scored = SCORED if length is None else Rows(length + 1, alone=length + 1)
-    score = _measure(target, target_pool, scored, max_tokens, seconds)
+    score = _measure(target, target_pool, SCORED, max_tokens, seconds)
     routing = _count_experts(target, target_pool, max_tokens)
     measured = {name: _measure(*draft, DRAFTING, max_tokens, seconds) for name, draft in drafts.items()}
     for model in (target, *(draft for draft, _ in drafts.values())):

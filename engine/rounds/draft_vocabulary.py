@@ -7,10 +7,8 @@ drafted is rejected, and texts that have been counted tell how many those are.
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,20 +16,16 @@ import torch
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers.linear import Linear
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.vocabulary import most_frequent
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.rounds.calibrate import pass_seconds, synchronize
-from truedraft.engine.speculation.costs import Curve
-from truedraft.engine.speculation.vocabulary_choice import LEFT_BY_FOUR_BITS
+from truedraft.engine.rounds.calibrate import pass_seconds
 
 # Numbers of tokens that are tried, no more than half of the vocabulary: the two largest.
 SIZES, MOST_SIZES = tuple(1 << power for power in range(16, 7, -1)), 2
-# Share of drafts that are accepted where nothing is left out.
-ACCEPTED = 0.7
+# Share of drafts that are accepted where nothing is left out, and what four bits leave of it.
+ACCEPTED, LEFT_BY_FOUR_BITS = 0.7, 0.97
 LENGTHS = range(1, 9)
 # What leaves something out must be faster by this share: less is noise of the measurement.
 MARGIN = 0.02
@@ -39,9 +33,6 @@ MARGIN = 0.02
 BLOCKS, BLOCK_SIZE, SCORED = 8, 16, 5
 # A process that was descheduled says nothing about its model.
 REPEATS = 3
-# Tokens of calls of an output layer that are timed, and how many follow each other on a GPU, which is at work
-# on the first ones while the host prepares the others.
-OUTPUT_TOKENS, CALLS_ON_GPU = (1, 8), 8
 
 logger = logging.getLogger(__name__)
 
@@ -53,28 +44,19 @@ class Output(NamedTuple):
     in_four_bits: bool
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Holds a head with the output layer that makes most tokens a second, and how many times those of the
-    target alone that are. ``curves`` are the seconds of whole output layers by the number of tokens, as the
-    target has it and, if that can be, in four bits; there are none where the choice is for good."""
-
-    head: Head
-    gain: float
-    in_four_bits: bool
-    curves: dict[bool, Curve] = field(default_factory=dict)
-
-
 def choose_output(
     head: Head,
     target: Model,
     size: int | Literal["auto", "full"],
     counts: Counter[int] | None,
     length: int | None = None,
-) -> Chosen:
-    """Chooses by passes of the head and of the target, or takes ``size`` tokens. ``counts`` are of texts like
-    those that will be served: without them and a size the choice may be another one later. Drafts have that
-    ``length``, or the best one."""
+) -> Head:
+    """Returns the head with the output layer that makes most tokens a second.
+
+    Chooses by passes of the head and of the target, or takes ``size`` tokens. ``counts`` are of texts like
+    those that will be served: without them and a size all tokens are drafted. Drafts have that ``length``, or
+    the best one.
+    """
     make = head.model.weights.make_output
     if isinstance(size, int) and make is None:
         raise ModelLoadError(
@@ -82,7 +64,6 @@ def choose_output(
         )
     score = [_seconds(target, num_tokens) for num_tokens in (1, SCORED)]
     best, best_speed, chosen = head, 0.0, Output(None, in_four_bits=False)
-    curves: dict[bool, Curve] = {}
     for output in _outputs(target.vocab_size, "full" if make is None else size, counts, target.eos_token_ids):
         tried = _drafting(head, output)
         if tried is None:
@@ -90,17 +71,11 @@ def choose_output(
         accepted = ACCEPTED * _covered(output.token_ids, counts)
         accepted *= LEFT_BY_FOUR_BITS if output.in_four_bits else 1.0
         speed = _speed(accepted, score, _seconds(tried.model, 1), length)
-        if output.token_ids is None:
-            layer = tried.model.weights.head
-            times = {number: output_seconds(layer, tried.model, number) for number in OUTPUT_TOKENS}
-            curves[output.in_four_bits] = Curve(times)
-        logger.debug("%s: %.1f", in_words(output.token_ids, target.vocab_size, output.in_four_bits), speed)
+        logger.debug("%s: %.1f", _in_words(output.token_ids, target.vocab_size, output.in_four_bits), speed)
         if speed > best_speed * (1 + MARGIN):
             best, best_speed, chosen = tried, speed, output
-    logger.info("The head drafts %s", in_words(chosen.token_ids, target.vocab_size, chosen.in_four_bits))
-    has_others = len(curves) > 1 or bool(smaller_sizes(target.vocab_size))
-    is_open = make is not None and size == "auto" and counts is None and has_others
-    return Chosen(best, best_speed * score[0], chosen.in_four_bits, curves if is_open else {})
+    logger.info("The head drafts %s", _in_words(chosen.token_ids, target.vocab_size, chosen.in_four_bits))
+    return best
 
 
 def _drafting(head: Head, output: Output) -> Head | None:
@@ -123,13 +98,13 @@ def _outputs(
         yield Output(None, in_four_bits=False)
         return
     else:
-        sizes = [None, *(smaller_sizes(vocab_size) if counts else [])]
+        sizes = [None, *(_smaller_sizes(vocab_size) if counts else [])]
     for number in sizes:
         ids = None if number is None else most_frequent(counts or Counter(), number, vocab_size, always)
         yield from (Output(ids, in_four_bits) for in_four_bits in (False, True))
 
 
-def smaller_sizes(vocab_size: int) -> list[int]:
+def _smaller_sizes(vocab_size: int) -> list[int]:
     """Returns how many tokens a head may draft instead of all."""
     return [each for each in SIZES if each <= vocab_size // 2][:MOST_SIZES]
 
@@ -159,24 +134,7 @@ def _seconds(model: Model, num_tokens: int) -> float:
     return min(seconds for seconds in found if seconds is not None)
 
 
-def output_seconds(linear: Linear, model: FusedDecoder, num_tokens: int) -> float:
-    """Returns what an output layer of the head ``model`` takes."""
-    x = torch.ones(num_tokens, model.weights.norm.size, dtype=model.dtype, device=model.device)
-    return min(_call_seconds(linear, x) for _ in range(REPEATS))
-
-
-@torch.inference_mode()
-def _call_seconds(linear: Linear, x: torch.Tensor) -> float:
-    num_calls = CALLS_ON_GPU if x.is_cuda else 1
-    synchronize(x.device)
-    started = time.perf_counter()
-    for _ in range(num_calls):
-        linear(x)
-    synchronize(x.device)
-    return (time.perf_counter() - started) / num_calls
-
-
-def in_words(token_ids: Sized | None, vocab_size: int, in_four_bits: bool) -> str:
+def _in_words(token_ids: Sized | None, vocab_size: int, in_four_bits: bool) -> str:
     """Says what a head drafts with."""
     number = vocab_size if token_ids is None else len(token_ids)
     bits = ", with a copy of the output layer in 4 bits" if in_four_bits else ""

@@ -14,10 +14,9 @@ from typing import TypeAlias
 
 import torch
 
-from truedraft.engine.core.draft_choice import Known
 from truedraft.engine.core.needs import EVERY_NEED, Need
 from truedraft.engine.core.proposer import Observation, Proposer
-from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import Known, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import RoundTrace, TokenLogprob
@@ -175,8 +174,10 @@ class PhaseRunner:
                 token_ids += draft
                 num_logits = len(draft) + 1
             num_row_logits.append(num_logits)
-            # Log-probabilities of a prompt need the logits of all its tokens.
-            wanted = len(token_ids) if sequence.wants_prompt_logprobs else num_logits
+            # A prompt's log-probabilities need the logits from the token before the first of them on.
+            wanted = num_logits
+            if sequence.wants_prompt_logprobs:
+                wanted = max(wanted, start + len(token_ids) - max(start, sequence.next_scoring_row))
             spans.append(Span(table, token_ids, wanted, start + part.num_tokens))
         if forward is None:
             output = self.target.forward(spans, taps=self.taps if self._is_followed(plan) else ())
@@ -339,9 +340,13 @@ def _output_logprobs(
     result: list[list[TokenLogprob] | None] = []
     first = 0
     for part, length, token_ids in zip(plan.rows, drafts.lengths, emitted, strict=True):
-        num_top = part.sequence.params.logprobs
+        params = part.sequence.params
         rows = logits[first : first + len(token_ids)]
-        result.append(None if num_top is None else token_logprobs(rows, token_ids, num_top))
+        result.append(
+            None
+            if params.logprobs is None
+            else token_logprobs(rows, token_ids, params.logprobs, params.logprob_token_ids)
+        )
         first += length + 1
     return result
 
@@ -355,7 +360,7 @@ def _take_prompt_logprobs(
         scheduled, torch.split(logits, [span.num_logits for span in spans]), num_row_logits, strict=True
     ):
         sequence = part.sequence
-        if sequence.wants_prompt_logprobs:
+        if sequence.wants_prompt_logprobs and len(rows):
             first = sequence.target_blocks.num_computed_tokens - len(rows)
             # The row of token i predicted token i + 1.
             known = sequence.token_ids[first + 1 : min(first + 1 + len(rows), sequence.num_prompt_tokens)]

@@ -17,6 +17,10 @@ from truedraft.engine.memory.host_to_device import on_device, send
 from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
+# Rows are penalised in so many slices at the most: what a slice needs in between is a small share of the
+# logits.
+MOST_SLICES = 16
+
 
 def adjust_logits(
     logits: torch.Tensor,
@@ -27,36 +31,55 @@ def adjust_logits(
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns adjusted float32 logits, of the shape of ``logits`` [rows, positions, V], which stay unchanged.
+    The arguments are those of ``adjust_in_place``."""
+    adjusted = logits.to(torch.float32, copy=True)
+    adjust_in_place(adjusted, rows, drafted, offset, rules, counts)
+    return adjusted
+
+
+def adjust_in_place(
+    logits: torch.Tensor,
+    rows: Sequence[Row],
+    drafted: torch.Tensor,
+    offset: int,
+    rules: GenerationRules = NO_RULES,
+    counts: torch.Tensor | None = None,
+    places: Sequence[int] | None = None,
+) -> None:
+    """Adjusts float32 ``logits`` [rows, positions, V]; those of ``rows`` are in ``places``, or all of them.
 
     Position j of a row predicts the token that follows its text and ``drafted[row, : offset + j]``;
     ``drafted`` is [rows, at least offset + positions - 1]. ``counts`` [2, penalised rows, V]: how often
     each token stands in their prompts and in their outputs, where that is known already.
     """
-    logits = logits.float().clone()
-    for place, row in enumerate(rows):
+    places = range(len(rows)) if places is None else places
+    for place, row in zip(places, rows, strict=True):
         if bias := row.params.logit_bias:
             ids = on_device(list(bias), logits.device)
             logits[place, :, ids] += on_device(list(bias.values()), logits.device, torch.float32)
-    penalised = [place for place, row in enumerate(rows) if row.is_penalised]
+    penalised = [i for i, row in enumerate(rows) if row.is_penalised]
     if penalised:
-        members = [rows[place] for place in penalised]
-        places = on_device(penalised, logits.device)
+        members = [rows[i] for i in penalised]
         of_text = _text_counts(members, logits.shape[2], logits.device) if counts is None else counts
-        in_prompt, in_output = of_text
-        by_position = _counts(in_output, drafted[places], offset, logits.shape[1])
-        logits[places] = _penalise(logits[places], members, in_prompt, by_position)
+        step = -(-len(members) // MOST_SLICES)
+        for first in range(0, len(members), step):
+            some, last = penalised[first : first + step], first + step
+            index = on_device([places[i] for i in some], logits.device)
+            in_prompt, in_output = of_text[:, first:last]
+            ids = drafted[on_device(some, logits.device)]
+            by_position = _counts(in_output, ids, offset, logits.shape[1])
+            logits[index] = _penalise(logits[index], members[first:last], in_prompt, by_position)
     # The host reads all drafts at once.
     reads = bool(rules) or any(row.matcher is not None for row in rows)
     draft_ids = drafted.tolist() if reads else []
-    for place, row in enumerate(rows):
+    for i, (place, row) in enumerate(zip(places, rows, strict=True)):
         _forbid_stop_tokens(logits[place], row, offset)
         if row.matcher is not None:
-            masks = row.matcher.masks(draft_ids[place][: offset + logits.shape[1] - 1], offset)
+            masks = row.matcher.masks(draft_ids[i][: offset + logits.shape[1] - 1], offset)
             if masks is not None:
                 _forbid_masked(logits[place], masks)
         if rules:
-            _apply_rules(logits[place], row, rules, draft_ids[place], offset)
-    return logits
+            _apply_rules(logits[place], row, rules, draft_ids[i], offset)
 
 
 def _forbid_stop_tokens(logits: torch.Tensor, row: Row, offset: int) -> None:
@@ -109,10 +132,12 @@ def _text_counts(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
 def _counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, num_positions: int) -> torch.Tensor:
     """Returns how often each token is output before each position, float32 [rows, positions, V], from how
     often it stands in the outputs so far, ``base`` [rows, V]."""
-    one_hot = F.one_hot(drafted[:, : offset + num_positions - 1], base.shape[1]).float()
-    before_first = base + one_hot[:, :offset].sum(1)
-    later = before_first[:, None] + one_hot[:, offset:].cumsum(1)
-    return torch.cat([before_first[:, None], later], dim=1)
+    counts = base[:, None].repeat(1, num_positions, 1)
+    number = torch.arange(offset + num_positions - 1, device=base.device)
+    position = torch.arange(offset, offset + num_positions, device=base.device)
+    is_before = (number < position[:, None]).float().expand(len(base), -1, -1)
+    ids = drafted[:, None, : len(number)].expand_as(is_before)
+    return counts.scatter_add_(2, ids, is_before)
 
 
 def _penalise(
@@ -120,15 +145,18 @@ def _penalise(
 ) -> torch.Tensor:
     """Repetition as Keskar et al. 2019 (1909.05858) define it; frequency and presence as OpenAI does.
 
-    ``in_prompt`` [rows, V] and ``in_output`` [rows, positions, V] count tokens.
+    ``in_prompt`` [rows, V] and ``in_output`` [rows, positions, V] count tokens; both ``logits`` and
+    ``in_output`` are overwritten.
     """
 
     def column(values: list[float]) -> torch.Tensor:
         return on_device(values, logits.device, torch.float32)[:, None, None]
 
-    seen = (in_prompt[:, None] > 0) | (in_output > 0)
     repetition = column([row.params.repetition_penalty for row in rows])
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen, repeated, logits)
-    logits = logits - column([row.params.frequency_penalty for row in rows]) * in_output
-    return logits - column([row.params.presence_penalty for row in rows]) * (in_output > 0)
+    is_output = in_output > 0
+    torch.where(is_output | (in_prompt[:, None] > 0), repeated, logits, out=logits)
+    del repeated
+    logits -= in_output.mul_(column([row.params.frequency_penalty for row in rows]))
+    logits -= is_output * column([row.params.presence_penalty for row in rows])
+    return logits

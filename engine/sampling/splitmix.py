@@ -12,11 +12,3 @@ def mix(x: int) -> int:
     x = (x ^ (x >> 30)) * MIX_1 & MASK_64
     x = (x ^ (x >> 27)) * MIX_2 & MASK_64
     return x ^ (x >> 31)
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """The seed of choice ``index`` of a request: the request's own for 0, unrelated ones after it.
-
-    Those have 53 bits, which every JSON parser keeps.
-    """
-    return seed if index == 0 else mix(seed + index * WEYL) >> 11

@@ -70,14 +70,6 @@ class Acceptance:
         for (num_drafted, num_accepted), count in verdicts.items():
             self.learn(num_drafted, num_accepted, count)
 
-    def scale(self, factor: float) -> None:
-        """Takes drafts to be accepted ``factor`` times as often from now on, as far as that can be."""
-        self.accepted = [
-            min(factor * accepted, reached)
-            for reached, accepted in zip(self.reached, self.accepted, strict=True)
-        ]
-        self._expected.clear()
-
     def forget(self) -> None:
         """Lets what is known be worth few verdicts: it is old."""
         for position, reached in enumerate(self.reached):

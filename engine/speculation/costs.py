@@ -13,7 +13,6 @@ full of what the host did, and the front end busy with what the step before has 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
@@ -63,10 +62,6 @@ class Curve:
         left, low = numbers[right - 1], seconds[right - 1]
         return low + (seconds[right] - low) * (number - left) / (numbers[right] - left)
 
-    def plus(self, seconds: Callable[[float], float]) -> "Curve":
-        """Returns a curve with ``seconds`` more, or less, at each point."""
-        return Curve({number: own + seconds(number) for number, own in self._points.items()})
-
     def state(self) -> dict[str, float]:
         """Returns milliseconds by the number, at the calibrated points."""
         return {str(number): round(1000 * seconds, 4) for number, seconds in self._points.items()}
@@ -108,12 +103,6 @@ class PassCosts:
         measured = num_tokens if num_unlike is None else num_unlike
         more_rows = max(0.0, num_rows - self.measured_rows(measured)) if self.row_seconds else 0.0
         return self.by_tokens(measured) + attention + self.row_seconds * more_rows
-
-    def plus(self, seconds: Callable[[float], float]) -> "PassCosts":
-        """Returns those of a pass that takes ``seconds`` more, or less, by its number of tokens."""
-        other = copy(self)
-        other.by_tokens = self.by_tokens.plus(seconds)
-        return other
 
 
 class Shape(NamedTuple):
@@ -183,12 +172,6 @@ class Costs:
         """Makes costs for fixed lengths, to compare sources: scoring a token takes 2 %, a draft pass 20 %."""
         score, draft = PassCosts({1: 0.01, 2: 0.0102}), PassCosts({1: 0.002, 2: 0.002})
         return cls(score, dict.fromkeys(sources, draft), step_seconds)
-
-    def drafting(self, source: str, passes: PassCosts) -> "Costs":
-        """Returns costs that share what is learned here, in which a proposer's passes are others."""
-        other = copy(self)
-        other.drafts = {**self.drafts, source: passes}
-        return other
 
     def model_seconds(self, shape: Shape) -> float:
         """Returns the expected seconds of drafting, scoring and verifying."""

@@ -1,7 +1,5 @@
 """Sequences that are alike: what is known of the drafts for one is taken to be true of all."""
 
-from copy import deepcopy
-
 from truedraft.engine.speculation.acceptance import Acceptance
 
 
@@ -19,10 +17,3 @@ class Group:
         if source not in self.acceptances:
             self.acceptances[source] = Acceptance()
         return self.acceptances[source]
-
-    def scaled(self, source: str, factor: float) -> "Group":
-        """Returns a group of whose drafts ``factor`` times as many are accepted."""
-        other = Group(self.name)
-        other.acceptances[source] = acceptance = deepcopy(self.acceptance(source))
-        acceptance.scale(factor)
-        return other

@@ -10,21 +10,28 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from truedraft.engine.core.draft_choice import NO_DRAFT, DraftChoice, Known
 from truedraft.engine.core.planning import (
-    AUTO_LIMITS,
     MAX_FORCED,
     Lookup,
     ReadingLookup,
     StepChoice,
-    auto_limit,
 )
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import (
+    AUTO_LIMITS,
+    NO_DRAFT,
+    DraftChoice,
+    Known,
+    Round,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    auto_limit,
+)
 from truedraft.engine.messages import Source
 from truedraft.engine.speculation.acceptance import Acceptance
-from truedraft.engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, PassCosts, Shape
+from truedraft.engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
 from truedraft.engine.speculation.explore import Explorer
 from truedraft.engine.speculation.group import Group
 from truedraft.engine.speculation.lookups import (
@@ -423,23 +430,6 @@ class SpeculationPlanner:
                 drafted += rounds[0].num_drafted[place]
                 accepted += rounds[0].num_accepted[place]
         self._lookup_report.add(option.num_asked, offered, drafted, accepted)
-
-    def rate_with(self, source: str, passes: PassCosts, accepted: float) -> float | None:
-        """Returns the tokens per second of rows like the last ones, as ``Policy.rate_with``; None if
-        ``source`` may draft for none of them."""
-        known = [self._rows[sequence] for sequence in self._decoding if sequence in self._rows]
-        rows = Counter((row.group, row.fixed_length) for row in known if source in row.proposers)
-        if not rows:
-            return None
-        return self.policy.rate_with(len(self._decoding), rows, source, passes, accepted)
-
-    def change(self, source: str, passes: PassCosts, accepted: float) -> None:
-        """Says that passes of ``source`` take what ``passes`` say from now on, and that ``accepted`` times as
-        many of its drafts are expected to be accepted."""
-        self._learn_all()
-        self.costs.drafts = {**self.costs.drafts, source: passes}
-        for group in self._groups.values():
-            group.acceptance(source).scale(accepted)
 
     def state(self) -> dict[str, object]:
         self._learn_all()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from truedraft.engine.core import sequence as core
 from truedraft.engine.core.step import StepPlan, StepResult
-from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, MIXED, Costs, PassCosts, Shape
+from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
 from truedraft.engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 from truedraft.engine.speculation.group import Group
 
@@ -306,32 +306,6 @@ class Policy:
                 [count * group.acceptance(source).expected(length) for group, count in groups.items()]
             )
         return self._plan(shape, length, accepted)
-
-    def rate_with(
-        self,
-        num_rows: int,
-        rows: Counter[tuple[Group, int]],
-        source: str,
-        passes: PassCosts,
-        accepted: float,
-    ) -> float:
-        """Returns the tokens per second if the passes of ``source`` took what ``passes`` say, and
-        ``accepted`` times as many of its drafts were accepted. ``rows`` are of a group, and draft a fixed
-        length or, if that is 0, the best one."""
-        policy = Policy(self.costs.drafting(source, passes))
-        scaled = Counter({(of.scaled(source, accepted), fixed): count for (of, fixed), count in rows.items()})
-        lengths = range(MAX_LENGTH + 1) if any(not fixed for _, fixed in rows) else [0]
-        return max(policy._together(num_rows, scaled, source, n).rate for n in lengths)
-
-    def _together(self, num_rows: int, rows: Counter[tuple[Group, int]], source: str, length: int) -> Plan:
-        """Makes the plan in which rows draft their fixed length, or else ``length``."""
-        drafts = [(group, fixed or length, count) for (group, fixed), count in rows.items()]
-        longest = max(own for _, own, _ in drafts)
-        sizes = tuple([sum([n for _, own, n in drafts if own > place]) for place in range(longest)])
-        option = MIXED if any(fixed for _, fixed in rows) else length
-        shape = Shape(num_rows, option, sum(sizes), sizes, source if longest else "")
-        accepted = sum([n * group.acceptance(source).expected(own) for group, own, n in drafts])
-        return self._plan(shape, longest, accepted)
 
     def _plan(self, shape: Shape, length: int, accepted: float) -> Plan:
         num_tokens, seconds = shape.num_rows + accepted, self.costs.seconds(shape)

@@ -34,7 +34,7 @@ from truedraft.engine.hub.names import hub_name
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import num_cpus
 from truedraft.engine.machine.openmp import THREADS_VARIABLE
-from truedraft.engine.messages import Ready
+from truedraft.engine.messages import EmbeddingFacts, Ready
 from truedraft.engine.terminal import loading_bar
 from truedraft.server.app import create_app
 from truedraft.server.cli.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
@@ -397,6 +397,8 @@ def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
 
 def capacity(settings: Settings, worker: Ready) -> list[str]:
     """Returns lines that say what the loaded pair can take: what drafts, and what fits into the cache."""
+    if worker.embedding is not None:
+        return _vector_capacity(worker, worker.embedding)
     longest = longest_request(worker)
     blocks_per_request = -(-longest // worker.block_size)
     num_requests = min(worker.num_target_blocks // blocks_per_request, worker.max_num_sequences)
@@ -419,11 +421,23 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
         f"  weights   {', '.join(worker.weights)}",
         *threads,
         f"  drafting  {_drafting(settings, worker)}",
+        *(f"  {'' if number else 'tried':<8}  {line}" for number, line in enumerate(worker.tried)),
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}{kept}",
         *states,
         *_memory(worker),
         f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "
         f"{num_requests} of that length at once",
+    ]
+
+
+def _vector_capacity(worker: Ready, facts: EmbeddingFacts) -> list[str]:
+    """Returns lines on a model that does not write text."""
+    made = "scores of pairs" if worker.task == "rerank" else f"vectors of {facts.size:,} numbers"
+    prompts = [f"  prompts   {', '.join(facts.prompts)}"] if facts.prompts else []
+    return [
+        f"Ready on {worker.device} in {worker.dtype}, {worker.forward}.",
+        f"  task      {worker.task}: {made}, of texts up to {worker.max_model_len:,} tokens",
+        *prompts,
     ]
 
 

@@ -47,7 +47,7 @@ class PreparedRequest:
     def num_values(self) -> int:
         """Estimates what the answer may hold: tokens, and what is reported of each."""
         params = self.params
-        per_token = max(params.logprobs or 0, params.prompt_logprobs or 0) + 1
+        per_token = max(params.logprobs or 0, params.prompt_logprobs or 0) + len(params.logprob_token_ids) + 1
         num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts) + params.max_tokens
         return self.num_choices * num_tokens * per_token
 
@@ -77,7 +77,13 @@ class PreparedRequest:
         if self.params.prompt_logprobs is None:
             return None
         return msgspec.structs.replace(
-            self.params, max_tokens=1, logprobs=None, num_speculative_tokens=0, trace=False, origins=False
+            self.params,
+            max_tokens=1,
+            logprobs=None,
+            logprob_token_ids=[],
+            num_speculative_tokens=0,
+            trace=False,
+            origins=False,
         )
 
     def engine_requests(self) -> list[Generate]:

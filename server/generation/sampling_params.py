@@ -65,7 +65,9 @@ def build_sampling_params(
         min_tokens=_min_tokens(request, max_tokens),
         stop_token_ids=request.stop_token_ids or [],
         logprobs=logprobs,
-        prompt_logprobs=_prompt_logprobs(request, logprobs, max_logprobs),
+        logprob_token_ids=_logprob_token_ids(request, logprobs, worker.vocab_size),
+        prompt_logprobs=(prompt_logprobs := _prompt_logprobs(request, logprobs, max_logprobs)),
+        prompt_logprobs_start=_prompt_logprobs_start(request, prompt_logprobs, num_prompt_tokens),
         method=_method(request, speculation, worker),
         num_speculative_tokens=_num_speculative_tokens(speculation),
         draft_sample_method=_draft_sample_method(speculation, worker),
@@ -101,7 +103,8 @@ def check_answer_size(
     drafted = MAX_DRAFTED if params.num_speculative_tokens is None else params.num_speculative_tokens
     of_output = {"speculation.trace": drafted + 1 if params.trace else 0}
     if not request.stream:
-        of_output["logprobs"] = 0 if params.logprobs is None else params.logprobs + 1
+        each = params.logprobs is not None and params.logprobs + len(params.logprob_token_ids) + 1
+        of_output["logprobs"] = int(each)
         of_output["return_token_ids"] = of_prompts["return_token_ids"]
         of_output["speculation.origins"] = int(params.origins)
     num_prompt, num_output = n * sum(prompts), n * len(prompts) * params.max_tokens
@@ -121,6 +124,8 @@ def longest_request(worker: Ready) -> int:
 
     An encoder-decoder model bounds each alone, too; see ``_max_output``.
     """
+    if worker.embedding is not None:  # no cache holds texts that are computed in one pass
+        return worker.max_model_len
     return min(worker.max_model_len, worker.num_target_blocks * worker.block_size)
 
 
@@ -311,6 +316,35 @@ def _prompt_logprobs(request: SamplingRequest, logprobs: int | None, max_logprob
     if logprobs is None or not isinstance(request, CompletionRequest) or not request.echo:
         return asked
     return max(asked or 0, logprobs)
+
+
+def _logprob_token_ids(request: SamplingRequest, logprobs: int | None, vocab_size: int) -> list[int]:
+    asked = (isinstance(request, GenerationRequest) and request.logprob_token_ids) or []
+    if asked and logprobs is None:
+        raise InvalidRequestError(
+            "logprob_token_ids is only allowed with logprobs: 0 or more on completions, true on chats.",
+            param="logprob_token_ids",
+        )
+    _check_token_ids("logprob_token_ids", asked, vocab_size)
+    return asked
+
+
+def _prompt_logprobs_start(
+    request: SamplingRequest, prompt_logprobs: int | None, num_prompt_tokens: int
+) -> int:
+    start = (isinstance(request, GenerationRequest) and request.prompt_logprobs_start) or 0
+    if start and prompt_logprobs is None:
+        raise InvalidRequestError(
+            "prompt_logprobs_start is only allowed with prompt_logprobs, or with echo and logprobs.",
+            param="prompt_logprobs_start",
+        )
+    if start >= max(1, num_prompt_tokens):
+        raise InvalidRequestError(
+            f"prompt_logprobs_start is {start}, but the prompt has {num_prompt_tokens} tokens, counted "
+            "from 0.",
+            param="prompt_logprobs_start",
+        )
+    return start
 
 
 def _limited(name: str, asked: int | None, limit: int) -> int | None:

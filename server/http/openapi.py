@@ -29,8 +29,13 @@ has its HTTP status decided before its first byte; an error after that is its la
 
 TAGS = [
     {"name": "generate", "description": "Text out of text."},
+    {
+        "name": "embed",
+        "description": "Vectors of texts, and scores of pairs, of models that are made for them.",
+    },
     {"name": "tokenize", "description": "The model's tokenizer."},
     {"name": "models", "description": "What is served."},
+    {"name": "gateways", "description": "What gateways ask of other servers."},
     {"name": "operate", "description": "For probes, scrapers and people. Open without a key, but for one."},
 ]
 

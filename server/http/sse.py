@@ -32,8 +32,8 @@ def chunk_event(chunk: Answer, *, with_usage: bool) -> bytes:
     return _event(chunk.model_dump_json(exclude=None if with_usage else {"usage"}))
 
 
-def answer_event(answer: BaseModel) -> bytes:
-    return _event(answer.model_dump_json())
+def data_event(part: BaseModel) -> bytes:
+    return _event(part.model_dump_json())
 
 
 def typed_event(fields: dict[str, Any]) -> bytes:

@@ -115,7 +115,8 @@ class Models:
 
     @property
     def num_requests(self) -> int:
-        return sum(model.engine.num_requests for model in self if model.engine is not None)
+        """Counts the HTTP requests that have been taken and are not answered yet."""
+        return sum(model.engine.num_http_requests for model in self if model.engine is not None)
 
     def allowed(self, names: frozenset[str] | None) -> list[ServedModel]:
         """Returns the models that a key with these names may use; None is all."""

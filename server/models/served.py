@@ -127,8 +127,6 @@ class ServedModel:
         self._watching: asyncio.Task[None] | None = None
         self._unloading: asyncio.Task[None] | None = None
         self._fetching: asyncio.Future[EngineConfig] | None = None
-        metrics.requests.running.set_function(lambda: self._pool.num_running if self._pool else 0)
-        metrics.requests.waiting.set_function(lambda: self._pool.num_waiting if self._pool else 0)
         metrics.requests.loaded.set_function(lambda: self._pool is not None)
         metrics.labelled.worker_pids = lambda: [worker.pid for worker in self.workers]
 

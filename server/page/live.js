@@ -77,8 +77,8 @@ const CHARTS = [
   {
     title: "Cache in use", unit: "%", scale: 100, format: share, top: 1,
     series: [
-      ["target", "blue", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").target)],
-      ["draft", "green", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").draft)],
+      ["target", "blue", ({ metrics }) => metrics.perWorker(metrics.by("worker_kv_cache_usage_perc", "model").target)],
+      ["draft", "green", ({ metrics }) => metrics.perWorker(metrics.by("worker_kv_cache_usage_perc", "model").draft)],
     ],
     idle: "No running sequence holds blocks of the cache.",
   },

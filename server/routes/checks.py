@@ -4,9 +4,11 @@
 Every error has its real HTTP status, because nothing has been sent yet.
 """
 
+from collections.abc import Sequence
+
 from fastapi import Request
 
-from truedraft.engine.messages import Ready
+from truedraft.engine.messages import Ready, Task
 from truedraft.server.entries import Rights
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
 from truedraft.server.generation.sampling_params import longest_prompt, longest_request
@@ -28,6 +30,13 @@ from truedraft.server.text.prompt import PromptLimits
 HOLD = "hold"
 # See ``max_prompt_characters``.
 CHARACTERS_PER_TOKEN = 8
+# Each task has an endpoint, and words for what a model of it does.
+ENDPOINTS: dict[Task, tuple[str, str]] = {
+    "generate": ("/v1/chat/completions", "writes text"),
+    "embed": ("/v1/embeddings", "makes vectors of texts"),
+    "rerank": ("/v1/rerank", "scores pairs of texts"),
+}
+ANY_TASK = tuple(ENDPOINTS)
 LEAST_CHARACTERS, MOST_CHARACTERS = 500_000, 4_000_000
 
 
@@ -85,9 +94,12 @@ def check_model(name: str | None, request: Request, services: Services) -> Serve
     return first
 
 
-async def use_model(name: str | None, request: Request, services: Services) -> Model:
+async def use_model(
+    name: str | None, request: Request, services: Services, tasks: Sequence[Task] = ("generate",)
+) -> Model:
     """Returns the model that a request names, as soon as it is loaded, and keeps it so until the request has
-    ended; ``NotReadyError`` if it cannot be had. Every route gets its model here."""
+    ended; ``NotReadyError`` if it cannot be had. Every route gets its model here, which must be made for one
+    of ``tasks``."""
     served = check_model(name, request, services)
     services.check_not_draining()
     state = request.scope["state"]
@@ -97,7 +109,22 @@ async def use_model(name: str | None, request: Request, services: Services) -> M
     if state[HOLD].model is not served:
         taking = state[HOLD].take(served)
         await (while_wanted(request, taking) if services.models.must_wait(served) else taking)
-    return served.loaded()
+    model = served.loaded()
+    check_task(model, tasks, request.scope["route"].path)
+    return model
+
+
+def check_task(model: Model, tasks: Sequence[Task], endpoint: str) -> None:
+    """Refuses a request that the model was not made for, and names the endpoint that it serves."""
+    if (task := model.worker.task) in tasks:
+        return
+    own, does = ENDPOINTS[task]
+    raise InvalidRequestError(
+        f"The model '{model.name}' {does}, which {endpoint} does not ask for: use {own}, or serve a model "
+        f"for {endpoint} (setting task: {tasks[0]}).",
+        param="model",
+        code="wrong_task",
+    )
 
 
 def check_room(body: SamplingRequest, num_prompts: int, model: Model, key: str) -> None:

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from truedraft.server.errors import ErrorAnswer, InvalidRequestError, PermissionDeniedError
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import BODY_ERRORS, Responses
-from truedraft.server.http.sse import EventStreamResponse, answer_event
+from truedraft.server.http.sse import EventStreamResponse, data_event
 from truedraft.server.http.work import while_wanted
 from truedraft.server.models.served import ServedModel
 from truedraft.server.routes.checks import check_model, rights_of
@@ -124,5 +124,5 @@ async def _events(models: list[ServedModel], services: Services) -> AsyncIterato
             event = ModelEvent(model=model.name, status=model_status(model))
             if told.get(model.name) != event:
                 told[model.name] = event
-                yield answer_event(event)
+                yield data_event(event)
         await services.models.news(LOOK_SECONDS)

@@ -158,7 +158,10 @@ class MessagesWriter:
     def _usage(self) -> MessagesUsage:
         usage = self._context.generation.usage()
         num_cached = usage.prompt_tokens_details.cached_tokens
-        thinking = OutputDetails(thinking_tokens=usage.completion_tokens_details.reasoning_tokens)
+        details = usage.completion_tokens_details
+        thinking = OutputDetails(
+            thinking_tokens=details.reasoning_tokens, thinking_budget_spent=details.thinking_budget_spent
+        )
         return MessagesUsage(
             input_tokens=usage.prompt_tokens - num_cached,
             cache_read_input_tokens=num_cached,

@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from truedraft.server.errors import ErrorAnswer, InvalidRequestError, NotReadyError
+from truedraft.server.http.openapi import Responses
 from truedraft.server.observability.speculation_status import speculation_status
 from truedraft.server.routes.checks import check_model
 from truedraft.server.schemas.operate import Health, Readiness, SpeculationStatus, Version, WorkerHealth
@@ -17,6 +18,11 @@ from truedraft.server.version import package_version
 router = APIRouter(tags=["operate"])
 
 ModelName = Annotated[str | None, Query(description="Name of one model of several.")]
+NOT_READY: Responses = {
+    404: {"model": ErrorAnswer, "description": "Unknown model."},
+    503: {"model": Readiness, "description": "Fetching, loading, restarting, draining or failed."},
+    "default": {"model": ErrorAnswer},
+}
 WorkerNumber = Annotated[int, Query(ge=0, description="Number of the worker that is asked, from 0.")]
 
 
@@ -43,11 +49,7 @@ async def health(services: ServicesDep) -> Health:
     "/ready",
     summary="Readiness",
     response_model=Readiness,
-    responses={
-        404: {"model": ErrorAnswer, "description": "Unknown model."},
-        503: {"model": Readiness, "description": "Fetching, loading, restarting, draining or failed."},
-        "default": {"model": ErrorAnswer},
-    },
+    responses=NOT_READY,
 )
 async def ready(services: ServicesDep, model: ModelName = None) -> JSONResponse:
     """Answers 200 only when a request can be taken; else 503 with the reason. Of several models all count
@@ -76,7 +78,7 @@ async def version(services: ServicesDep, model: ModelName = None) -> Version:
         version=package_version(),
         model=settings.model_name,
         target=settings.public_target,
-        draft=public_name(settings.draft) if settings.draft else None,
+        draft=public_name(drafter) if (drafter := worker.draft if worker else settings.draft) else None,
         device=worker.device if worker else None,
         dtype=worker.dtype if worker else None,
         forward=worker.forward if worker else None,

@@ -187,7 +187,8 @@ class ResponsesWriter:
                 ),
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=OutputTokensDetails(
-                    reasoning_tokens=usage.completion_tokens_details.reasoning_tokens
+                    reasoning_tokens=usage.completion_tokens_details.reasoning_tokens,
+                    thinking_budget_spent=usage.completion_tokens_details.thinking_budget_spent,
                 ),
                 total_tokens=usage.total_tokens,
             ),

@@ -12,12 +12,15 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from truedraft.engine.parameters import (
+    FILLING,
     INT64_MAX,
+    MAX_LOGPROB_TOKENS,
     MAX_STOP_TOKENS,
     PARAMETERS,
     DraftSampleMethod,
@@ -57,7 +60,7 @@ def within(name: str) -> Any:
     return Field(**limits)
 
 
-def _as_list(value: object) -> object:
+def as_list(value: object) -> object:
     if not isinstance(value, str | list):
         raise PydanticCustomError("stop_type", "Input should be a string or a list of strings")
     return [value] if isinstance(value, str) else value
@@ -204,26 +207,28 @@ class SpeculationOptions(RequestPart):
     origins: bool | Literal["sources"] = said("origins", False)
 
 
-class SamplingRequest(RequestPart):
+class _NamedModel(RequestPart):
+    model: str = Field(description="The served name; `GET /v1/models` tells it.")
+
+
+# Each parameter that is one number of a row has a field of its name.
+_Drawn: type[_NamedModel] = create_model(
+    "_Drawn", __base__=_NamedModel, **{row.name: (row.type | None, said(row.name)) for row in FILLING}
+)
+
+
+class SamplingRequest(_Drawn):  # type: ignore[misc, valid-type]  # mypy knows no class that is made
     """All generating endpoints have these fields. ``prompt_field`` is the one that holds the prompt."""
 
     prompt_field: ClassVar[str]
 
-    model: str = Field(description="The served name; `GET /v1/models` tells it.")
-    temperature: float | None = said("temperature")
-    top_p: float | None = said("top_p")
-    top_k: int | None = said("top_k")
-    min_p: float | None = said("min_p")
-    presence_penalty: float | None = said("presence_penalty")
-    frequency_penalty: float | None = said("frequency_penalty")
-    repetition_penalty: float | None = said("repetition_penalty")
     logit_bias: Annotated[dict[str, Annotated[float, within("logit_bias")]], Field(fail_fast=True)] | None = (
         said("logit_bias")
     )
     seed: int | None = said("seed")
     stop: Annotated[
         Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
-        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+        BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
     ] = Field(
         None,
         description="Strings that end the text, at most `max_stop_strings`; they are not part of it.",
@@ -286,13 +291,45 @@ class SamplingRequest(RequestPart):
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted, not used.")
 
 
+class ThinkingBudget(RequestPart):
+    """Requests whose answers may begin with reasoning have these names of one limit."""
+
+    thinking_budget: int | None = said("thinking_budget")
+    thinking_token_budget: int | None = Field(None, ge=0, description="vLLM's name of thinking_budget.")
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Returns what the request says, by the names that it uses."""
+        said_by = {name: getattr(self, name) for name in ThinkingBudget.model_fields}
+        return {name: value for name, value in said_by.items() if value is not None}
+
+    @property
+    def budget(self) -> tuple[str, int] | None:
+        """Returns the limit and one of its names."""
+        return next(iter(self.budgets.items()), None)
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if len({*self.budgets.values()}) > 1:
+            raise ValueError(f"{' and '.join(self.budgets)} are the same limit; give one of them")
+        return self
+
+
 class GenerationRequest(SamplingRequest):
     """Completions and chat completions have these fields, too."""
 
     n: int | None = Field(
         None, ge=1, description="Choices per prompt, with the prompts at most `max_choices`. Default 1."
     )
+    logprob_token_ids: (
+        Annotated[
+            list[Annotated[int, within("logprob_token_ids")]],
+            Field(fail_fast=True, max_length=MAX_LOGPROB_TOKENS),
+        ]
+        | None
+    ) = said("logprob_token_ids")
     prompt_logprobs: int | None = said("prompt_logprobs")
+    prompt_logprobs_start: int | None = said("prompt_logprobs_start")
     return_token_ids: bool | None = Field(
         None, description="Also return the token ids of prompt and text. Default false."
     )

@@ -37,14 +37,16 @@ class ScoredToken(NamedTuple):
     logprob: float | None
     top: Sequence[tuple[int, float]]
     offset: int
+    given: Sequence[tuple[int, float]] = ()
 
     @classmethod
     def of(cls, scored: TokenLogprob, offset: int) -> Self:
-        return cls(scored.token_id, scored.logprob, scored.top, offset)
+        return cls(scored.token_id, scored.logprob, scored.top, offset, scored.given)
 
-    def most_likely(self, count: int) -> Sequence[tuple[int, float]]:
-        """The engine may have been asked for more, for the sake of another field."""
-        return self.top[:count]
+    def others(self, count: int) -> dict[int, float]:
+        """Returns the most likely tokens, and those that the request names, each once. The engine may have
+        been asked for more of the former, for the sake of another field."""
+        return dict(self.top[:count]) | dict(self.given)
 
 
 def completion_logprobs(
@@ -63,7 +65,7 @@ def chat_logprobs(tokens: Iterable[ScoredToken], num_top: int, vocabulary: Vocab
     for token in tokens:
         assert token.logprob is not None
         chosen = _top_logprob(token.token_id, token.logprob, vocabulary)
-        top = [_top_logprob(*entry, vocabulary) for entry in token.most_likely(num_top)]
+        top = [_top_logprob(*entry, vocabulary) for entry in token.others(num_top).items()]
         content.append(ChatTokenLogprob(**chosen.model_dump(), top_logprobs=top))
     return ChatLogprobs(content=content)
 
@@ -102,7 +104,7 @@ def _top_by_text(token: ScoredToken, num_top: int, vocabulary: Vocabulary) -> di
         return None
     own_text = vocabulary.text_of(token.token_id, BYTES_MARK)
     by_text: dict[str, float] = {}
-    for token_id, logprob in _with_chosen(token.token_id, token.logprob, token.most_likely(num_top)):
+    for token_id, logprob in _with_chosen(token.token_id, token.logprob, token.others(num_top)):
         text = vocabulary.text_of(token_id, BYTES_MARK)
         is_taken = token_id != token.token_id and (text == own_text or text in by_text)
         by_text[f"token_id:{token_id}" if is_taken else text] = _finite(logprob)
@@ -117,16 +119,13 @@ def _prompt_entry(token: TokenLogprob, num_top: int, vocabulary: Vocabulary) -> 
             rank=ranks.get(token_id, token.rank),
             decoded_token=vocabulary.text_of(token_id),
         )
-        for token_id, logprob in _with_chosen(token.token_id, token.logprob, token.top[:num_top])
+        for token_id, logprob in _with_chosen(token.token_id, token.logprob, dict(token.top[:num_top]))
     }
 
 
-def _with_chosen(
-    token_id: int, logprob: float, most_likely: Sequence[tuple[int, float]]
-) -> list[tuple[int, float]]:
-    """Returns the most likely tokens, and the chosen one if it is not among them."""
-    is_among = any(other == token_id for other, _ in most_likely)
-    return [*most_likely] if is_among else [*most_likely, (token_id, logprob)]
+def _with_chosen(token_id: int, logprob: float, others: dict[int, float]) -> Iterable[tuple[int, float]]:
+    """Returns the other tokens, and the chosen one if it is not among them."""
+    return {**others, token_id: others.get(token_id, logprob)}.items()
 
 
 def _top_logprob(token_id: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:

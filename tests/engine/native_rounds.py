@@ -9,11 +9,10 @@ import torch
 from tests.engine.native_pair import LONG
 from tests.engine.planners import draft_cache, phases_of
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import Need
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import Kind, Round, ScheduledSequence, StepPlan
+from truedraft.engine.core.step import DraftChoice, Kind, Known, Round, ScheduledSequence, StepPlan
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams

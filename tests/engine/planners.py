@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import Need
 from truedraft.engine.core.planning import MAX_FORCED, Lookup, Planner, ReadingLookup, StepChoice
 from truedraft.engine.core.proposer import Proposer, ProposerCache
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.core.step import DraftChoice, Known, StepPlan, StepResult
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import ForcedTokens

@@ -66,24 +66,6 @@ def test_a_large_model_reads_what_is_stored_from_memory(monkeypatch: pytest.Monk
     assert costs(4, 2048, 4) - costs(4) == pytest.approx((exact - costs(4)) * 2)
 
 
-def test_passes_are_of_rows_that_draft_a_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured passes are of such rows alone."""
-    passes: list[list[int]] = []
-
-    def seconds(model: Any, pool: Any, row_lengths: list[int], num_stored: int = 0) -> float:
-        passes.append(row_lengths)
-        return 0.001
-
-    monkeypatch.setattr(calibrate, "pass_seconds", seconds)
-    model: Any = SimpleNamespace(
-        model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
-        cache=SimpleNamespace(clear=lambda _: None, forget=lambda: None),
-    )
-    calibrate.calibrate(model, BlockPool(20, 16), {}, max_tokens=32, length=2)
-    assert {max(row_lengths) for row_lengths in passes} == {1, 2, 3}
-    assert [3, 3, 3] in passes
-
-
 def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "pass_seconds", lambda *_: 0.001)
     cleared: set[int] = set()

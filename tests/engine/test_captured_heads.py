@@ -20,13 +20,11 @@ from tests.engine.test_round_graphs import PARAMS, PENALTIES, Watched, few_shape
 from tests.heads import Shape, fitted, random_head, save_head
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from tests.tape import TapeCapture
-from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import EVERY_NEED
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import StepPlan, StepResult
-from truedraft.engine.layers.linear import TorchLinear
+from truedraft.engine.core.step import DraftChoice, StepPlan, StepResult
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.base import Model
@@ -170,59 +168,6 @@ def test_preemption_and_prefix_hits(folders: tuple[str, str], taped: None) -> No
         same(core, eager, params, [0] * 5, cache_prompt=True)
     assert core.scheduler.num_preemptions > 0
     assert core.scheduler.num_prefix_hits > 0
-
-
-def drafts_with_other_layers(folders: tuple[str, str]) -> EngineCore:
-    """Lets the head draft with other output layers in some steps: of as many tokens in another order, and of
-    fewer. Texts are those without drafts, and captured rounds draft what phases do."""
-    cores = engines(folders, max_num_sequences=2, num_speculative_tokens=2)
-    sizes = {2: len(SHAPE.drafted or ()), 3: 6, 5: 12}
-
-    def switching(core: EngineCore) -> Callable[[], Any]:
-        (proposer,), honest, number = core.scheduler.proposers, core.step, count()
-        assert isinstance(proposer, HeadProposer)
-        own, ids = proposer.head.model.weights.head, proposer.head.token_ids
-        assert isinstance(own, TorchLinear)
-        assert ids is not None
-        weight, ids = own.weight.clone(), ids.clone()
-
-        def step() -> Any:
-            if (turn := next(number)) in sizes:
-                rows = torch.arange(len(ids)).roll(turn)[: sizes[turn]]
-                proposer.draft_with(ids[rows], TorchLinear(weight[rows], None), in_four_bits=False)
-            return honest()
-
-        return step
-
-    for core in cores:
-        core.step = switching(core)  # type: ignore[method-assign]
-    plain = msgspec.structs.replace(GREEDY, method="none")
-    assert same(*cores, [GREEDY] * 2, [0, 0]) == run_engine(make_engine(folders[0], None), PROMPTS[:2], plain)
-    return cores[0]
-
-
-def test_other_output_layers_are_captured_anew(folders: tuple[str, str], taped: None) -> None:
-    """One of as many tokens is copied to where the graphs read the one before."""
-    with pytest.MonkeyPatch.context() as patch:
-        changed, honest = [], RoundGraphs.change_head
-        patch.setattr(
-            RoundGraphs, "change_head", lambda self, head: (changed.append(head), honest(self, head))
-        )
-        core = drafts_with_other_layers(folders)
-    assert graphs_of(core).enabled
-    assert len(changed) == 2
-
-
-def captured_as_before(patch: Patch) -> None:
-    patch.setattr(RoundGraphs, "change_head", lambda self, head: None)
-
-
-def test_passes_captured_of_another_layer_are_caught(
-    folders: tuple[str, str], taped: None, monkeypatch: Patch
-) -> None:
-    captured_as_before(monkeypatch)
-    with pytest.raises(AssertionError):
-        drafts_with_other_layers(folders)
 
 
 class InTurns:

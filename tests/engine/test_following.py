@@ -19,12 +19,11 @@ from tests.engine.planners import FixedPlanner, use_planner, without_loop
 from tests.engine.test_own_proposers import PROMPTS, Follower
 from tests.models import make_engine, save_random_llama, stepped
 from tests.mtp import trained_head
-from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.planning import StepChoice
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import MAX_PROMPT_TOKENS
+from truedraft.engine.core.step import MAX_PROMPT_TOKENS, DraftChoice
 from truedraft.engine.messages import Generate, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0)

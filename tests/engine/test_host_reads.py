@@ -17,11 +17,10 @@ from tests.engine.planners import phases_of
 from tests.models import make_engine, run_engine
 from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import Need
 from truedraft.engine.core.sequence import Sequence as Text
-from truedraft.engine.core.step import ScheduledSequence, StepPlan
+from truedraft.engine.core.step import DraftChoice, ScheduledSequence, StepPlan
 from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.messages import SamplingParams

@@ -16,8 +16,8 @@ from tests.models import outputs_by_choice, run_engine
 from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.planning import AUTO_LIMITS, PROPOSER_LIMIT
 from truedraft.engine.core.state_slots import StateSlots
+from truedraft.engine.core.step import AUTO_LIMITS, PROPOSER_LIMIT
 from truedraft.engine.layers import torch_recurrent
 from truedraft.engine.llm import LLM
 from truedraft.engine.memory import batch

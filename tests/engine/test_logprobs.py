@@ -143,3 +143,81 @@ def test_prompt_logprobs_beside_others_and_after_preemption(models: Models) -> N
     assert sorted(got) == [1, 3]
     for i, entries in got.items():
         check([entry for entry in entries if entry], fresh_logprobs(models, PROMPT[i:]), 0)
+
+
+GIVEN = [7, 0, 12]
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_given_tokens_have_theirs_at_every_place(models: Models, k: int) -> None:
+    core = make_engine(models.target, models.close_draft, num_speculative_tokens=k)
+    params = SamplingParams(max_tokens=12, temperature=1, seed=4, logprobs=1, logprob_token_ids=GIVEN)
+    outputs = run(core, PROMPT, params)
+    tokens = [token for output in outputs for token in output.token_ids]
+    entries = [entry for output in outputs for entry in output.logprobs or []]
+    rows = fresh_logprobs(models, PROMPT + tokens)[len(PROMPT) - 1 :]
+    check(entries, rows, 1)
+    for entry, row in zip(entries, rows, strict=True):
+        assert [token_id for token_id, _ in entry.given] == GIVEN
+        assert [value for _, value in entry.given] == pytest.approx(row[GIVEN].tolist(), abs=1e-4)
+
+
+def scored(core: EngineCore, prompt: list[int], start: int) -> tuple[list[float | None], int]:
+    """Returns the log-probabilities of a prompt's tokens from ``start`` on, and how many were cached."""
+    params = SamplingParams(
+        max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start, num_speculative_tokens=0
+    )
+    (output,) = run(core, prompt, params)
+    entries = output.prompt_logprobs or []
+    assert [entry.token_id for entry in entries if entry] == prompt[max(1, start) :]
+    return [None if entry is None else entry.logprob for entry in entries], output.num_cached_tokens
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 200])
+@pytest.mark.parametrize("start", [0, 1, 2, 8, 9, 17, 31, 32, 33, 43])
+def test_a_continuation_is_scored_after_what_the_cache_has(models: Models, start: int, chunk: int) -> None:
+    """The numbers are those of a prompt that was computed whole, whatever the cache has of it. torch's
+    products of other shapes may differ in their last bits."""
+    prompt = PROMPT * 4
+    core = make_engine(models.target, models.close_draft, block_size=8, max_num_batched_tokens=chunk)
+    whole, _ = scored(core, prompt, 0)
+    values, num_cached = scored(core, prompt, start)
+    assert num_cached == max(0, start - 1) // 8 * 8
+    assert values[: max(1, start)] == [None] * max(1, start)
+    assert values[max(1, start) :] == pytest.approx(whole[max(1, start) :], abs=1e-5)
+    rows = fresh_logprobs(models, prompt)
+    want = [float(rows[place - 1, prompt[place]]) for place in range(max(1, start), len(prompt))]
+    assert values[max(1, start) :] == pytest.approx(want, abs=1e-4)
+
+
+def test_a_scored_continuation_is_not_computed_twice_after_it_gave_way(models: Models) -> None:
+    core = make_engine(models.target, models.close_draft, block_size=8, max_num_batched_tokens=8)
+    prompt = PROMPT * 4
+    want, _ = scored(core, prompt, 20)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=20)
+    core.add(Generate("r", prompt, params, cache_salt="another"))
+    for _ in range(4):
+        core.step()
+    (sequence,) = core.scheduler.running
+    assert 20 < len(sequence.prompt_logprobs or []) < len(prompt)
+    core.scheduler._put_back(sequence)
+    outputs = [output for _ in range(20) for output in core.step()]
+    assert isinstance(outputs[0], TokenOutput)
+    entries = outputs[0].prompt_logprobs or []
+    assert [entry is None for entry in entries] == [value is None for value in want]
+    told = [entry.logprob for entry in entries if entry is not None]
+    assert told == pytest.approx([value for value in want if value is not None], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"prompt_logprobs": 0, "prompt_logprobs_start": len(PROMPT)},
+        {"logprobs": 0, "logprob_token_ids": [1000]},
+    ],
+    ids=str,
+)
+def test_what_is_not_there_cannot_be_scored(models: Models, params: dict[str, Any]) -> None:
+    core = make_engine(models.target, None, num_speculative_tokens=0)
+    with pytest.raises(RequestError, match=list(params)[-1]):
+        core.add(Generate("r", PROMPT, SamplingParams(max_tokens=1, **params)))

@@ -9,7 +9,7 @@ from tests.engine.conftest import Models
 from tests.engine.gates import PROMPTS
 from tests.models import make_engine, run_engine, stepped
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.proposers.suffix_automaton import SuffixAutomaton
+from truedraft.engine.proposers.ngram import SuffixAutomaton
 from truedraft.engine.speculation import lookups
 
 

@@ -31,7 +31,7 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
-from truedraft.engine.rounds import phases
+from truedraft.engine.rounds import round as one_round
 from truedraft.engine.rows.drafts import Drafts
 from truedraft.engine.sampling.sampler import Sampler
 from truedraft.engine.sampling.verify import RowVerdict
@@ -278,7 +278,7 @@ def told(change: Callable[[Observation, Observation], Observation]) -> Callable[
     """Returns a planted bug: ``change`` is given what was told, and what would be if all drafts stood."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        honest = phases._standing
+        honest = one_round._standing
 
         def standing(plan: StepPlan, scored: Any, verdicts: list[RowVerdict]) -> Iterator[Observation]:
             lengths = [len(span.token_ids) for span in scored.spans]
@@ -295,7 +295,7 @@ def told(change: Callable[[Observation, Observation], Observation]) -> Callable[
             everything = honest(plan, scored, drafted)
             return map(change, honest(plan, scored, verdicts), everything)
 
-        patch.setattr(phases, "_standing", standing)
+        patch.setattr(one_round, "_standing", standing)
 
     return plant
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from scipy import stats
 
+from truedraft.engine.core.sequence import sequence_seed
 from truedraft.engine.sampling.random import Stream, exponential_noise, uniform
-from truedraft.engine.sampling.splitmix import sequence_seed
 
 SEEDS = torch.arange(200)
 POSITIONS = torch.arange(500)

@@ -209,21 +209,26 @@ def test_the_answer_must_say_what_the_trace_says(models: Models) -> None:
     assert Outcome.WRONG in outcomes([*text, 1])
 
 
-def test_a_near_tie_is_not_a_failure(models: Models) -> None:
-    """A draw that only misses because the probabilities are off by noise."""
-    answer = traced(models.target, models.close_draft, verification="rejection")
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled", "exact_match"])
+def test_a_near_tie_is_not_a_failure(models: Models, verification: str) -> None:
+    """Decisions that noise of the probabilities may have changed are told apart from those that it cannot
+    have changed. At temperature 0 the tolerance is one of logits."""
+    rule = {"temperature": 0} if verification == "exact_match" else {"verification": verification}
+    answer = traced(models.target, models.close_draft, n=2, **rule)
     before = deepcopy(answer)
     parsed = parse_answer(answer)
     target, draft = (FreshModel(path, LoadOptions()) for path in (models.target, models.close_draft))
     with torch.no_grad():
         for parameter in target.model.parameters():
-            parameter.mul_(1.0003)
-    reports = list(
-        Replayer(target, {DraftKey("draft_model"): draft}, parsed.params, tolerance=0.2).replay(
-            parsed.choices[0]
-        )
-    )
-    assert Outcome.WRONG not in {report.outcome for report in reports}
+            parameter.mul_(1.02)
+
+    def outcomes(tolerance: float) -> set[Outcome]:
+        drafts = {DraftKey("draft_model"): draft}
+        replayer = Replayer(target, drafts, parsed.params, tolerance)
+        return {report.outcome for choice in parsed.choices for report in replayer.replay(choice)}
+
+    assert Outcome.WRONG not in outcomes(1.0 if verification == "exact_match" else 0.3)
+    assert Outcome.WRONG in outcomes(1e-5)
     assert answer == before
 
 

@@ -7,15 +7,17 @@ import json
 import shutil
 from base64 import b64decode
 from copy import deepcopy
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from tests.engine.head_runs import TRAINED, mtp_engine, save_small_hybrid, traces_of
 from tests.engine.test_replay import EVERYTHING, answer_of, tamper, traced
-from tests.engine.test_vocabulary_switches import OTHERS, SOME, switching
 from tests.heads import Shape, random_head, save_head
 from tests.models import save_random_llama
 from tests.mtp import QWEN
@@ -24,8 +26,11 @@ from truedraft.engine.commands.replay import RoundReport
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TraceFileError, parse_answer
 from truedraft.engine.commands.verify_trace import ReplaySettings, _replayer, main
+from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.heads.named_vocabulary import token_ids_of
+from truedraft.engine.models.heads.named_vocabulary import Ids, token_ids_of
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.proposers.heads.proposer import HeadProposer
 
 RULES = ("rejection", "block", "coupled", "exact_match")
 Pair = tuple[str, str]
@@ -99,17 +104,47 @@ def test_another_head_is_refused(mtp: Pair, tmp_path: Path) -> None:
     assert Outcome.WRONG in {report.outcome for report in reports}
 
 
-def from_changing_vocabularies(in_four_bits: bool, **config: Any) -> dict[str, Any]:
-    """Returns an answer of texts whose drafts are of other tokens, in other bits, in each round."""
-    core = mtp_engine(dtype="auto", num_speculative_tokens=2, **config)
-    switching(core, in_four_bits)
-    drawn = SamplingParams(max_tokens=12, seed=5, trace=True, method="mtp", **parameters("rejection"))
-    return dict(json.loads(answer_of(core, drawn)))
+# Tokens and bits that a head drafts with, one after the other; None: all.
+SOME, OTHERS = np.arange(0, 600, 2), np.arange(1, 600, 2)
+TURNS: tuple[tuple[Ids | None, bool], ...] = (
+    (SOME, False),
+    (OTHERS, False),
+    (None, True),
+    (SOME, True),
+    (None, False),
+)
+
+
+def switch(core: EngineCore) -> None:
+    """Lets the head draft with another layer in each step: a trace says it of each round."""
+    (proposer,) = core.scheduler.proposers
+    assert isinstance(proposer, HeadProposer)
+    head, cache, step = proposer.head, proposer.runner.cache, core.step
+    make, own = head.model.weights.make_output, head.model.weights.head
+    assert make is not None
+    heads = []
+    for ids, bits in TURNS:
+        layer = make(ids, bits) if ids is not None or bits else own
+        assert layer is not None
+        heads.append(head.drafting(None if ids is None else torch.from_numpy(ids), layer, bits))
+    turns = cycle(heads)
+
+    def switched() -> Any:
+        proposer.head = next(turns)
+        model = proposer.head.model
+        proposer.runner = ModelRunner(model, cache, model.fast_pass(cache))
+        return step()
+
+    core.step = switched  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
 def changing() -> dict[str, Any]:
-    return from_changing_vocabularies(in_four_bits=True)
+    """Returns an answer of texts whose drafts are of other tokens, in other bits, in each round."""
+    core = mtp_engine(dtype="auto", num_speculative_tokens=2)
+    switch(core)
+    drawn = SamplingParams(max_tokens=12, seed=5, trace=True, method="mtp", **parameters("rejection"))
+    return dict(json.loads(answer_of(core, drawn)))
 
 
 def outcomes_of(answer: dict[str, Any]) -> set[Outcome]:
@@ -128,13 +163,6 @@ def test_a_vocabulary_that_changes_within_texts(changing: dict[str, Any]) -> Non
     assert sorted(ids) == [SOME.tolist(), OTHERS.tolist()]
     assert {round_["head_output"] for round_ in drafting_rounds(changing)} == {"own", "int4"}
     assert outcomes_of(changing) == {Outcome.CONFIRMED}
-
-
-def test_a_vocabulary_that_takes_the_place_of_another() -> None:
-    """Without kernels in C another layer of as many tokens is copied over the present one."""
-    answer = from_changing_vocabularies(in_four_bits=False, native_kernels=False)
-    assert len(answer["draft_vocabularies"]) == 2
-    assert outcomes_of(answer) == {Outcome.CONFIRMED}
 
 
 @pytest.mark.parametrize("planted", ["the old vocabulary", "all tokens", "other bits"])

@@ -15,7 +15,7 @@ from tests.engine.planners import FixedPlanner
 from tests.engine.test_cache_bookkeeping import assert_partition
 from truedraft.engine.core import scheduler as scheduling
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.prompt_pace import FEWEST_TOKENS, FIRST_TOKENS, PromptPace
+from truedraft.engine.core.fairness import FEWEST_TOKENS, FIRST_TOKENS, PromptPace
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, StepPlan, StepResult

@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from tests.fake_worker import logprob_at
+from tests.fake_worker import given_logprob, logprob_at
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer
 from tests.server.wire import answers
@@ -212,6 +212,34 @@ def test_prompt_logprobs_of_a_chat(server: RunningServer) -> None:
     assert [entry["decoded_token"] for entry in answer["prompt_logprobs"][1].values()] == ["t", "u"]
 
 
+@pytest.mark.parametrize("num_top", [0, 1])
+def test_tokens_that_the_request_names(server: RunningServer, num_top: int) -> None:
+    """They follow the most likely ones, and each is there once."""
+    body = {"prompt": "ab", "max_tokens": 1, "logprobs": num_top, "logprob_token_ids": [ord("z"), ord("H")]}
+    (answer,) = answers(server, COMPLETIONS, body)
+    (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+    named = {"z": given_logprob(ord("z"), 2), "H": given_logprob(ord("H"), 2)}
+    assert top == ({"G": -0.0625} if num_top else {}) | named
+    chat = {"messages": HELLO, "max_tokens": 1, "logprobs": True, "top_logprobs": num_top}
+    (answer,) = answers(server, CHAT, chat | {"logprob_token_ids": [ord("z"), 1]})
+    (entry,) = answer["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in entry["top_logprobs"]] == ["G"] * num_top + ["z", "\x01"]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_continuation_is_scored_from_its_first_token(server: RunningServer, echo: bool) -> None:
+    body = {"prompt": "abcd", "max_tokens": 0, "prompt_logprobs": 0, "prompt_logprobs_start": 2}
+    body |= {"echo": True, "logprobs": 0} if echo else {}
+    (answer,) = answers(server, COMPLETIONS, body)
+    (choice,) = answer["choices"]
+    entries = choice["prompt_logprobs"]
+    assert entries[:2] == [None, None]
+    assert [list(entry) for entry in entries[2:]] == [[str(ord("c"))], [str(ord("d"))]]
+    assert [value["logprob"] for entry in entries[2:] for value in entry.values()] == [-0.25, -0.375]
+    if echo:
+        assert choice["logprobs"]["token_logprobs"] == [None, None, -0.25, -0.375]
+
+
 def test_each_field_gets_its_own_number(server: RunningServer) -> None:
     """An echoed prompt and prompt_logprobs share what the engine sends."""
     body = {"prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 4}
@@ -229,6 +257,17 @@ def test_each_field_gets_its_own_number(server: RunningServer) -> None:
         (COMPLETIONS, {"top_logprobs": 2}, "top_logprobs", "unsupported_parameter"),
         (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
         (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
+        (COMPLETIONS, {"logprob_token_ids": [1]}, "logprob_token_ids", "invalid_value"),
+        (COMPLETIONS, {"logprobs": 0, "logprob_token_ids": [260]}, "logprob_token_ids", "invalid_value"),
+        (COMPLETIONS, {"logprobs": 0, "logprob_token_ids": [1] * 1025}, "logprob_token_ids", "invalid_value"),
+        (CHAT, {"logprob_token_ids": [1]}, "logprob_token_ids", "invalid_value"),
+        (COMPLETIONS, {"prompt_logprobs_start": 1}, "prompt_logprobs_start", "invalid_value"),
+        (
+            COMPLETIONS,
+            {"prompt_logprobs": 0, "prompt_logprobs_start": 1},
+            "prompt_logprobs_start",
+            "invalid_value",
+        ),
         (CHAT, {"logprobs": 5}, "logprobs", "invalid_type"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "invalid_value"),

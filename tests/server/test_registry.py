@@ -66,7 +66,7 @@ class FakePool:
     """Takes some time to load, and some to end."""
 
     stage, pid = "", None  # the pool is its own worker
-    num_running = num_waiting = num_requests = 0
+    num_http_requests = 0
 
     def __init__(self, machine: Machine, name: str, seconds: float, fails: Callable[[], bool]) -> None:
         self.machine, self.name, self.seconds, self.fails = machine, name, seconds, fails

@@ -7,7 +7,7 @@ import torch
 
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.head import Head
-from truedraft.engine.models.heads.served_tokens import Ids
+from truedraft.engine.models.heads.named_vocabulary import Ids
 from truedraft.engine.models.hf.fresh import from_empty_cache
 from truedraft.engine.rows.lone import LoneText
 

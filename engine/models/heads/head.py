@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers.linear import Linear, Linears, TorchLinear, TorchLinears
+from truedraft.engine.layers.linear import Linear, Linears, TorchLinears
 from truedraft.engine.layers.norm import Norm
 from truedraft.engine.messages import DraftVocabulary, HeadOutput, Method
 from truedraft.engine.models.base import Model
@@ -99,19 +99,6 @@ class Head:
             drafts_with="int4" if in_four_bits else "own",
             vocabulary=None if token_ids is None else named(token_ids.cpu().numpy()),
         )
-
-    def taking_over(self, token_ids: torch.Tensor | None, output: Linear) -> "Head | None":
-        """Copies another output layer of the same size over the present one, whose addresses captured
-        passes read; returns the head with it. None if that cannot be: the present one must be the head's own
-        copy, as a layer of some tokens is."""
-        own, ids = self.model.weights.head, self.token_ids
-        if ids is None or token_ids is None or len(ids) != len(token_ids):
-            return None
-        if not isinstance(own, TorchLinear) or not isinstance(output, TorchLinear):
-            return None
-        own.weight.copy_(output.weight)
-        ids.copy_(token_ids)
-        return replace(self, vocabulary=named(token_ids.cpu().numpy()))
 
 
 def check_target(path: str, target: Model) -> FusedDecoder:

@@ -3,9 +3,11 @@
 from hashlib import sha256
 
 import numpy as np
+import numpy.typing as npt
 
 from truedraft.engine.messages import DraftVocabulary
-from truedraft.engine.models.heads.served_tokens import Ids
+
+Ids = npt.NDArray[np.int64]
 
 # Hexadecimal digits of a digest.
 DIGITS = 16

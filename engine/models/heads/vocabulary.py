@@ -9,17 +9,18 @@ import torch
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
-from truedraft.engine.models.heads.served_tokens import ranked
 from truedraft.engine.models.prompt_file import read_prompts
 
 
 def most_frequent(counts: Counter[int], size: int, vocab_size: int, always: Iterable[int]) -> torch.Tensor:
-    """Returns ``size`` ids in order: those of ``always``, then the most frequent ones."""
-    numbers = np.zeros(vocab_size, np.float32)
+    """Returns ``size`` ids in order: those of ``always``, then the most frequent ones. Among equally frequent
+    ones the lowest come first, which tokenizers have learned first."""
+    order = np.zeros(vocab_size, np.float32)
     for token, count in counts.items():
         if token < vocab_size:
-            numbers[token] = count
-    return torch.from_numpy(np.sort(ranked(numbers, always)[:size]))
+            order[token] = -count
+    order[[token for token in always if 0 <= token < vocab_size]] = -np.inf
+    return torch.from_numpy(np.sort(order.argsort(kind="stable")[:size]))
 
 
 def count_tokens(file: str, target: str) -> Counter[int]:

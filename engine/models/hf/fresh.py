@@ -24,7 +24,6 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.lone import LoneText
-from truedraft.engine.sampling.adjust import adjust_logits
 from truedraft.engine.sampling.processors import SamplingTensors, to_probs
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
@@ -106,14 +105,6 @@ def from_empty_cache(
     table.block_ids, table.state_slot = [0], 0
     runner = ModelRunner.build(model, num_blocks=1, block_size=len(token_ids), num_state_slots=1)
     return runner.forward([Span(table, token_ids, len(token_ids), states=states)], taps=taps)
-
-
-def adjusted(
-    logits: torch.Tensor, text: LoneText, drafted: list[int], rules: GenerationRules = NO_RULES
-) -> torch.Tensor:
-    """``logits`` [positions, V] after bias, penalties and minimum length; row j follows ``drafted[:j]``."""
-    ids = torch.tensor([drafted], dtype=torch.int64, device=logits.device)
-    return adjust_logits(logits[None], [text.row()], ids, offset=0, rules=rules)[0]
 
 
 def processed(adjusted_logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -5,7 +5,6 @@ the token after it. It is filled by what ``observe`` is told, in the next pass t
 stored from the head's own states is computed again from the target's: it is never taken over.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,6 @@ from truedraft.engine.core.needs import Need
 from truedraft.engine.core.proposer import Observation, Proposer, ProposerCache
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, StepPlan
-from truedraft.engine.layers.linear import Linear
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import DraftVocabulary, HeadOutput
@@ -46,8 +44,6 @@ class HeadProposer(Proposer):
         self.cache = ProposerCache(pool)
         self.vocab_size = vocab_size
         self.taps = head.taps
-        # Runners that know the head's model by themselves are told when another one takes its place.
-        self.followers: list[Callable[[Head], None]] = []
         # Rounds in C and steps by phases, which may come in any order, share what waits.
         self._waiting: WeakKeyDictionary[Sequence, Waiting] = WeakKeyDictionary()
 
@@ -73,17 +69,6 @@ class HeadProposer(Proposer):
     def reset(self) -> None:
         self.cache.reset()
         self._waiting.clear()
-
-    def draft_with(self, token_ids: torch.Tensor | None, output: Linear, in_four_bits: bool) -> None:
-        """Drafts from the next step on with another output layer, of ``token_ids``; None: of all. What the
-        cache holds does not depend on it."""
-        if (same_place := self.head.taking_over(token_ids, output)) is not None:
-            self.head = same_place
-        else:
-            self.head = self.head.drafting(token_ids, output, in_four_bits)
-            self.runner.change_model(self.head.model)
-            for follow in self.followers:
-                follow(self.head)
 
     @torch.inference_mode()
     def observe(self, observations: Sequences[Observation]) -> None:

@@ -18,10 +18,11 @@ from truedraft.engine.sampling.adjust import adjust_logits
 
 
 class KeptLogits(NamedTuple):
-    """Holds a row's raw logits [drafts + 1, V], and how many log-probabilities of each are asked for."""
+    """Holds a row's raw logits [drafts + 1, V], and which log-probabilities of each are asked for."""
 
     logits: torch.Tensor
     num_top: int
+    given_ids: list[int]
 
 
 class Adjuster:
@@ -40,7 +41,9 @@ class Adjuster:
         kept: list[KeptLogits | None] = [None] * len(rows)
         for i, (row, place, length) in enumerate(zip(rows, places, lengths, strict=True)):
             if (num_top := row.params.logprobs) is not None:
-                kept[i] = KeptLogits(logits[place, : length + 1].clone(), num_top)
+                kept[i] = KeptLogits(
+                    logits[place, : length + 1].clone(), num_top, row.params.logprob_token_ids
+                )
         adjusted = [(row, place) for row, place in zip(rows, places, strict=True) if row.needs_adjustment]
         if adjusted:
             self.graphs.capture.launch(lambda: self._adjust(logits, *zip(*adjusted, strict=True)))

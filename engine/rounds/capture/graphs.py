@@ -25,9 +25,7 @@ from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.models.agreement import TOLERANCES, same_logits
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.native.ops_check import PARAMS
 from truedraft.engine.rounds.capture.capture import Capture
 from truedraft.engine.rounds.capture.head_passes import HeadPasses
 from truedraft.engine.rounds.capture.rows import DRAFT, TARGET, DeviceRows
@@ -43,6 +41,7 @@ from truedraft.engine.rounds.capture.shapes import (
 from truedraft.engine.rows.columns import RULES, Field
 from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.probes import PARAMS
 
 # Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
@@ -140,17 +139,6 @@ class RoundGraphs:
         self.replays[item] = self.capture.record(lambda: self.run(item))
         self._passes.clear()
         self._stages.clear()
-
-    def change_head(self, head: Head) -> None:
-        """Captures a head's passes anew, as it has another output layer: nothing else of it is another."""
-        assert self.head is not None
-        self.head.change(head)
-        try:
-            for item in [item for item in self.replays if isinstance(item, Shape) and item.queries is None]:
-                self.add(item)
-        except Exception as error:  # it may fail as it may at start
-            logger.warning("CUDA graphs cannot be captured anew and are not used: %s", error, exc_info=True)
-            self.enabled = False
 
     def run(self, item: Captured) -> None:
         """Runs what is captured: no Python decision here or below depends on the numbers."""

@@ -36,11 +36,6 @@ class HeadPasses:
         self.fed = self.sent.numbers.view(rows.max_rows, 1 + max_fed)
         self._host = self.sent.host.view(rows.max_rows, 1 + max_fed).numpy()
 
-    def change(self, head: Head) -> None:
-        """Takes the same head with another output layer."""
-        self.head = head
-        self.runner.change_model(head.model)
-
     def feed(self, rows: Iterable[int], spans: Sequence[Span]) -> None:
         """Says what the next first pass is fed in these rows."""
         self.sent.wait()

@@ -311,7 +311,9 @@ class _Launched:
         failed = [bool(verdict[2]) for verdict in verdicts]
         emitted = [[*verdict[3 : 3 + verdict[0]], verdict[1]] for verdict in verdicts]
         logprobs = [
-            None if kept is None else token_logprobs(kept.logits[: len(ids)], ids, kept.num_top)
+            None
+            if kept is None
+            else token_logprobs(kept.logits[: len(ids)], ids, kept.num_top, kept.given_ids)
             for kept, ids in zip(self.kept, emitted, strict=True)
         ]
         return Round(

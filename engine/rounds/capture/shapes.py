@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from truedraft.engine.core.planning import PROPOSER_LIMIT
+from truedraft.engine.core.step import PROPOSER_LIMIT
 
 # Tokens that a draft model's pass takes of a row: after a full acceptance it lacks the one before the last.
 DRAFT_TOKENS = 2

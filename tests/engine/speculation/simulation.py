@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tests.engine.planners import CachedProposer
-from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.needs import Need
 from truedraft.engine.core.planning import Planner, StepChoice
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import (
+    DraftChoice,
     Kind,
     PhaseSeconds,
     Round,

@@ -22,11 +22,17 @@ from tests.engine.speculation.simulation import (
     fixed_rates,
     interpolate,
 )
-from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.needs import Need
 from truedraft.engine.core.planning import StepChoice
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import (
+    DraftChoice,
+    PhaseSeconds,
+    Round,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.speculation import lookups
 from truedraft.engine.speculation.acceptance import Acceptance
