@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from truedraft.server.errors import kinds_of_errors
 from truedraft.server.http.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
+from truedraft.server.http.at_end import AtEndMiddleware
 from truedraft.server.http.auth import KeyAuthMiddleware
 from truedraft.server.http.body_limit import BodyLimitMiddleware, HeldBodies
 from truedraft.server.http.error_handlers import install_error_handlers
@@ -34,6 +35,7 @@ from truedraft.server.routes import (
     embeddings,
     gateways,
     infill,
+    load_models,
     messages,
     models,
     ops,
@@ -74,7 +76,7 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (
+    routes = (
         completions,
         chat,
         responses,
@@ -86,12 +88,14 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
         tokenize,
         discovery,
         models,
+        load_models,
         gateways,
         ops,
         page,
-    ):
-        app.include_router(route.router)
-        _add_series(route.router, metrics)
+    )
+    for router in (load_models.commands, *(route.router for route in routes)):
+        app.include_router(router)
+        _add_series(router, metrics)
     install_error_handlers(app, metrics.count_error)
     install_openapi(app, settings)
     _add_middleware(app, settings, metrics, services.work)
@@ -110,6 +114,7 @@ def _add_series(router: APIRouter, metrics: Metrics) -> None:
 
 def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics, work: Work) -> None:
     """Innermost first: a preflight must pass CORS without a key, and every answer gets a request id."""
+    app.add_middleware(AtEndMiddleware)
     held = HeldBodies(settings.max_held_bodies)
     metrics.server.held_bytes.set_function(lambda: held.num_bytes)
     app.add_middleware(

@@ -86,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--refusal-code", default="context_length_exceeded")
     parser.add_argument("--sources", default="", help="what drafts here, by turns")
     parser.add_argument("--troubled", action="store_true", help="report preemptions, and no accepted draft")
+    parser.add_argument("--worker-bytes", type=int, default=0, help="memory that it says to take")
     parser.add_argument("--task", default="generate", help="what the worker says that it is for")
     parser.add_argument("--log", default="", help="file that gets one line per received message")
     return parser.parse_args()
@@ -416,6 +417,7 @@ def main() -> None:
             forward="fused layers in C",
             weights=["Q4_1", "float32"],
             fingerprint="fake",
+            worker_bytes=options.worker_bytes,
             task=options.task,
             embedding=None if options.task == "generate" else VECTORS,
         )

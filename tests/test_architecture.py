@@ -103,6 +103,7 @@ FLOORS = {
         {"commands"},
     ),
     "server": (
+        {"entries"},
         {"errors", "settings", "version"},
         {"leniency", "stages", "turns"},
         {"schemas"},

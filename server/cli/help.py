@@ -31,9 +31,10 @@ EVERYDAY = (
 )
 
 INTRODUCTION = """\
-usage: truedraft serve [TARGET] [OPTIONS]
+usage: truedraft serve [TARGET ...] [OPTIONS]
 
-Start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000.
+Start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000. Several targets are
+several models, which are loaded when a request names them.
 
 An option --some-name can also be set as TRUEDRAFT_SOME_NAME in the environment or as some_name in a YAML
 file given with --config. Flags win over the environment, and the environment over the file.

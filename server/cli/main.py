@@ -58,6 +58,7 @@ examples:
   truedraft serve
   truedraft serve owner/repository:Q4_K_M
   truedraft serve ./my-model --draft ./my-small-model --port 9000
+  truedraft serve ./one-model.gguf ./another-model --max-loaded-models 1
   truedraft chat ./my-model.gguf
   truedraft generate "Once upon a time"
   truedraft check ./my-model --draft ./my-small-model

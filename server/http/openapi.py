@@ -13,8 +13,9 @@ from fastapi.requests import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
+from truedraft.server.entries import BUNDLED_MODEL_NAME
 from truedraft.server.errors import ErrorAnswer
-from truedraft.server.settings import BUNDLED_MODEL_NAME, Settings
+from truedraft.server.settings import Settings
 
 DESCRIPTION = """\
 An OpenAI-compatible API. A field that changes the output is honoured, or refused by name with a 400. One that

@@ -67,14 +67,14 @@ class EventStreamResponse(EventSourceResponse):
     ) -> None:
         super().__init__(events, headers=STREAM_HEADERS | headers)
         self._ping = {"type": "http.response.body", "body": ping, "more_body": True}
-        self._on_close = on_close
+        self.on_close = on_close
         self._ping_seconds = ping_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._on_close()
+            self.on_close()
 
     async def stream_response(self, send: Send) -> None:
         """One task for all pings of the stream: a timer for each event would cost more than the event."""

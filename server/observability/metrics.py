@@ -134,6 +134,8 @@ class RequestMetrics:
             "kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1, where it is largest."
         )
         self.ready = gauge("ready", "1 when a request can be taken.")
+        self.loaded = gauge("model_loaded", "1 while the model is in memory, or is being loaded.")
+        self.loads = counter("model_loads", "Times that the model has been loaded.")
         for reason in get_args(FinishReason):
             self.requests.labels(reason)
         for reason in ("disconnect", "timeout"):
@@ -223,9 +225,13 @@ class WorkerMetrics:
         )
 
     def lost(self) -> None:
+        self.unloaded()
+        self._restarts.inc()
+
+    def unloaded(self) -> None:
+        """The worker has ended, perhaps since it is not needed."""
         self._count()
         self.latest = self.told = None
-        self._restarts.inc()
         self._ready.set(0)
         self._cache_usage.clear()  # the cache went with the worker
 

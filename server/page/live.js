@@ -244,7 +244,9 @@ export function follow() {
 async function read(loop) {
   if (loop !== following) return;
   try {
-    const [text, speculation] = await Promise.all([getText("metrics"), getJson("speculation")]);
+    const name = byId("model").value;
+    const asked = getJson(name ? `speculation?model=${encodeURIComponent(name)}` : "speculation");
+    const [text, speculation] = await Promise.all([getText("metrics"), asked]);
     history.push({ time: performance.now() / 1000, metrics: parseMetrics(text), speculation });
     if (history.length > NUM_SAMPLES) history.shift();
     show();

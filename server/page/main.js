@@ -131,7 +131,7 @@ async function fillModels() {
   const select = byId("model");
   const chosen = select.value || kept("model");
   // A server of several models says which of them are loaded.
-  const words = cards.map(({ id, state }) => visible(state && state !== "loaded" ? `${id} (${state})` : id));
+  const words = cards.map(({ id, status }) => visible(status && status.value !== "loaded" ? `${id} (${status.value})` : id));
   if (words.join("\n") !== [...select.options].map(({ text }) => text).join("\n")) {
     select.replaceChildren(...cards.map(({ id }, place) => element("option", { value: id, selected: id === chosen }, words[place])));
   }

@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from fastapi import Request
 
 from truedraft.engine.messages import Ready, Task
+from truedraft.server.entries import Rights
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
 from truedraft.server.generation.sampling_params import longest_prompt, longest_request
+from truedraft.server.http.at_end import at_end
+from truedraft.server.http.auth import api_key_of
+from truedraft.server.http.work import while_wanted
 from truedraft.server.leniency import Leniency
+from truedraft.server.models.registry import Hold
 from truedraft.server.models.served import Model, ServedModel
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
 from truedraft.server.schemas.responses import ResponsesRequest
@@ -21,6 +26,8 @@ from truedraft.server.services import Services
 from truedraft.server.text.front_metadata import leave_out_metadata
 from truedraft.server.text.prompt import PromptLimits
 
+# Where a request's state has its hold on the model that it uses.
+HOLD = "hold"
 # See ``max_prompt_characters``.
 CHARACTERS_PER_TOKEN = 8
 # Each task has an endpoint, and words for what a model of it does.
@@ -68,18 +75,40 @@ def check_fields(body: RequestPart, services: Services) -> Leniency:
     return leniency
 
 
+def rights_of(request: Request, services: Services) -> Rights:
+    """Returns what the request's key may do."""
+    return services.settings.rights_of(api_key_of(request.scope))
+
+
 def check_model(name: str | None, request: Request, services: Services) -> ServedModel:
-    """Returns the model that a request names, loaded or not; without a name the first one."""
-    return services.models.first if name is None else services.models.find(name)
+    """Returns the model that a request names, loaded or not; without a name the only one that there is."""
+    allowed = rights_of(request, services).models
+    if name is not None:
+        return services.models.find(name, allowed)
+    first, *others = services.models.allowed(allowed)
+    if others:
+        names = ", ".join(model.name for model in (first, *others))
+        raise InvalidRequestError(
+            f"Name a model: this server has {names}.", param="model", code="missing_required_parameter"
+        )
+    return first
 
 
 async def use_model(
     name: str | None, request: Request, services: Services, tasks: Sequence[Task] = ("generate",)
 ) -> Model:
-    """Returns the model that a request names, as long as it is answered; ``NotReadyError`` if it cannot be
-    had. Every route gets its model here, which must be made for one of ``tasks``."""
+    """Returns the model that a request names, as soon as it is loaded, and keeps it so until the request has
+    ended; ``NotReadyError`` if it cannot be had. Every route gets its model here, which must be made for one
+    of ``tasks``."""
     served = check_model(name, request, services)
     services.check_not_draining()
+    state = request.scope["state"]
+    if HOLD not in state:
+        state[HOLD] = Hold(services.models)
+        at_end(request.scope, state[HOLD].release)
+    if state[HOLD].model is not served:
+        taking = state[HOLD].take(served)
+        await (while_wanted(request, taking) if services.models.must_wait(served) else taking)
     model = served.loaded()
     check_task(model, tasks, request.scope["route"].path)
     return model

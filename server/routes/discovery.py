@@ -10,7 +10,7 @@ from truedraft.server.generation.sampling_params import longest_request
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import BODY_ERRORS
 from truedraft.server.models.served import ServedModel
-from truedraft.server.routes.checks import check_fields, check_model, use_model
+from truedraft.server.routes.checks import check_fields, check_model, rights_of, use_model
 from truedraft.server.schemas.discovery import (
     OllamaDetails,
     OllamaModel,
@@ -35,10 +35,11 @@ async def ollama_version() -> OllamaVersion:
 
 
 @router.get("/api/tags", summary="List the models, as Ollama does")
-async def ollama_tags(services: ServicesDep) -> OllamaTags:
+async def ollama_tags(request: Request, services: ServicesDep) -> OllamaTags:
     """Returns the served names. Requests go to `/v1`: Ollama's own endpoints for them are not served."""
     models = services.models
-    return OllamaTags(models=[_tag(name, models.find(name), services) for name in models.names])
+    names = models.names_for(rights_of(request, services).models)
+    return OllamaTags(models=[_tag(name, models.find(name), services) for name in names])
 
 
 async def ollama_show(

@@ -108,7 +108,7 @@ def _answer(content: bytes, leniency: Leniency) -> Response:
 @router.get("/load", summary="Load")
 async def load(services: ServicesDep) -> ServerLoad:
     """Counts unfinished requests, as vLLM does with its load tracking."""
-    return ServerLoad(server_load=sum(model.engine.num_http_requests for model in services.models))
+    return ServerLoad(server_load=services.models.num_requests)
 
 
 @router.get("/v1/health", summary="Liveness, for gateways that only reach /v1")

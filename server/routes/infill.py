@@ -9,7 +9,6 @@ from fastapi.responses import Response
 from truedraft.server.errors import ApiError
 from truedraft.server.generation.sampling_params import longest_request
 from truedraft.server.http.auth import api_key_of
-from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
 from truedraft.server.http.sse import PING, data_event, error_event
 from truedraft.server.http.work import in_thread, in_thread_if_long
@@ -17,6 +16,7 @@ from truedraft.server.models.served import Model
 from truedraft.server.routes.checks import check_fields, check_model, check_room, prompt_limits, use_model
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.submit import start_generation
+from truedraft.server.routes.waiting import GeneratingRoute
 from truedraft.server.routes.writer import respond
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.examples import INFILL
@@ -26,7 +26,7 @@ from truedraft.server.text.choice import FinishedChoice
 from truedraft.server.text.infill import Extra, infill_tokens
 from truedraft.server.text.prompt import TokenPrompt, check_characters, check_length
 
-router = APIRouter(tags=["generate"], route_class=JsonRoute)
+router = APIRouter(tags=["generate"], route_class=GeneratingRoute)
 
 EVENT_STREAM = "`data:` lines, each a part of the answer as JSON; the last one has `stop: true`."
 # Fields that are those of a completion.

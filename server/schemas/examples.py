@@ -2,7 +2,7 @@
 
 from fastapi.openapi.models import Example
 
-from truedraft.server.settings import BUNDLED_MODEL_NAME
+from truedraft.server.entries import BUNDLED_MODEL_NAME
 
 Examples = dict[str, Example]
 

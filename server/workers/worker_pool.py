@@ -48,6 +48,7 @@ class WorkerPool:
         self._looks_at_prefixes = shares_prefixes and len(workers) > 1
         self._known_prefixes = [KnownPrefixes() for _ in workers]
         self.when_weights_changed: Callable[[], None] = lambda: None
+        self.when_changed: Callable[[], None] = lambda: None  # the state of a worker has
 
     @property
     def state(self) -> EngineState:
@@ -166,6 +167,7 @@ class WorkerPool:
     def worker_ready(self, number: int) -> None:
         for request in self._requests.unassigned():
             self._assign(request)
+        self.when_changed()
 
     def worker_lost(self, number: int, error: ApiError, *, was_ready: bool) -> None:
         self._known_prefixes[number].clear()
@@ -177,3 +179,4 @@ class WorkerPool:
             self.worker_ready(number)
         elif not was_ready or self.state.status == "failed":  # when the next will be ready is unknown
             self._requests.fail_all(error)
+        self.when_changed()

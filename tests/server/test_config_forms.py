@@ -112,7 +112,7 @@ def test_a_file_of_settings_for_commands_without_a_server(
         ("serve --port", "argument --port: expected one argument."),
         ("serve --port x", "port: must be a whole number"),
         ("serve --cache-memory 12XB", "cache_memory: must be a size such as 512MiB or 4GiB"),
-        ("serve one two", "unrecognized arguments: two."),
+        ("serve --port 1 two", "unrecognized arguments: two."),
         ("generate", "the following arguments are required: PROMPT."),
         ("generate hi --temperature 5", "temperature: must be less"),
         ("generate hi --max-tokens", "argument --max-tokens: expected one argument."),

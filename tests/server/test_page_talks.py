@@ -323,8 +323,9 @@ def test_a_model_is_chosen(browser: Browser, start_server: StartServer) -> None:
         const answer = await fetch(path, ...others);
         if (path !== 'v1/models') return answer;
         const { data: [card] } = await answer.json();
-        const other = { ...card, id: 'other', state: 'unloaded', tool_form: null, max_model_len: 512 };
-        return Response.json({ data: [{ ...card, state: 'loaded' }, other] });
+        const other = { ...card, id: 'other', tool_form: null, max_model_len: 512 };
+        other.status = { value: 'unloaded' };
+        return Response.json({ data: [{ ...card, status: { value: 'loaded' } }, other] });
     })(window.fetch)"""
     with start_server() as server, page(browser, server):
         assert browser.run("document.querySelector('#model-field').hidden")  # there is no choice
