@@ -42,7 +42,8 @@ class Scoring:
         self.num_cached_tokens = 0
         self._engine = engine
         self._key, self._cache_salt, self._cache_prompt = key, cache_salt, cache_prompt
-        self._shared = os.path.commonprefix([one.prompt_ids for one in asked]) if len(asked) > 1 else []
+        prompts = [one.prompt_ids for one in asked]
+        self._shared = [*os.path.commonprefix(prompts)] if len(asked) > 1 else []
         self._timer = RequestTimer(metrics.requests, self.num_prompt_tokens)
         self._id = f"decision-{uuid.uuid4().hex}"
         self._num_sequences = 0

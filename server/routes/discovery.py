@@ -10,7 +10,7 @@ from truedraft.server.generation.sampling_params import longest_request
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import BODY_ERRORS
 from truedraft.server.models.served import ServedModel
-from truedraft.server.routes.checks import check_fields, check_model, rights_of, use_model
+from truedraft.server.routes.checks import ANY_TASK, check_fields, check_model, rights_of, use_model
 from truedraft.server.schemas.discovery import (
     OllamaDetails,
     OllamaModel,
@@ -49,12 +49,15 @@ async def ollama_show(
     name = body.name if body.model is None else body.model
     served = check_model(name, request, services)
     check_fields(body, services)
-    model = await use_model(name, request, services)
+    model = await use_model(name, request, services, ANY_TASK)
     templates = model.tokenizer.templates
+    generates = model.worker.task == "generate"
     can = {
-        "completion": True,
-        "tools": bool(templates.source),
-        "thinking": templates.reasoning_marks is not None,
+        "completion": generates,
+        "tools": generates and bool(templates.source),
+        "thinking": generates and templates.reasoning_marks is not None,
+        "insert": generates and {"fim_pre", "fim_suf", "fim_mid"} <= model.tokenizer.fill_ids.keys(),
+        "embedding": model.worker.task == "embed",
     }
     recommended = model.worker.default_sampling
     return OllamaShow(
@@ -66,7 +69,7 @@ async def ollama_show(
             "general.basename": model.settings.public_target,
             "general.context_length": longest_request(model.worker),
         },
-        capabilities=[name for name, has in can.items() if has],
+        capabilities=[each for each, has in can.items() if has],
         modified_at=_started(services),
     )
 
@@ -89,7 +92,7 @@ router.add_api_route(
 )
 async def llama_props(request: Request, services: ServicesDep) -> Props:
     """Returns the context's length, the chat template and how many sequences run at the same time."""
-    model = await use_model(None, request, services)
+    model = await use_model(None, request, services, ANY_TASK)
     worker = model.worker
     settings = PropsSettings(n_ctx=longest_request(worker), params=worker.default_sampling)
     return Props(

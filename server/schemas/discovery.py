@@ -47,7 +47,7 @@ class OllamaShow(BaseModel):
     template: str = Field(description="The chat template.")
     details: OllamaDetails
     model_info: dict[str, Any] = Field(description="`general.context_length`, in tokens.")
-    capabilities: list[str] = Field(description="`completion`, `tools`, `thinking`, `insert`.")
+    capabilities: list[str] = Field(description="`completion`, `tools`, `thinking`, `insert`, `embedding`.")
     modified_at: str
 
 

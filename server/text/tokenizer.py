@@ -60,7 +60,7 @@ class Tokenizer:
     def beginning(self) -> list[int]:
         """Returns the tokens that are put before a text, and not after it."""
         texts = [self.encode(text, add_special_tokens=True) for text in ("", "a")]
-        return commonprefix(texts)
+        return [*commonprefix(texts)]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # A batch of one releases the interpreter's lock, which ``encode`` holds.

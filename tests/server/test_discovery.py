@@ -15,7 +15,7 @@ def test_ollamas_clients_find_the_model(server: RunningServer) -> None:
     assert model["digest"].startswith("fp_")
     shown = server.client.post("/api/show", json={"name": MODEL}).json()
     assert shown["model_info"]["general.context_length"] == 512
-    assert shown["capabilities"] == ["completion", "tools"]
+    assert shown["capabilities"] == ["completion", "tools", "insert"]
     assert "messages" in shown["template"]
     assert shown["details"] == model["details"]
 
