@@ -121,7 +121,7 @@ def drafters(files: Iterable[RepoFile]) -> list[Variant]:
 def checkpoint_files(
     files: Iterable[RepoFile], *, allow_pickle: bool = False, with_code: bool = False
 ) -> list[RepoFile]:
-    """Returns the files of a checkpoint at the top of a repository, and of the small modules in its folders."""
+    """Returns the files of a checkpoint at the top of a repository, and of modules in their folders."""
     names = {file.name for file in files}
     is_indexed = "model.safetensors.index.json" in names or "model.safetensors" in names
     wanted = []
