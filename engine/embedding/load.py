@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.checkpoints.facts import ModelFacts
-from truedraft.engine.config import EngineConfig
+from truedraft.engine.config import AUTO, EngineConfig
 from truedraft.engine.embedding.files import (
     LogitScore,
     VectorFiles,
@@ -84,7 +84,7 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
     """Loads the target for ``task``; raises ``ModelLoadError``."""
     assert config.target is not None
     path, options = config.target, load_options(config)
-    if config.draft is not None:
+    if config.draft not in (None, AUTO):
         raise ModelLoadError(f"{path} does not write text, so that no draft helps it: leave out draft")
     if options.device_map is not None:
         raise ModelLoadError(
@@ -390,9 +390,13 @@ def _answers(path: str) -> LogitScore:
 
 
 def _pair_template(path: str) -> str:
-    """Returns how a pair is written for a model that is asked in words; empty if it reads two texts."""
-    config = read_json(Path(path).expanduser() / "config.json")
-    return ASKED if config.get("model_type") == "qwen3" else ""
+    """Returns how a decoder is asked about a pair; raises ``ModelLoadError`` where that is not known."""
+    kind = read_json(Path(path).expanduser() / "config.json").get("model_type")
+    if kind != "qwen3":
+        raise ModelLoadError(
+            f"{path} cannot rerank: how {kind} models are asked for a score is not known here"
+        )
+    return ASKED
 
 
 def _pooling_of_gguf(path: str, task: Task) -> tuple[str, ...]:
