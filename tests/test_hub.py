@@ -18,7 +18,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.fetch import Progress, find_model
 from truedraft.engine.hub.located import located
 from truedraft.engine.hub.names import HubName, hub_name
-from truedraft.engine.hub.repository import RepoFile, choose, drafters, variants
+from truedraft.engine.hub.repository import RepoFile, checkpoint_files, choose, drafters, variants
 from truedraft.engine.hub.siblings import siblings
 from truedraft.engine.hub.store import remove, stored_models
 from truedraft.server.cli.main import main
@@ -385,3 +385,12 @@ def test_what_was_removed_in_part_is_fetched_again(hub: Hub) -> None:
     assert Path(find_model("owner/Tiny-GGUF:Q8_0").path).read_bytes().startswith(b"Q8_0")
     assert hub.sent["Tiny-Q8_0.gguf"] == 2 * sent["Tiny-Q8_0.gguf"]
     assert hub.sent["Tiny-Q2_K.gguf"] == sent["Tiny-Q2_K.gguf"]
+
+
+def test_modules_after_a_model_are_fetched() -> None:
+    """What makes vectors of states is in folders of their own; other folders have other forms of weights."""
+    wanted = ["config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"]
+    wanted += ["2_Dense/config.json", "2_Dense/model.safetensors", "1_LogitScore/config.json"]
+    others = ["onnx/config.json", "onnx/model.safetensors", "2_Dense/a.bin", "a/1_Pooling/config.json"]
+    found = checkpoint_files([RepoFile(name, 1) for name in [*wanted, *others]])
+    assert sorted(file.name for file in found) == sorted(wanted)

@@ -97,6 +97,8 @@ def read_vector_files(folder: Path) -> VectorFiles:
             case "Normalize":
                 normalizes = True
             case "LogitScore":
+                if "true_token_id" not in config:
+                    raise ModelLoadError(f"{at}/config.json names no true_token_id")
                 score = LogitScore(int(config["true_token_id"]), config.get("false_token_id"))
             case _ if kind not in WITHOUT_EFFECT:
                 raise ModelLoadError(f"{folder} has a module {kind} (modules.json), which is not known here")

@@ -390,9 +390,13 @@ def _answers(path: str) -> LogitScore:
 
 
 def _pair_template(path: str) -> str:
-    """Returns how a pair is written for a model that is asked in words; empty if it reads two texts."""
-    config = read_json(Path(path).expanduser() / "config.json")
-    return ASKED if config.get("model_type") == "qwen3" else ""
+    """Returns how a decoder is asked about a pair; raises ``ModelLoadError`` where that is not known."""
+    kind = read_json(Path(path).expanduser() / "config.json").get("model_type")
+    if kind != "qwen3":
+        raise ModelLoadError(
+            f"{path} cannot rerank: how {kind} models are asked for a score is not known here"
+        )
+    return ASKED
 
 
 def _pooling_of_gguf(path: str, task: Task) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from tests.gguf_models import save_gguf
 from tests.vector_models import (
@@ -170,6 +170,13 @@ def test_a_decoder_scores_by_its_next_token(tmp_path: Path) -> None:
     yes, no = 4, 5
     assert torch.allclose(loaded.vectors(states), logits[[yes, no]].softmax(0)[:1], atol=1e-4)
     assert "{document}" in loaded.facts.pair_template
+
+
+def test_a_decoder_that_is_asked_in_unknown_words_is_refused(tmp_path: Path) -> None:
+    """A pair that is written otherwise than in training has some score, which means nothing."""
+    write_model(tmp_path, LlamaForCausalLM, LlamaConfig, DECODER)
+    with pytest.raises(ModelLoadError, match="how llama models are asked"):
+        load(tmp_path, "rerank")
 
 
 @pytest.fixture(scope="module")

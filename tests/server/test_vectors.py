@@ -158,7 +158,7 @@ def test_cosines_of_a_model_of_vectors(server: RunningServer) -> None:
 def test_reranking(reranker: RunningServer) -> None:
     body = {"query": "q", "documents": ["b", "c", "a", "c"]}
     whole = reranker.post("/v1/rerank", body).json()
-    assert [each["index"] for each in whole["results"]] == [1, 3, 0, 2]  # of equal ones the first
+    assert [each["index"] for each in whole["results"]] == [1, 3, 0, 2]  # the first of equal ones comes first
     assert whole["results"][0]["relevance_score"] == pytest.approx((113 + 99) / 1000)
     assert whole["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
     for path in ("/rerank", "/v2/rerank"):
