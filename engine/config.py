@@ -82,8 +82,9 @@ class ModelSettings(BaseModel):
     num_threads: int = Field(
         0,
         ge=0,
-        description="CPU threads of the worker. 0: as many as torch chooses, but no more than the "
-        "processors that the process may use (affinity mask and control groups).",
+        description="CPU threads of the worker. 0: as many as torch chooses, but no more than the fast "
+        "cores that the process may use (affinity mask and control groups; fewer than four count each "
+        "processor).",
     )
     native_kernels: bool = Field(
         True,
