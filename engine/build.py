@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import torch
 from pydantic import ByteSize
@@ -253,7 +253,7 @@ def _trial(config: EngineConfig, models: Models) -> Trial:
     core = make_core(config, models, memory, proposers, make_runner(config, memory, proposers))
     name = proposers[0].name
     ids = beginnings(str(config.target), models.target.vocab_size)
-    accepted = accepted_by_place(core, name, ids, length or LENGTH)
+    accepted = accepted_by_place(core, cast(Method, name), ids, length or LENGTH)
     scored = (length or LENGTH) + 1
     costs = calibrate(memory.target, memory.target_pool, _drafts(models, memory), scored)
     lengths = range(1, LENGTH + 1) if length is None else [length]

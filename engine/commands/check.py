@@ -121,7 +121,8 @@ def _pair(settings: CheckSettings, length: int) -> EngineCore:
     """Returns the engine that is checked: with what the settings name, or with what it has chosen itself."""
     core = build_engine(EngineConfig(**_fields(settings, length)))
     if settings.draft == AUTO and settings.method == "auto" and length:
-        core.admission.method = NgramProposer.name if core.drafter is None else drafting_method(core.drafter)
+        method = NgramProposer.name if core.drafter is None else drafting_method(core.drafter)
+        core.admission = replace(core.admission, method=method)
     return core
 
 

@@ -260,7 +260,7 @@ class Models:
     def _begin(self, model: ServedModel) -> "asyncio.Task[None]":
         """Returns the one task that brings the model."""
         if (task := self._loads.get(model)) is None:
-            # Its own context: what the workers log later is of no request.
+            # It has a context of its own: what the workers log later is of no request.
             task = asyncio.create_task(self._place_and_load(model), context=Context())
             self._loads[model] = task
             task.add_done_callback(lambda done: self._has_ended(model, done))

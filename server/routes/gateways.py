@@ -7,6 +7,7 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from truedraft.engine.parameters import PARAMETERS
@@ -153,4 +154,4 @@ class Invocations:
 
 
 router.include_router(renders)
-router.add_route("/invocations", Invocations(), methods=["POST"], include_in_schema=False)
+router.routes.append(Route("/invocations", Invocations(), methods=["POST"], include_in_schema=False))

@@ -234,7 +234,7 @@ def save_hybrid(folder: Path) -> Path:
 
 @contextmanager
 def serving_three(folder: Path, gguf: Path) -> Iterator[Server]:
-    """The server, with room for two of the models."""
+    """Runs the server, with room for two of the models."""
     config = folder / "several.yaml"
     models = [
         {"name": "demo"},
