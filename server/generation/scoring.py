@@ -171,7 +171,8 @@ class Tree:
         self._inside: dict[Path, float] = {}
 
     def take(self, path: Path, output: TokenOutput) -> None:
-        (entry,) = output.logprobs or ()
+        assert output.logprobs is not None
+        (entry,) = output.logprobs
         self._next[path] = dict(entry.given)
         self._inside[path] = sum(one.logprob for one in output.prompt_logprobs or () if one is not None)
 
