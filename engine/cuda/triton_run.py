@@ -71,7 +71,6 @@ class AttendRows(Protocol):
         scaling: float,
         sliding_window: int | None,
         num_splits: int | None = None,
-        sinks: torch.Tensor | None = None,
     ) -> None: ...
 
 
@@ -139,7 +138,6 @@ class InPlaceAttention:
                 batch.block_size,
                 call.scaling,
                 call.sliding_window,
-                sinks=call.sinks,
             )
         for first, end, group in self._long(call.sliding_window):
             output[first:end] = attend_group(group, cache, call, query[first:end])
@@ -251,7 +249,7 @@ def find_kernels(
             # The largest number of new tokens for every size of program.
             queries = {tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
             heads = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.norm is None
-            look = *heads, shape.scaling, shape.sliding_window, shape.value_start, shape.sinks is None
+            look = *heads, shape.scaling, shape.sliding_window, shape.value_start
             if look in checked:
                 continue
             checked.add(look)
@@ -289,7 +287,7 @@ def _is_served(shape: AttentionShape) -> bool:
         and not shape.norm_after_rotary
         and shape.softcap is None
         and shape.whole_norms is None
-        and (shape.sinks is None or not shape.values_are_keys)
+        and shape.sinks is None
         and shape.value_norm is None
         and shape.source is None
         and (_is_latent(shape) if shape.values_are_keys else shape.head_size <= MAX_HEAD_SIZE)
@@ -346,7 +344,7 @@ def is_right(
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, stored, *(x.to(used) for x in context))
-        call = replace(shape, layer=0, source=None).call
+        call = AttentionCall(0, shape.scaling, window)
         q, k, v = (x.to(used) for x in (query, *new))  # stays the same view in its own dtype
         if used == dtype:
             cache.write(0, batch.slots, k, v)

@@ -143,7 +143,7 @@ def test_what_it_is_not_made_for_is_not_tried(
     "more",
     [
         {"softcap": 3.0},
-        {"sinks": torch.ones(4), "values_are_keys": True, "num_kv_heads": 1, "value_start": 4},
+        {"sinks": torch.ones(4)},
         {"interleaved": True},
         {"norm_after_rotary": True},
         {"whole_norms": (Norm(torch.ones(64), 1e-6),) * 2},
