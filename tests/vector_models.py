@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -20,7 +19,6 @@ from transformers import (
     ModernBertModel,
     NomicBertConfig,
     NomicBertModel,
-    PreTrainedTokenizerFast,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3Model,
@@ -31,6 +29,8 @@ from transformers import (
     XLMRobertaForSequenceClassification,
     XLMRobertaModel,
 )
+
+from tests.vector_tokenizer import write_tokenizer
 
 VOCAB_SIZE = 160
 SIZES = {
@@ -96,21 +96,6 @@ def write_model(folder: Path, made_by: Any, config_class: Any, settings: dict[st
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Words are letters; a text has [CLS] before it and [SEP] after it."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "yes", "no"]
-    words = {word: number for number, word in enumerate([*special, *map(chr, range(32, 127))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    tokenizer.add_tokens(["yes", "no"])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
 
 
 def write_modules(

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from transformers import AutoTokenizer
 
 from tests.server.conftest import StartServer
 from tests.server.refusals import error_of
 from tests.server.running import MODEL, RunningServer
-from tests.vector_models import write_tokenizer
+from tests.vector_tokenizer import write_tokenizer
 from truedraft.engine.messages import EmbeddingFacts
 from truedraft.server.errors import InvalidRequestError
 from truedraft.server.schemas.embeddings import RerankRequest
@@ -248,6 +247,8 @@ def test_a_request_counts_as_one_in_the_queue(start_server: StartServer) -> None
 def paired(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
     folder = tmp_path_factory.mktemp("paired")
     write_tokenizer(folder)
+    from transformers import AutoTokenizer  # loads torch
+
     return load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
 
 
