@@ -45,6 +45,11 @@ INSTEAD: Mapping[str, str] = {
 }
 
 
+def is_foreign(path: str) -> bool:
+    """Tells whether another server has just this path."""
+    return path.rstrip("/").lower() in INSTEAD
+
+
 def instead_of(path: str) -> str | None:
     """Returns a sentence on what to use in the place of a path; None for one that no other server has."""
     path = path.rstrip("/").lower()

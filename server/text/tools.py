@@ -166,7 +166,8 @@ def thinking_budget(
         return None
     name, tokens = request.budget
     if reasoning is None:
-        leniency.ignore(name)
+        if "thinking_budget" not in tokenizer.templates.variables:
+            leniency.ignore(name)
         return None
     marks, ids = reasoning.marks, reasoning.token_ids
     if marks.answer and use is not None:
@@ -175,6 +176,11 @@ def thinking_budget(
             param=name,
         )
     if not marks.answer and marks.close not in ids:
+        longest = [
+            request.declared(f"max_{what}") for what in ("tokens", "completion_tokens", "output_tokens")
+        ]
+        if any(most is not None and most <= tokens for most in longest):
+            return None  # no answer is long enough to spend it
         raise UnsupportedParameterError(
             f"{name} is not supported: {marks.close!r}, which ends this model's reasoning, is not one token.",
             param=name,
