@@ -259,7 +259,9 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path, context:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
-    GenerationConfig(bos_token_id=0, eos_token_id=[0, 2]).save_pretrained(folder)
+    GenerationConfig(bos_token_id=0, eos_token_id=[0, 2], do_sample=True, temperature=0.7).save_pretrained(
+        folder
+    )
 
 
 def record_arguments(args: argparse.Namespace) -> None:
