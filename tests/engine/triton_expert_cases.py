@@ -65,7 +65,10 @@ def quantised(names: list[str], down: str, size: int) -> GroupedExperts:
     """Makes experts of blocks, of other types for gate, up and what comes after these."""
 
     def linear(kinds: list[str], rows: int, columns: int, seed: int) -> Linear:
-        parts = [pack(random_blocks(kind, rows, columns, seed), CPU) for kind in kinds]
+        parts = [
+            pack(random_blocks(kind, rows, columns, seed + place * NUMBER), CPU)
+            for place, kind in enumerate(kinds)
+        ]
         return PackedLinear(torch_block_kernels, parts, None)
 
     plain = experts(TorchLinears(), {})
