@@ -1,5 +1,6 @@
 """The soak of several models runs in its short form: all are asked for, and one of them loses its worker."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.faults.several_soak import NAMES, Soak, gguf_file, serving_three
 
 
+@pytest.mark.skipif(not os.environ.get("ALL_TESTS"), reason="it takes minutes: nightly, with ALL_TESTS=1")
 def test_a_short_soak_of_several_models(tmp_path: Path) -> None:
     gguf = gguf_file()
     if gguf is None:
