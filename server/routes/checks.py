@@ -23,6 +23,7 @@ from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services
+from truedraft.server.settings import Settings
 from truedraft.server.text.front_metadata import leave_out_metadata
 from truedraft.server.text.prompt import PromptLimits
 
@@ -43,12 +44,16 @@ LEAST_CHARACTERS, MOST_CHARACTERS = 500_000, 4_000_000
 def check_request(body: SamplingRequest, request: Request, services: Services) -> Leniency:
     """Refuse what is not served; return what reports what is ignored."""
     check_model(body.model, request, services)
-    if body.priority and not services.settings.allow_priority:
+    check_priority(body.priority, services.settings)
+    return check_fields(body, services)
+
+
+def check_priority(priority: int | None, settings: Settings) -> None:
+    if priority and not settings.allow_priority:
         raise UnsupportedParameterError(
             "This server does not let requests choose their 'priority' (setting allow_priority).",
             param="priority",
         )
-    return check_fields(body, services)
 
 
 def check_fields(body: RequestPart, services: Services) -> Leniency:

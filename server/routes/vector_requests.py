@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from truedraft.engine.messages import EmbeddingFacts, Task, Text
-from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
+from truedraft.server.errors import InvalidRequestError
 from truedraft.server.generation.vectors import VectorRun
 from truedraft.server.http.auth import api_key_of
-from truedraft.server.http.work import while_wanted
+from truedraft.server.http.work import in_thread_if_long, while_wanted
 from truedraft.server.leniency import Leniency
 from truedraft.server.models.served import Model
 from truedraft.server.observability.request_summary import SUMMARY
-from truedraft.server.routes.checks import check_fields, check_model, prompt_limits, use_model
+from truedraft.server.routes.checks import check_fields, check_model, check_priority, prompt_limits, use_model
 from truedraft.server.schemas.embeddings import VectorRequest, VectorUsage
 from truedraft.server.services import Services
 from truedraft.server.text.vector_texts import Reading
@@ -47,12 +47,8 @@ async def begin(
 ) -> Asked:
     """Refuses what is cheap to refuse. ``tasks`` are those of the models that are asked."""
     settings = check_model(body.model, request, services).settings
-    if body.priority and not settings.allow_priority:
-        raise UnsupportedParameterError(
-            "This server does not let requests choose their 'priority' (setting allow_priority).",
-            param="priority",
-        )
-    leniency = check_fields(body, services)
+    check_priority(body.priority, settings)
+    leniency = await in_thread_if_long(request, check_fields, body, services)
     if num_texts > settings.max_texts:
         raise InvalidRequestError(
             f"There are {num_texts} texts, but at most {settings.max_texts} are allowed (max_texts).",

@@ -62,13 +62,17 @@ class Reading:
         before = before.replace(
             "{instruction}", self.facts.instruction if instruction is None else instruction
         )
+        # A request often has one query for all of its documents.
+        distinct = [*dict.fromkeys(queries)]
+        framing = [*(before.replace("{query}", query) for query in distinct), after]
+        encoded = self.tokenizer.encode_pairs(
+            [(part, None) for part in framing], None, add_special_tokens=False
+        )
+        *firsts, last = (ids for ids, _ in encoded)
+        first_of, most = dict(zip(distinct, firsts, strict=True)), self._most()
         texts = []
         for index, (query, document) in enumerate(zip(queries, documents, strict=True)):
-            ((first, _),) = self.tokenizer.encode_pairs(
-                [(before.replace("{query}", query), None)], None, add_special_tokens=False
-            )
-            ((last, _),) = self.tokenizer.encode_pairs([(after, None)], None, add_special_tokens=False)
-            most = self._most()
+            first = first_of[query]
             room = None if most is None else max(0, most - len(first) - len(last))
             ((middle, _),) = self.tokenizer.encode_pairs(
                 [(document, None)],
