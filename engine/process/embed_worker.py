@@ -16,7 +16,7 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.models.identity import fingerprint_of
 from truedraft.engine.native.threads import thread_limit
-from truedraft.engine.process.connection import Connection
+from truedraft.engine.process.connection import Connection, drain
 from truedraft.engine.process.heartbeat import Heartbeats
 
 IDLE_POLL_MILLISECONDS = 1000
@@ -43,9 +43,7 @@ class EmbedWorker:
         """Handles what has arrived; with nothing to do, waits for something, but not for ever."""
         timeout = 0 if self.core.has_work else IDLE_POLL_MILLISECONDS
         try:
-            while arrived := self.connection.receive(timeout):
-                for data in arrived:
-                    self._handle(data)
+            if drain(self.connection, timeout, self._handle):
                 timeout = 0
         except EOFError:
             self.running = False

@@ -49,7 +49,7 @@ from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.models.identity import fingerprint, weight_bytes, weight_types
 from truedraft.engine.native.threads import set_num_threads, thread_limit, usual_num_threads
 from truedraft.engine.process import embed_worker
-from truedraft.engine.process.connection import Connection
+from truedraft.engine.process.connection import Connection, drain
 from truedraft.engine.process.heartbeat import Heartbeats
 from truedraft.engine.process.outbox import Outbox
 
@@ -123,9 +123,7 @@ class Worker:
         if self.core.has_work:
             timeout = 0
         try:
-            while arrived := self.connection.receive(timeout):
-                for data in arrived:
-                    self._handle(data)
+            if drain(self.connection, timeout, self._handle):
                 timeout = 0
         except EOFError:
             self.running = False

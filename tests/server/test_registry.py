@@ -1,4 +1,4 @@
-"""Which models are loaded when: random requests in virtual time, against properties that must always hold.
+"""The registry keeps its promises under random requests in virtual time: which models are loaded, and when.
 
 The served models are the real ones; their workers are replaced by what says when it is started and stopped.
 """
