@@ -142,7 +142,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         arguments.result,
         what=what,
         rows="questions, asked by",
-        model=Path(target).stem,
+        model="bundled target" if arguments.target is None else Path(target).stem,
         dtype="the file's own weights",
         num_repeats=arguments.repeats,
         machine=machine() | {"others": others},
