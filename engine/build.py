@@ -19,6 +19,9 @@ from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.core.step import AUTO_LIMITS
+from truedraft.engine.cuda import torch_sampling
+from truedraft.engine.cuda.device_ops import DeviceOps
+from truedraft.engine.cuda.triton_sampling import Sampling
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
@@ -45,10 +48,9 @@ from truedraft.engine.proposers.translated.proposer import TranslatedDraftPropos
 from truedraft.engine.rounds.calibrate import calibrate
 from truedraft.engine.rounds.capture.graphs import RoundGraphs
 from truedraft.engine.rounds.capture.plan import GraphPlan, plan_graphs
-from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rounds.draft_vocabulary import Chosen, choose_output
 from truedraft.engine.rounds.native_loop import NativeLoop
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
@@ -92,6 +94,7 @@ class Memory:
     draft_pool: BlockPool
     head_pool: BlockPool
     graphs: RoundGraphs | None
+    sampling: Sampling
 
     @property
     def native(self) -> NativeDecoder | None:
@@ -190,7 +193,8 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     target_pool = _pool(num_blocks, config.block_size, num_state_slots, target)
     draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
-    return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs)
+    sampling = torch_sampling if planned is None else planned.sampling
+    return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs, sampling)
 
 
 def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRunner | None) -> BlockPool:
@@ -201,22 +205,14 @@ def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRu
 
 
 def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
-    """Makes what runs rounds, with captured passes on a GPU and a loop in C for small models."""
-    target = memory.target
-    ops = _ops(config, target)
-    phases = PhaseRunner(target, proposers, ops, config.step_seconds if memory.native is not None else 0.0)
+    """Makes what runs rounds: over captured passes on a GPU, with a loop in C for small models on a CPU."""
+    ops = _ops(config, memory)
+    step_seconds = config.step_seconds if memory.native is not None else 0.0
+    runner = RoundRunner(memory.target, proposers, ops, step_seconds, memory.graphs)
     if memory.native is not None and isinstance(ops, NativeOps):
         draft = next((own for own in proposers if _draws_in_c(own)), None)
-        phases.loop = NativeLoop(memory.native, draft, phases.table, config.step_seconds)
-        return phases
-    observers = [proposer for proposer in proposers if not proposer.can_lag]
-    kinds = HeadProposer, DraftModelProposer
-    drafting = next((own for own in proposers if isinstance(own, kinds)), None)
-    if any(observer is not drafting for observer in observers):
-        return phases
-    if memory.graphs is not None and (memory.draft is None or drafting is not None):
-        return CudaRunner(memory.graphs, drafting, phases)
-    return phases
+        runner.loop = NativeLoop(memory.native, draft, runner.table, config.step_seconds)
+    return runner
 
 
 def _draws_in_c(proposer: Proposer) -> TypeGuard[DraftModelProposer]:
@@ -378,9 +374,11 @@ def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
             )
 
 
-def _ops(config: EngineConfig, target: ModelRunner) -> RoundOps:
+def _ops(config: EngineConfig, memory: Memory) -> RoundOps:
     """Returns what adjusts, draws and judges in every round."""
-    rules = target.model.rules
+    target, rules = memory.target, memory.target.model.rules
+    if memory.graphs is not None:
+        return DeviceOps(memory.sampling, memory.graphs.rows.max_drafts, target.device, rules)
     native = native_ops(rules) if config.native_kernels and target.device.type == "cpu" else None
     return native or TorchOps(rules)
 

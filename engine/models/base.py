@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class ForwardOutput(NamedTuple):
     """``logits`` [sum of num_logits, vocab], float32, of each span's last tokens, in span order. ``hidden``
     [tokens, taps, hidden size]: states after the tapped layers, of all tokens; None without taps. After the
-    last layer come the states that the last norm gets; what it makes of them has the number of layers."""
+    last layer come the states that the last norm gets; what it makes of them has the number of layers. A fast
+    pass that a head drafts with returns those of each span's last token alone."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
@@ -93,8 +94,9 @@ class Model(ABC):
         ids_on_device: torch.Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Stores the spans' tokens in ``cache``, where room is reserved. ``ids_on_device``, int64 [spans],
-        are the ids of spans of one token each, drawn on the device: the host does not read them."""
+        """Stores the spans' tokens in ``cache``, where room is reserved. ``ids_on_device``, int64 [tokens],
+        are the ids of all spans' tokens, some of which were drawn on the device: the host does not read
+        them."""
         return self.compute(
             ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device), cache, taps
         )

@@ -1,5 +1,6 @@
 """Carries what rows have drafted, and what becomes of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -7,20 +8,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.memory.host_to_device import on_device
+from truedraft.engine.memory.host_to_device import on_device, to_host
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drafts:
     """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
-    deterministic or no row asks for them.
+    deterministic or no row asks for them. ``sent``: a copy of the ids to the host has begun, and this waits
+    for it.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
     probs: torch.Tensor | None  # float32 [B, K, V]
     lengths: list[int]
+    sent: Callable[[], torch.Tensor] | None = None
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
@@ -29,7 +32,14 @@ class Drafts:
     @cached_property
     def ids(self) -> list[list[int]]:
         """Each row's drafted ids, without padding, in one copy from the device."""
-        return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths, strict=True)]
+        if not any(self.lengths):
+            return [[] for _ in self.lengths]
+        token_ids = self.token_ids if self.sent is None else self.sent()
+        return [ids[:length] for ids, length in zip(token_ids.tolist(), self.lengths, strict=True)]
+
+    def send_early(self) -> None:
+        """Starts to copy the ids to the host, before the device gets more to do."""
+        self.sent = to_host(self.token_ids)
 
 
 class DraftDraw(NamedTuple):

@@ -13,7 +13,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.rounds.capture.graphs import DraftPass, RoundGraphs, ScorePass
-from truedraft.engine.rounds.capture.runner import CudaRunner
+from truedraft.engine.rounds.round import RoundRunner
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
 # Steps before which they come, so that most of them share a pass with rows.
@@ -34,7 +34,8 @@ def table(block_ids: list[int], num_computed_tokens: int = 0) -> BlockTable:
 
 
 def graphs_of(core: EngineCore) -> RoundGraphs:
-    assert isinstance(core.runner, CudaRunner)
+    assert isinstance(core.runner, RoundRunner)
+    assert core.runner.graphs is not None
     return core.runner.graphs
 
 
