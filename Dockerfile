@@ -53,7 +53,7 @@ EXPOSE 8000
 STOPSIGNAL SIGTERM
 # Liveness. /ready is for load balancers: loading a large model takes minutes.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['TRUEDRAFT_PORT']}/health\", timeout=4)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as r; e = os.environ; tls = e.get('TRUEDRAFT_SSL_CERTFILE') and ssl._create_unverified_context(); r.urlopen(f\"http{'s' if tls else ''}://127.0.0.1:{e['TRUEDRAFT_PORT']}/health\", timeout=4, context=tls or None)"]
 ENTRYPOINT ["truedraft"]
 CMD ["serve"]
 

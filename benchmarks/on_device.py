@@ -3,6 +3,7 @@
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,20 +33,9 @@ def engine_on_device(
     pair: synthetic.PairShape, acceptance: float, device: str, dtype: torch.dtype, **config: Any
 ) -> EngineCore:
     """The engine on a synthetic pair that is drawn on the device: its folders have no weights."""
-
-    def draw(path: str, options: LoadOptions) -> Model:
-        module = drawn(pair, acceptance, Path(path).name, str(options.device), options.dtype, ATTENTION_NAME)
-        facts = ModelFacts(
-            module.config, module.generation_config, count(module), options.dtype, options.device
-        )
-        model = DecoderModel(module, facts)
-        return fuse_module(model, options) or model
-
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("target", "draft"):
-            config_of(pair, name).save_pretrained(Path(folder) / name)
-            save_tokenizer(Path(folder) / name, pair.vocab_size)
-        with mock.patch.object(build, "load_model", draw):
+        save_folders(pair, Path(folder))
+        with mock.patch.object(build, "load_model", drawing(pair, acceptance)):
             return build.build_engine(
                 EngineConfig(
                     target=str(Path(folder) / "target"),
@@ -57,6 +47,27 @@ def engine_on_device(
                     **config,
                 )
             )
+
+
+def save_folders(pair: synthetic.PairShape, folder: Path) -> None:
+    """Writes configurations and tokenizers of ``target`` and ``draft``, without weights."""
+    for name in ("target", "draft"):
+        config_of(pair, name).save_pretrained(folder / name)
+        save_tokenizer(folder / name, pair.vocab_size)
+
+
+def drawing(pair: synthetic.PairShape, acceptance: float) -> Callable[[str, LoadOptions], Model]:
+    """Returns what draws a model of the pair, by its folder's name, in place of reading it."""
+
+    def draw(path: str, options: LoadOptions) -> Model:
+        module = drawn(pair, acceptance, Path(path).name, str(options.device), options.dtype, ATTENTION_NAME)
+        facts = ModelFacts(
+            module.config, module.generation_config, count(module), options.dtype, options.device
+        )
+        model = DecoderModel(module, facts)
+        return fuse_module(model, options) or model
+
+    return draw
 
 
 def config_of(pair: synthetic.PairShape, name: str) -> Any:

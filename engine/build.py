@@ -1,10 +1,12 @@
 """The one place where configuration becomes concrete objects."""
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeGuard
+from pathlib import Path
+from typing import TypeGuard, cast
 
 import torch
 from pydantic import ByteSize
@@ -23,11 +25,14 @@ from truedraft.engine.cuda import torch_sampling
 from truedraft.engine.cuda.device_ops import DeviceOps
 from truedraft.engine.cuda.triton_sampling import Sampling
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes
+from truedraft.engine.hub.repository import shown_size
+from truedraft.engine.hub.siblings import MOST, siblings, weights_size
+from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes, free_memory
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
+from truedraft.engine.models.heads.mtp import has_mtp
 from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.load import load_model
@@ -48,7 +53,8 @@ from truedraft.engine.proposers.translated.proposer import TranslatedDraftPropos
 from truedraft.engine.rounds.calibrate import calibrate
 from truedraft.engine.rounds.capture.graphs import RoundGraphs
 from truedraft.engine.rounds.capture.plan import GraphPlan, plan_graphs
-from truedraft.engine.rounds.draft_vocabulary import Chosen, choose_output
+from truedraft.engine.rounds.draft_trial import LENGTH, ROOM, Trial, accepted_by_place, beginnings, trial_of
+from truedraft.engine.rounds.draft_vocabulary import choose_output
 from truedraft.engine.rounds.native_loop import NativeLoop
 from truedraft.engine.rounds.round import RoundRunner
 from truedraft.engine.sampling.grammar import Grammars
@@ -60,27 +66,40 @@ from truedraft.engine.speculation.planner import SpeculationPlanner
 # The operations of smaller models are so short that torch's other threads mostly wait. The native kernels
 # themselves wake only threads that pay.
 MIN_PARAMETERS_FOR_TORCH_THREADS = 50_000_000
-# A head that was not asked for drafts if its expected speed-up is at least this.
+# A draft that was not asked for is taken if its expected speed-up is at least this.
 MIN_GAIN = 1.1
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Drafting:
+    """Holds what drafts by a model: a draft model with its ``pairing``, or a head. ``name`` is
+    the setting ``draft`` that it amounts to, ``tried`` says what else was measured."""
+
+    name: str | None = None
+    draft: Model | None = None
+    head: Head | None = None
+    pairing: Pairing | None = None
+    tried: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Models:
-    """What is loaded, and how long texts may be. ``pairing`` is that of target and draft; ``chosen`` has the
-    head, with an output layer."""
+    """What is loaded, and how long texts may be."""
 
     target: Model
-    draft: Model | None
-    chosen: Chosen | None
-    pairing: Pairing | None
+    drafting: Drafting
     encoder_decoder: EncoderDecoderLimits | None
     max_model_len: int
 
     @property
+    def draft(self) -> Model | None:
+        return self.drafting.draft
+
+    @property
     def head(self) -> Head | None:
-        return None if self.chosen is None else self.chosen.head
+        return self.drafting.head
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,27 +170,97 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
         set_num_threads(num_threads)
     else:
         torch.set_num_threads(num_threads)
-    draft = pairing = chosen = None
+    drafting = Drafting()
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
-        begin("the draft model")
-        source, draft_options = draft_source(config)
-        chosen = _load_head(config, target, draft_options)
-        if chosen is None and config.draft != AUTO:
-            if isinstance(config.draft_vocab_size, int) or config.draft_vocab_file is not None:
-                raise ModelLoadError(
-                    f"draft_vocab_size and draft_vocab_file are of heads, and {config.draft} is none: leave "
-                    "them out"
-                )
-            draft = load_model(source, draft_options)
-            if config.draft not in SELF_DRAFTS:
-                warn_if_misread(draft, source)
-            _check_kinds(target, draft)
-            pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
+        if config.draft != AUTO:
+            begin("the draft model")
+            drafting = load_draft(config, target)
+        elif config.method != "ngram":
+            begin("what may draft")
+            drafting = choose_draft(config, target)
     if not isinstance(target, EncoderDecoderModel):
-        return Models(target, draft, chosen, pairing, None, _max_model_len(config, target))
-    limits = _encoder_decoder_limits(config, target, draft)
+        return Models(target, drafting, None, _max_model_len(config, target))
+    limits = _encoder_decoder_limits(config, target, drafting.draft)
     longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
-    return Models(target, draft, chosen, pairing, limits, longest)
+    return Models(target, drafting, limits, longest)
+
+
+def load_draft(config: EngineConfig, target: Model) -> Drafting:
+    """Loads the draft that the settings name."""
+    assert config.target is not None  # filled in by EngineConfig
+    source, options = draft_source(config)
+    if (head := _load_head(config, target, options)) is not None:
+        return Drafting(config.draft, head=head)
+    if isinstance(config.draft_vocab_size, int) or config.draft_vocab_file is not None:
+        raise ModelLoadError(
+            f"draft_vocab_size and draft_vocab_file are of heads, and {config.draft} is none: leave them out"
+        )
+    draft = load_model(source, options)
+    if config.draft not in SELF_DRAFTS:
+        warn_if_misread(draft, source)
+    _check_kinds(target, draft)
+    pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
+    return Drafting(config.draft, draft, pairing=pairing)
+
+
+def choose_draft(config: EngineConfig, target: Model) -> Drafting:
+    """Returns the fastest of what lies next to the target, a head in its own checkpoint included, by passes
+    that are measured here; nothing where none of them pays."""
+    assert config.target is not None  # filled in by EngineConfig
+    if target.has_encoder:
+        return Drafting()
+    best, best_gain = Drafting(), MIN_GAIN
+    tried: list[str] = []
+    measured: list[str] = []
+    for name, num_bytes in _candidates(config.target):
+        if num_bytes > (free := free_memory(target.device)):
+            sizes = f"it takes {shown_size(num_bytes)}, and {shown_size(free)} are free"
+            tried.append(f"{name} is not tried: {sizes}")
+            continue
+        try:
+            drafting = load_draft(config.model_copy(update={"draft": name}), target)
+            trial = _trial(config, Models(target, drafting, None, min(ROOM, target.max_position or ROOM)))
+        except (ModelLoadError, torch.OutOfMemoryError) as error:
+            tried.append(f"{name} is not tried: {error}")
+            continue
+        tried.append(f"{name}: {trial}")
+        measured.append(name)
+        if trial.gain >= best_gain:
+            best, best_gain = drafting, trial.gain
+        del drafting
+        gc.collect()  # the trial's engine has cycles, and what is not taken gives its memory back
+    if measured:
+        others = [f"--draft {name}" for name in (*measured, "none") if name != (best.name or "none")]
+        tried.append(f"{best.name or 'none'} is taken; otherwise: {' or '.join(others)}")
+    for line in tried:
+        logger.info("draft is auto: %s", line)
+    return replace(best, tried=tuple(tried))
+
+
+def _candidates(target: str) -> Iterator[tuple[str, int]]:
+    """Yields what may draft for the model at ``target``, and the bytes that its weights take in addition."""
+    if has_mtp(target):
+        yield MTP, 0
+    most = weights_size(Path(target).expanduser())
+    yield from [(each.path, each.num_bytes) for each in siblings(target) if each.num_bytes < most][:MOST]
+
+
+def _trial(config: EngineConfig, models: Models) -> Trial:
+    """Measures a draft in an engine of its own, which has room for one short text."""
+    length = _fixed_length(config)
+    fixed = {"num_speculative_tokens": length or LENGTH, "method": "auto", "prefix_caching": False}
+    small = {"max_num_sequences": 1, "cache_memory": None, "cuda_graphs": False, "step_seconds": 0.0}
+    config = config.model_copy(update={**fixed, **small})
+    memory = allocate(config, models)
+    proposers = [*_draft_model(config, models, memory), *_head(models, memory)]
+    core = make_core(config, models, memory, proposers, make_runner(config, memory, proposers))
+    name = proposers[0].name
+    ids = beginnings(str(config.target), models.target.vocab_size)
+    accepted = accepted_by_place(core, cast(Method, name), ids, length or LENGTH)
+    scored = (length or LENGTH) + 1
+    costs = calibrate(memory.target, memory.target_pool, _drafts(models, memory), scored)
+    lengths = range(1, LENGTH + 1) if length is None else [length]
+    return trial_of(accepted, costs.score, costs.drafts[name], lengths)
 
 
 def allocate(config: EngineConfig, models: Models) -> Memory:
@@ -268,6 +357,8 @@ def make_core(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
             ),
         ),
+        drafter=models.drafting.name,
+        tried=models.drafting.tried,
     )
 
 
@@ -284,15 +375,21 @@ def _costs(
     if _fixed_length(config) is not None:
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
     max_tokens = config.num_sequences_on(memory.target.device.type) * (max(AUTO_LIMITS.values()) + 1)
+    drafts = _drafts(models, memory)
+    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds)
+
+
+def _drafts(models: Models, memory: Memory) -> dict[str, tuple[ModelRunner, BlockPool]]:
+    """Returns the models of proposers by the proposers' names."""
     drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
     if models.head is not None and memory.head is not None:
         drafts[models.head.method] = memory.head, memory.head_pool
-    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds)
+    return drafts
 
 
 def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[Proposer]:
     """Returns what drafts with the draft model, if there is one."""
-    draft, pairing = memory.draft, models.pairing
+    draft, pairing = memory.draft, models.drafting.pairing
     if draft is None or pairing is None:
         return []
     max_len = models.max_model_len
@@ -318,30 +415,16 @@ def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[P
     ]
 
 
-def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Chosen | None:
-    """Returns the head that the settings name, or one that pays, with the tokens that it drafts."""
+def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Head | None:
+    """Returns the head that the settings name, with the tokens that it drafts."""
     assert config.target is not None  # filled in by EngineConfig
     assert config.draft is not None
-    is_asked = config.draft != AUTO
-    if not is_asked and not target.is_native:
-        logger.info("draft is auto: a head is tried only where the target's layers run in C")
-        return None
-    try:
-        head = load_head(config.draft if is_asked else MTP, target, config.target, options)
-    except ModelLoadError as error:
-        if is_asked:
-            raise
-        logger.info("draft is auto, and nothing drafts: %s", error)
-        return None
+    head = load_head(config.draft, target, config.target, options)
     if head is None:
         return None
     file = config.draft_vocab_file
     counts = None if file is None else count_tokens(file, config.target)
-    chosen = choose_output(head, target, config.draft_vocab_size, counts, _fixed_length(config))
-    if is_asked or chosen.gain >= MIN_GAIN:
-        return chosen
-    logger.info("draft is auto: the head in %s would make %.2f times the speed", config.target, chosen.gain)
-    return None
+    return choose_output(head, target, config.draft_vocab_size, counts, _fixed_length(config))
 
 
 def _head(models: Models, memory: Memory) -> list[Proposer]:

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 from truedraft.engine.messages import DefaultMethod
 
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
-# Drafts that are the target's own weights in fewer bits, by how these are quantised.
+# The value that leaves the draft to the engine.
 AUTO = "auto"
+# Drafts that are the target's own weights in fewer bits, by how these are quantised.
 SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
 
 
@@ -27,12 +28,22 @@ class ModelSettings(BaseModel):
         "owner/repository:Q4_K_M. Default: the bundled demo pair.",
     )
     draft: str | None = Field(
-        None,
+        AUTO,
         description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'mtp' (the head in "
         "the target's own checkpoint) or a file or folder of such a head, 'self:int4' or 'self:int8' "
-        "(the target's own weights in 4 or 8 bits), 'auto' (on a CPU 'mtp', where the target's "
-        "checkpoint has such a head and it pays by passes measured at start, else none), or 'none'. "
-        "Default: the bundled draft with the bundled target, else none.",
+        "(the target's own weights in 4 or 8 bits), 'auto' (the fastest of such a head, and of heads and "
+        "smaller models of the same family that lie next to the target, by passes measured at start; "
+        "none where nothing pays; the bundled draft with the bundled target), or 'none'.",
+    )
+    task: Literal["auto", "generate", "embed", "rerank"] = Field(
+        "auto",
+        description="What the target is for: to write text, to make vectors of texts (/v1/embeddings), or to "
+        "score documents for a query (/v1/rerank). auto: as its files say, and else to write text.",
+    )
+    matryoshka: bool = Field(
+        False,
+        description="The first numbers of the target's vectors are vectors, too, so that requests may name "
+        "dimensions. Only where its makers say so: most models' files do not.",
     )
     device: str = Field(
         "auto",
@@ -71,8 +82,9 @@ class ModelSettings(BaseModel):
     num_threads: int = Field(
         0,
         ge=0,
-        description="CPU threads of the worker. 0: as many as torch chooses, but no more than the "
-        "processors that the process may use (affinity mask and control groups).",
+        description="CPU threads of the worker. 0: as many as torch chooses, but no more than the fast "
+        "cores that the process may use (affinity mask and control groups; fewer than four count each "
+        "processor).",
     )
     native_kernels: bool = Field(
         True,

@@ -17,7 +17,10 @@ def describe(error: ValidationError) -> str:
     """
     by_setting: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        by_setting.setdefault(detail["loc"][:1], []).append(detail)
+        place = detail["loc"]
+        by_setting.setdefault(place[:3] if len(place) > 2 and place[0] == "models" else place[:1], []).append(
+            detail
+        )
     return "\n".join(map(_describe, by_setting.values()))
 
 
@@ -32,9 +35,17 @@ def _describe(errors: list[ErrorDetails]) -> str:
     reason = " or ".join([reasons[0], *(each.removeprefix("must be ") for each in reasons[1:])])
     if not errors[0]["loc"]:  # several settings together, which the message names
         return f"{reason}."
-    name, given = str(errors[0]["loc"][0]), errors[0].get("input")
+    name, given = _name(errors[0]["loc"]), errors[0].get("input")
     is_shown = isinstance(given, str | int | float) and name not in SECRET
     return f"{name}: {reason}{f', not {given!r}' if is_shown else ''}."
+
+
+def _name(place: tuple[int | str, ...]) -> str:
+    """Returns how a person would call the setting, or that of an entry of a list."""
+    first, *inside = place
+    if first != "models" or len(inside) < 2:
+        return str(first)
+    return f"models, entry {int(inside[0]) + 1}, {inside[1]}"
 
 
 # What pydantic calls an error -> the same in the words of somebody who sets an option.
@@ -44,6 +55,7 @@ REASONS = {
     "int_from_float": "must be a whole number",
     "float_parsing": "must be a number",
     "float_type": "must be a number",
+    "extra_forbidden": "is no setting of a model",
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
     "byte_size": "must be a size such as 512MiB or 4GiB",

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from truedraft.engine import messages
 from truedraft.engine.build import build_engine
-from truedraft.engine.config import EngineConfig
+from truedraft.engine.config import AUTO, EngineConfig
 from truedraft.engine.config_errors import describe, nearest
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
@@ -72,7 +72,7 @@ class LLM:
         self,
         target: str | os.PathLike[str] | None = None,
         *,
-        draft: str | None = None,
+        draft: str | None = AUTO,
         proposer: Proposer | Sequence[Proposer] = (),
         begin: Callable[[str], None] = lambda stage: None,
         **settings: Unpack[LLMSettings],
@@ -109,7 +109,7 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        draft = "" if self.config.draft is None else f", draft={self.config.draft!r}"
+        draft = "" if self.config.draft in (None, AUTO) else f", draft={self.config.draft!r}"
         return f"LLM({self.config.target!r}{draft})"
 
     def get_default_sampling_params(self) -> SamplingParams:

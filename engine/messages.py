@@ -1,16 +1,16 @@
 """Front end and worker exchange these messages: msgpack of builtins, nothing pickled.
 
-The front end sends ``Generate`` and ``Abort``; the worker answers with ``Ready`` once, then
-``StepOutput`` for each engine step that produced something, or for several short ones together, and
-``Failed`` for a request it cannot serve. Both processes import this module; it imports neither torch nor
-HTTP.
+The front end sends ``Generate``, or ``Embed`` to a model that makes vectors, and ``Abort``. The worker
+answers with ``Ready`` once, then ``StepOutput`` for each engine step that produced something, or for several
+short ones together, ``Embedded`` for all texts of a request, and ``Failed`` for a request it cannot serve.
+Both processes import this module; it imports neither torch nor HTTP.
 
 Words used here and everywhere: a *request* is what the client asked; each of its ``n`` choices is a
 *sequence*, addressed by (request_id, index). *Drafted* tokens are guesses; *accepted* ones were kept.
 """
 
 import struct
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -19,6 +19,8 @@ from truedraft.engine.parameters import SamplingParams as SamplingParams
 from truedraft.engine.parameters import Verification as Verification
 
 FinishReason = Literal["stop", "length"]
+# What a model is for: it writes text, makes vectors of texts, or scores pairs of texts.
+Task = Literal["generate", "embed", "rerank"]
 # What the setting draft names has these names in requests, metrics and settings; no other file spells them
 # out.
 DRAFT_MODEL: Final = "draft_model"
@@ -60,6 +62,37 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     place: int = 0
     tenant: str = ""
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class Text(msgspec.Struct, frozen=True, array_like=True):
+    """Is a text, or a pair of them, whose second one begins with the token ``second_from``."""
+
+    token_ids: list[int]
+    second_from: int | None = None
+
+
+class Embed(msgspec.Struct, frozen=True, tag=True):
+    """Make a vector of each of ``texts``, or a score of each pair.
+
+    A vector's first ``dimensions`` numbers are wanted, or all of them (None). ``normalizes`` takes the place
+    of what the model's files say. ``priority`` and ``tenant`` are as in ``Generate``.
+    """
+
+    request_id: str
+    texts: list[Text]
+    dimensions: int | None = None
+    normalizes: bool | None = None
+    priority: int = 0
+    tenant: str = ""
+    n: ClassVar[int] = 1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(text.token_ids) for text in self.texts)
+
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Stop one sequence of a request, or all of them when ``index`` is None. Unknown ids are ignored."""
@@ -78,6 +111,21 @@ class EncoderDecoderLengths(msgspec.Struct, frozen=True):
     max_prompt_len: int
     max_output_len: int
     num_start_tokens: int
+
+
+class EmbeddingFacts(msgspec.Struct, frozen=True):
+    """Says what vectors are like, and how texts are prepared. Vectors that the model ``shortens`` may be cut
+    to ``dimensions``, or to any number where these are not listed. ``pair_template`` has places for an
+    instruction, a query and a document, which a model that reads them as one text is given."""
+
+    size: int
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+    dimensions: list[int] = []
+    shortens: bool = False
+    lower_cases: bool = False
+    pair_template: str = ""
+    instruction: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -113,6 +161,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     weight_bytes: int = 0  # both models' linear layers and embeddings
     cache_bytes: int = 0  # both caches, once they are full
     worker_bytes: int = 0  # what the worker has in memory at start, weights included
+    tried: list[str] = []  # what was measured of each draft that lies next to the target, and what is taken
+    task: Task = "generate"
+    embedding: EmbeddingFacts | None = None  # there is none of a model that writes text
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -206,6 +257,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     trace: RoundTrace | None = None
     prediction: PredictionUse | None = None
     origins: list[RoundOrigin] | None = None
+    budget_spent: bool = False  # thinking_budget has closed the reasoning, in this step or before
 
     @property
     def sequence(self) -> tuple[str, int]:
@@ -214,6 +266,17 @@ class TokenOutput(msgspec.Struct, frozen=True):
     @property
     def is_first(self) -> bool:
         return self.queue_seconds is not None
+
+
+class Embedded(msgspec.Struct, frozen=True, tag=True):
+    """What an ``Embed`` gave: the numbers of each text's vector, float32 and little-endian. That of a pair
+    has one number, its score."""
+
+    request_id: str
+    vectors: list[bytes]
+    index: ClassVar[int] = 0
+    finish_reason: ClassVar[FinishReason] = "stop"
+    is_first: ClassVar[bool] = True
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -286,8 +349,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float
 
 
-ToWorker = Generate | Abort | Shutdown
-FromWorker = Loading | Ready | StepOutput | SpeculationState | Failed | Heartbeat
+ToWorker = Generate | Embed | Abort | Shutdown
+FromWorker = Loading | Ready | StepOutput | Embedded | SpeculationState | Failed | Heartbeat
 
 LENGTH = struct.Struct("<Q")
 

@@ -22,6 +22,7 @@ MAX_LOGPROB_TOKENS = 1024
 EVERYWHERE: Final = "all"
 SPECULATION: Final = "all, in `speculation`"
 COMPLETIONS: Final = "completions, chats"
+CHATS: Final = "chats, responses"
 OTHERWISE: Final = "by other names"
 
 
@@ -61,6 +62,8 @@ class Parameter:
     off: bool = False  # the default is the value that does nothing
     where: str = EVERYWHERE  # a client says it there
     need: str = ""  # what a request with another value than the default needs of a runner (``core.needs``)
+    column: str = ""  # what it fills of a row of numbers (``rows.columns.Field``)
+    example: float = 0.0  # a value that does something, with which implementations are compared
     kind: Literal["", "cut", "penalty"] = ""
     gguf_key: str = ""  # what a GGUF file calls its own default, and generation configs have one, too
     is_openai: bool = False  # OpenAI's SDK has an argument of that name
@@ -89,7 +92,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         int, Parameter("Largest number of tokens to generate.", Range(1, None), where=OTHERWISE)
     ]
     temperature: Annotated[
-        float, Parameter("0 is greedy.", Range(0, 2), gguf_key="temp", is_openai=True, step=0.1)
+        float,
+        Parameter(
+            "0 is greedy.",
+            Range(0, 2),
+            column="TEMPERATURE",
+            example=1.5,
+            gguf_key="temp",
+            is_openai=True,
+            step=0.1,
+        ),
     ] = 1.0
     top_p: Annotated[
         float,
@@ -98,6 +110,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(0, 1, above=True),
             off=True,
             kind="cut",
+            column="TOP_P",
+            example=0.8,
             gguf_key="top_p",
             is_openai=True,
             step=0.01,
@@ -110,6 +124,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(-1, INT64_MAX),  # -1 is another usual way to say "off"
             off=True,
             kind="cut",
+            column="TOP_K",
+            example=20,
             gguf_key="top_k",
             step=1,
         ),
@@ -121,6 +137,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(0, 1),
             off=True,
             kind="cut",
+            column="MIN_P",
+            example=0.1,
             gguf_key="min_p",
             step=0.01,
         ),
@@ -132,6 +150,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(-2, 2),
             kind="penalty",
             need="penalties",
+            column="PRESENCE",
+            example=0.5,
             is_openai=True,
             step=0.1,
         ),
@@ -143,6 +163,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(-2, 2),
             kind="penalty",
             need="penalties",
+            column="FREQUENCY",
+            example=0.25,
             is_openai=True,
             step=0.1,
         ),
@@ -154,6 +176,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Range(0.01, 10),
             kind="penalty",
             need="penalties",
+            column="REPETITION",
+            example=1.25,
             gguf_key="penalty_repeat",
             step=0.01,
         ),
@@ -280,6 +304,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             where=OTHERWISE,
         ),
     ] = []
+    thinking_budget: Annotated[
+        int | None,
+        Parameter(
+            "Reasoning is closed by the model's own mark after this many tokens of it.",
+            Range(0, None),
+            where=CHATS,
+        ),
+    ] = None
+    thinking_marks: Annotated[
+        list[list[int]],
+        Parameter(
+            "With thinking_budget: four lists of tokens, which open reasoning (none where the prompt does), "
+            "which close it, which follow where the budget has closed it, and which may come before it.",
+            where=OTHERWISE,
+        ),
+    ] = []
 
 
 def _rows() -> dict[str, Parameter]:
@@ -301,3 +341,4 @@ CUTS, PENALTIES = (
 # A checkpoint's generation config may have other defaults of these.
 RECOMMENDED = {name: row for name, row in PARAMETERS.items() if row.gguf_key}
 NEEDING = tuple(row for row in PARAMETERS.values() if row.need)
+FILLING = tuple(row for row in PARAMETERS.values() if row.column)

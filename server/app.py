@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from truedraft.server.errors import kinds_of_errors
 from truedraft.server.http.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
+from truedraft.server.http.at_end import AtEndMiddleware
 from truedraft.server.http.auth import KeyAuthMiddleware
 from truedraft.server.http.body_limit import BodyLimitMiddleware, HeldBodies
 from truedraft.server.http.error_handlers import install_error_handlers
@@ -26,7 +27,23 @@ from truedraft.server.observability.access_log import AccessLogMiddleware
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.observability.otel import traces_are_exported
 from truedraft.server.observability.tracing import TracingMiddleware
-from truedraft.server.routes import chat, completions, messages, models, ops, page, responses, tokenize
+from truedraft.server.routes import (
+    chat,
+    completions,
+    decisions,
+    discovery,
+    embeddings,
+    gateways,
+    infill,
+    load_models,
+    messages,
+    models,
+    ops,
+    page,
+    rerank,
+    responses,
+    tokenize,
+)
 from truedraft.server.services import Services
 from truedraft.server.settings import Settings
 from truedraft.server.version import package_version
@@ -59,9 +76,26 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (completions, chat, responses, messages, tokenize, models, ops, page):
-        app.include_router(route.router)
-        _add_series(route.router, metrics)
+    routes = (
+        completions,
+        chat,
+        responses,
+        messages,
+        decisions,
+        infill,
+        embeddings,
+        rerank,
+        tokenize,
+        discovery,
+        models,
+        load_models,
+        gateways,
+        ops,
+        page,
+    )
+    for router in (load_models.commands, *(route.router for route in routes)):
+        app.include_router(router)
+        _add_series(router, metrics)
     install_error_handlers(app, metrics.count_error)
     install_openapi(app, settings)
     _add_middleware(app, settings, metrics, services.work)
@@ -80,6 +114,7 @@ def _add_series(router: APIRouter, metrics: Metrics) -> None:
 
 def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics, work: Work) -> None:
     """Innermost first: a preflight must pass CORS without a key, and every answer gets a request id."""
+    app.add_middleware(AtEndMiddleware)
     held = HeldBodies(settings.max_held_bodies)
     metrics.server.held_bytes.set_function(lambda: held.num_bytes)
     app.add_middleware(

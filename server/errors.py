@@ -75,10 +75,26 @@ class AuthenticationError(ApiError):
         return {"www-authenticate": "Bearer"}
 
 
+class PermissionDeniedError(ApiError):
+    """The key is known, but it has no right to what it asks for."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "permission_denied"
+
+
 class ModelNotFoundError(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class ModelBusyError(ApiError):
+    """A model that requests use was to be unloaded."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "model_busy"
 
 
 class RequestTooLargeError(ApiError):
@@ -130,6 +146,15 @@ class NotReadyError(ApiError):
     type = "service_unavailable_error"
     code = "not_ready"
     retry_after = 2
+
+
+class ModelLoadFailedError(ApiError):
+    """The model could not be loaded; the others are served. It is tried again after a while."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "model_load_failed"
+    retry_after = 30
 
 
 class WorkerLostError(ApiError):
@@ -184,6 +209,7 @@ class InternalError(ApiError):
 OTHER_CODES = frozenset(
     {"duplicate_key", "empty_prompt", "invalid_grammar", "invalid_json", "invalid_logits", "invalid_token_id"}
     | {"invalid_type", "missing_required_parameter", "speculation_unavailable", "unknown_parameter"}
+    | {"wrong_task"}
 )
 
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 from ray import serve
 
-from truedraft.server.cli.launch import check_models, locate, make_app
+from truedraft.server.cli.launch import check_models, make_app
 from truedraft.server.observability.logs import configure_logging
 from truedraft.server.settings import Settings
 
@@ -53,8 +53,9 @@ def make_replica(settings: Settings) -> FastAPI:
     """Returns the application; its start-up ends when a worker is ready."""
     configure_logging(settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    check_models(settings)
-    application = make_app(settings, locate(settings))
+    for own in settings.of_models():
+        check_models(own)
+    application = make_app(settings)
     lifespan = application.router.lifespan_context
 
     @asynccontextmanager

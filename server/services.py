@@ -4,6 +4,7 @@ Built by ``server.app``; routes get it through ``ServicesDep``.
 """
 
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from fastapi import Depends, Request
 from truedraft.server.errors import NotReadyError
 from truedraft.server.http.work import Work
 from truedraft.server.models.registry import Models
-from truedraft.server.models.served import ServedModel
+from truedraft.server.models.served import Condition, ServedModel
 from truedraft.server.observability.loop_lag import LoopMonitor, log_late
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.settings import Settings
@@ -29,7 +30,7 @@ class Services:
         self.work = Work(settings)
         self.grammar_validator = GrammarValidator(settings)
         self.started = int(time.time())
-        self._is_draining = False
+        self.is_draining = False
         self._loop_monitor = LoopMonitor(
             lambda lag: metrics.server.loop_lag.observe(lag.seconds),
             late_after=settings.loop_lag_warning,
@@ -52,24 +53,21 @@ class Services:
 
     def drain(self) -> None:
         """Take no more requests; those that are running go on."""
-        self._is_draining = True
+        self.is_draining = True
 
-    def status(self, model: ServedModel) -> str:
-        """Returns one word for ``/ready``."""
-        return "draining" if self._is_draining else model.condition.status
-
-    def not_ready_reason(self, model: ServedModel) -> str | None:
-        """Why a request cannot be taken now; None if it can."""
-        if self._is_draining:
-            return DRAINING
-        condition = model.condition
-        return None if condition.status == "ready" else condition.reason
+    def not_ready(self, models: Iterable[ServedModel]) -> Condition | None:
+        """Returns what is wrong with the first of the models that cannot take a request now, if there is one.
+        A model that is not loaded can: the request loads it."""
+        if self.is_draining:
+            return Condition("draining", DRAINING)
+        conditions = (model.condition for model in models)
+        return next((each for each in conditions if each.status not in ("ready", "unloaded")), None)
 
     def _is_ready(self, model: ServedModel) -> bool:
-        return self.not_ready_reason(model) is None
+        return self.not_ready([model]) is None
 
     def check_not_draining(self) -> None:
-        if self._is_draining:
+        if self.is_draining:
             raise NotReadyError(DRAINING)
 
 

@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     Field,
+    PrivateAttr,
     SecretStr,
     model_validator,
 )
@@ -23,9 +24,17 @@ from pydantic_settings import (
 )
 
 from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.server.entries import (
+    ALL_RIGHTS,
+    BUNDLED_MODEL_NAME,
+    RIGHTS_OF_A_KEY,
+    ModelEntry,
+    Rights,
+    model_entries,
+    read_rights,
+)
 
 ENV_PREFIX = "TRUEDRAFT_"
-BUNDLED_MODEL_NAME = "truedraft-demo"
 DEFAULT_PREFIX = "truedraft_"
 OnChangedWeights = Literal["restart", "stop"]
 
@@ -138,6 +147,36 @@ class ServerSettings(BaseModel):
     )
 
 
+class SeveralSettings(BaseModel):
+    """Several models"""
+
+    models: Annotated[list[ModelEntry], NoDecode, BeforeValidator(model_entries)] = Field(
+        [],
+        description="Models of this server, comma-separated; requests choose one by 'model'. In a YAML file "
+        "an entry may have name, target, draft, load (always or on_demand), chat_template, workers and any "
+        "setting of the engine; what it leaves out is as for the server. Default: one model, target.",
+    )
+    max_loaded_models: int | None = Field(
+        None,
+        ge=1,
+        description="Largest number of models in memory at one time. The least recently used one that no "
+        "request uses makes room for another. Default: as many as fit into the machine's memory, or its "
+        "container's.",
+    )
+    idle_unload: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds without a request after which a model is unloaded; the next request loads it "
+        "again. Models with load: always stay. Default: never.",
+    )
+    load_timeout: float = Field(
+        600,
+        gt=0,
+        description="Seconds that a request waits for its model to be loaded; it then gets 503, and the load "
+        "goes on.",
+    )
+
+
 class AccessSettings(BaseModel):
     """Access"""
 
@@ -147,7 +186,10 @@ class AccessSettings(BaseModel):
         [], description="Bearer keys that may use the API, comma-separated. Default: no authentication."
     )
     api_key_file: Path | None = Field(
-        None, description="File with further keys, one a line; empty lines and lines with # are skipped."
+        None,
+        description="File with further keys, one a line; empty lines and lines with # are skipped. After a "
+        "key may stand models=NAME,NAME, the models that it may use, and operate, the right to load and "
+        "unload models. Keys of api_keys may use all models, but not load or unload them.",
     )
     allowed_hosts: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
         [],
@@ -216,8 +258,19 @@ class RequestSettings(BaseModel):
         "are tokenized. Default: 8 for each token of the model's context, but 500,000 to "
         "4,000,000.",
     )
+    max_questions: int = Field(
+        400, ge=1, description="Largest number of questions of one request to /v1/decisions; more get 400."
+    )
+    max_labels: int = Field(
+        4096, ge=1, description="Largest number of labels of all of these questions together; more get 400."
+    )
     max_choices: int = Field(
         1024, ge=1, description="Largest number of choices (prompts times n) of one request; more get 400."
+    )
+    max_texts: int = Field(
+        2048,
+        ge=1,
+        description="Largest number of texts of one request for vectors or scores; more get 400.",
     )
     max_answer_values: int = Field(
         1_000_000,
@@ -287,8 +340,10 @@ class RequestSettings(BaseModel):
     )
 
 
-class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, ServerSettings):
+class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, SeveralSettings, ServerSettings):
     """Settings of ``truedraft serve``."""
+
+    _rights: list[Rights] = PrivateAttr(default_factory=list)  # each key has its own
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -300,16 +355,18 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
 
     @model_validator(mode="after")
     def _read_key_file(self) -> Self:
+        self._rights = [RIGHTS_OF_A_KEY for _ in self.api_keys]
         if self.api_key_file is not None:
             try:
                 lines = self.api_key_file.expanduser().read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"api_key_file: cannot read {self.api_key_file}: {error}") from None
-            keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-            if not keys:
+            entries = [line.split() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            if not entries:
                 raise ValueError(f"api_key_file: {self.api_key_file} holds no key")
             try:
-                self.api_keys = [*self.api_keys, *_check_keys([*map(SecretStr, keys)])]
+                self.api_keys = [*self.api_keys, *_check_keys([SecretStr(key) for key, *_ in entries])]
+                self._rights += [read_rights(words) for _, *words in entries]
             except ValueError as error:
                 raise ValueError(f"api_key_file: {self.api_key_file}: {error}") from None
         return self
@@ -323,7 +380,12 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
         return self
 
     @model_validator(mode="after")
-    def _check_workers(self) -> Self:
+    def _check_devices(self) -> Self:
+        self.check_workers()
+        return self
+
+    def check_workers(self) -> None:
+        """Refuses workers that do not fit the devices."""
         num_devices = len(self.devices)
         if len(set(self.devices)) < num_devices:
             raise ValueError("device names the same one twice; set workers to have several share it")
@@ -334,13 +396,65 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
             )
         if self.device_map is not None and self.num_workers > 1:
             raise ValueError("device_map spreads one worker over all GPUs, so workers must be 1")
-        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_single(cls, values: Any) -> Any:
+        """Refuses settings of one model next to ``models``."""
+        given = values if isinstance(values, dict) and values.get("models") else {}
+        for name in ("target", "draft", "served_model_name"):
+            if given.get(name):
+                raise ValueError(
+                    f"{name} and models cannot both be given; write it in the entry of its model in models"
+                )
+        return values
 
     @model_validator(mode="after")
     def _name_the_model(self) -> Self:
-        if not self.served_model_name:
+        if self.models:
+            self._check_models()
+            self.served_model_name = self.of_models()[0].served_model_name
+        elif not self.served_model_name:
             self.served_model_name = _default_model_name(str(self.target))
         return self
+
+    def _check_models(self) -> None:
+        names = [name for settings in self.of_models() for name in settings.served_names]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"models: two have the name {twice[0]}; give each a name of its own")
+        num_pinned = sum(entry.load == "always" for entry in self.models)
+        most = self.max_loaded_models or len(self.models)
+        if num_pinned > most or (num_pinned == most and num_pinned < len(self.models)):
+            raise ValueError(
+                f"max_loaded_models is {most}, and {num_pinned} models have load: always, which leaves no "
+                "place for the others"
+            )
+        for rights in self._rights:
+            if unknown := sorted((rights.models or frozenset()) - {*names}):
+                raise ValueError(
+                    f"api_key_file: there is no model {unknown[0]}; this server has {', '.join(names)}"
+                )
+
+    def of_models(self) -> list["Settings"]:
+        """Returns the settings of each model: the server's, with its own."""
+        if not self.models:
+            return [self]
+        shared: dict[str, Any] = {"models": []}
+        if self.cache_memory is None and len(self.models) > 1:
+            # Together they get what one model would get.
+            most = min(len(self.models), self.max_loaded_models or len(self.models))
+            shared["cache_memory_share"] = self._cache_share() / most
+        found = []
+        for entry in self.models:
+            name = entry.name or _default_model_name(str(entry.target))
+            own = self.model_copy(update=shared | entry.own_settings() | {"served_model_name": name})
+            own.check_workers()
+            found.append(own)
+        return found
+
+    def rights_of(self, key: str) -> Rights:
+        """Returns the rights of a key by the name that ``server.http.auth`` gives it; empty without keys."""
+        return self._rights[int(key.removeprefix("key-"))] if key else ALL_RIGHTS
 
     @property
     def served_names(self) -> list[str]:
@@ -379,13 +493,15 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
         if self.cache_memory is not None:
             share["cache_memory"] = ByteSize(self.cache_memory // num_sharing)
         elif num_sharing > 1:
-            whole = self.cache_memory_share or (0.9 if self.device.startswith("cuda") else 0.25)
-            share["cache_memory_share"] = whole / num_sharing
+            share["cache_memory_share"] = self._cache_share() / num_sharing
         devices = self.devices * num_sharing
         return [
             (located or self.engine_config()).model_copy(update=share | {"device": device})
             for device in devices
         ]
+
+    def _cache_share(self) -> float:
+        return self.cache_memory_share or (0.9 if self.device.startswith("cuda") else 0.25)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig.model_validate(self.model_dump(include=set(EngineConfig.model_fields)))

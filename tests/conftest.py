@@ -86,7 +86,7 @@ TESTS = Path(__file__).parent
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 # With REQUIRE_ALL_TESTS, any other reason fails the run: something that tests need is not installed.
-MISSING_HARDWARE = ("there is no CUDA device", "Ray is not installed")
+MISSING_HARDWARE = ("there is no CUDA device", "Ray is not installed", "ai-dynamo is not installed")
 
 
 @cache

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,6 +26,9 @@ from truedraft.engine.messages import (
     Abort,
     DraftCounts,
     DraftVocabulary,
+    Embed,
+    Embedded,
+    EmbeddingFacts,
     Failed,
     FinishReason,
     FromWorker,
@@ -39,6 +43,7 @@ from truedraft.engine.messages import (
     Source,
     Stats,
     StepOutput,
+    Text,
     TokenLogprob,
     TokenOutput,
     decode_to_worker,
@@ -56,6 +61,9 @@ NUM_DRAFTED = 3  # unless the request says otherwise
 QUEUE_SECONDS = 0.25
 DRAWN_SEED = 1000  # the seed that a request without one gets
 POLL_MILLISECONDS = 10  # an idle worker notices an order within this time
+
+# Vectors of a worker that makes some.
+VECTORS = EmbeddingFacts(4, {"query": "Q:", "document": "D:"}, dimensions=[2, 3], shortens=True)
 
 # What `logprob_at` says of every tenth token: as good as impossible.
 IMPOSSIBLE = float("-inf")
@@ -78,6 +86,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--refusal-code", default="context_length_exceeded")
     parser.add_argument("--sources", default="", help="what drafts here, by turns")
     parser.add_argument("--troubled", action="store_true", help="report preemptions, and no accepted draft")
+    parser.add_argument("--worker-bytes", type=int, default=0, help="memory that it says to take")
+    parser.add_argument("--task", default="generate", help="what the worker says that it is for")
     parser.add_argument("--log", default="", help="file that gets one line per received message")
     return parser.parse_args()
 
@@ -189,6 +199,7 @@ class FakeWorker:
         self.options = options
         self.connection = connection
         self.sequences: list[FakeSequence] = []
+        self.embeds: list[Embed] = []
         self.known_prompts: list[tuple[str, list[int]]] = []  # with their salts
         self.heartbeats = Heartbeats()
         self.num_prefix_queries = 0
@@ -230,7 +241,8 @@ class FakeWorker:
             return ""
 
     def may_step(self, order: str) -> bool:
-        return bool(self.sequences) and (not order.isdecimal() or self.num_steps < int(order))
+        has_work = bool(self.sequences or self.embeds)
+        return has_work and (not order.isdecimal() or self.num_steps < int(order))
 
     def take_messages(self, milliseconds: int) -> bool:
         """Handle everything in the inbox, or what comes within that time; False when told to leave."""
@@ -241,7 +253,10 @@ class FakeWorker:
                 match message:
                     case Generate():
                         self.add(message)
+                    case Embed():
+                        self.embeds.append(message)
                     case Abort():
+                        self.embeds = [each for each in self.embeds if each.request_id != message.request_id]
                         self.abort(message)
                     case Shutdown():
                         return False
@@ -309,6 +324,9 @@ class FakeWorker:
                 return
 
     def step(self) -> None:
+        for embed in self.embeds:
+            self.send(Embedded(embed.request_id, [self.vector(embed, text) for text in embed.texts]))
+        self.embeds = []
         running = self.sequences[: self.options.max_running]
         sources: list[Source] = self.options.sources.split(",") if self.options.sources else ["draft_model"]
         for sequence in running:
@@ -322,6 +340,18 @@ class FakeWorker:
         if not self.options.troubled:
             self.num_accepted_tokens += sum(output.num_accepted_tokens for output in outputs)
         self.send(StepOutput(outputs, self.stats()))
+
+    def vector(self, embed: Embed, text: Text) -> bytes:
+        """Returns the number of tokens and their sum, or the sum as a score, so that texts can be told
+        apart."""
+        if self.options.refuse:
+            return b""
+        found = [float(len(text.token_ids)), float(sum(text.token_ids)), float(text.second_from or 0), 1.0]
+        if self.options.task == "rerank":
+            found = [sum(text.token_ids) / 1000]
+        if embed.normalizes:
+            found = [number / sum(each * each for each in found) ** 0.5 for number in found]
+        return array("f", found[: embed.dimensions]).tobytes()
 
     def stats(self) -> Stats:
         return Stats(
@@ -387,6 +417,9 @@ def main() -> None:
             forward="fused layers in C",
             weights=["Q4_1", "float32"],
             fingerprint="fake",
+            worker_bytes=options.worker_bytes,
+            task=options.task,
+            embedding=None if options.task == "generate" else VECTORS,
         )
     )
     worker.run()

@@ -70,6 +70,27 @@ def test_workflows_call_make_targets() -> None:
     assert {word.partition("=")[0] for word in words - called} <= variables
 
 
+@pytest.mark.parametrize(
+    ("heading", "tag", "is_right"),
+    [
+        ("## [1.2.3] - 2026-01-01", "v1.2.3", True),
+        ("## [1.2.3] - Unreleased", "v1.2.3", False),
+        ("## [1.2.2] - 2026-01-01", "v1.2.3", False),
+        ("## [1.2.3] - 2026-01-01", "1.2.3", False),
+        ("## [1.2.3] - 2026-01-01", "v1.2.4", False),
+    ],
+)
+def test_what_is_tagged_has_a_version_and_notes(
+    tmp_path: Path, heading: str, tag: str, is_right: bool
+) -> None:
+    needs("make")
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n")
+    command = ["make", "-f", str(ROOT / "Makefile"), "check-tag", f"TAG={tag}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+    assert (done.returncode == 0) == is_right, done.stderr
+
+
 def test_the_unit_is_valid(tmp_path: Path) -> None:
     needs("systemd-analyze")
     text = (DEPLOY / "systemd" / "truedraft.service").read_text()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.draw_house import PICTURE, direct, drawn, floors_of, imports, placed
 from tools.write_configuration import BEGIN, with_table
 from truedraft.engine.errors import ConfigError
 from truedraft.server.cli.foreign_flags import NONE, USE, hint
@@ -43,6 +44,23 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     folders = "benchmarks|configs|deploy|engine|loadtest|server|tests|tools"
     named = re.findall(rf"`((?:{folders})/[\w./-]+)`", (ROOT / page).read_text(encoding="utf-8"))
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_picture_of_the_house_is_up_to_date() -> None:
+    """If not: python -m tools.draw_house"""
+    assert PICTURE.read_text(encoding="utf-8") == drawn()
+
+
+def test_each_room_stands_above_those_that_it_imports() -> None:
+    graph = imports()
+    floors = floors_of(graph)
+    boxes, _ = placed(floors)
+    assert ("server", "routes") in boxes
+    lines = direct(graph)
+    assert (("server", "cli"), ("server", "app")) in lines
+    assert (("server", "cli"), ("server", "errors")) not in lines  # it reaches that through others
+    for room, other in lines:
+        assert boxes[room].y < boxes[other].y
 
 
 def test_queries_use_metrics_that_exist() -> None:

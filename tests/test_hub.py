@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -17,7 +18,8 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.fetch import Progress, find_model
 from truedraft.engine.hub.located import located
 from truedraft.engine.hub.names import HubName, hub_name
-from truedraft.engine.hub.repository import RepoFile, choose, drafters, variants
+from truedraft.engine.hub.repository import RepoFile, checkpoint_files, choose, drafters, variants
+from truedraft.engine.hub.siblings import siblings
 from truedraft.engine.hub.store import remove, stored_models
 from truedraft.server.cli.main import main
 
@@ -291,6 +293,40 @@ def test_drafters_beside_a_model_are_no_models_and_are_told(hub: Hub) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "fetched"),
+    [
+        ({}, True),
+        ({"draft": None}, False),
+        ({"draft": "none"}, False),
+        ({"method": "ngram"}, False),
+        ({"num_speculative_tokens": 0}, False),
+    ],
+)
+def test_a_small_drafter_is_fetched_where_the_draft_is_left_open(
+    hub: Hub, changes: dict[str, Any], fetched: bool
+) -> None:
+    said: list[str] = []
+    config = located(EngineConfig(target="owner/Heads-GGUF", **changes), say=said.append)
+    folder = Path(str(config.target)).parent
+    assert {path.name for path in folder.iterdir()} == {
+        "Tiny-Q4_K_M.gguf",
+        *(["mtp-Tiny-Q8_0.gguf"] if fetched else []),
+    }
+    if fetched:
+        assert [Path(each.path).name for each in siblings(str(config.target))] == ["mtp-Tiny-Q8_0.gguf"]
+        assert any("mtp-Tiny-Q8_0.gguf (1 bytes) is fetched, too" in line and "25%" in line for line in said)
+    assert any("owner/Heads-GGUF/eagle3-Tiny-F16.gguf" in line for line in said)
+
+
+@pytest.mark.parametrize("share", [0.24, 0.26])
+def test_a_large_drafter_is_only_listed(hub: Hub, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    files = {"Tiny-Q4_K_M.gguf": b"x" * 100, "mtp-Tiny.gguf": b"m" * int(100 * share)}
+    monkeypatch.setitem(hub.repositories, "owner/Heads-GGUF", Repository(files))
+    found = find_model("owner/Heads-GGUF", with_drafter=True)
+    assert bool(found.fetched_drafter) == (share < 0.25)
+
+
 @pytest.mark.parametrize("name", ["drafting-model-Q4_K_M.gguf", "Draftsman-Q4_K_M.gguf", "smtp-Q4_K_M.gguf"])
 def test_words_that_contain_a_drafters_name_are_models(name: str) -> None:
     assert len(variants([RepoFile(name, 1)])) == 1
@@ -349,3 +385,12 @@ def test_what_was_removed_in_part_is_fetched_again(hub: Hub) -> None:
     assert Path(find_model("owner/Tiny-GGUF:Q8_0").path).read_bytes().startswith(b"Q8_0")
     assert hub.sent["Tiny-Q8_0.gguf"] == 2 * sent["Tiny-Q8_0.gguf"]
     assert hub.sent["Tiny-Q2_K.gguf"] == sent["Tiny-Q2_K.gguf"]
+
+
+def test_modules_after_a_model_are_fetched() -> None:
+    """What makes vectors of states is in folders of their own; other folders have other forms of weights."""
+    wanted = ["config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"]
+    wanted += ["2_Dense/config.json", "2_Dense/model.safetensors", "1_LogitScore/config.json"]
+    others = ["onnx/config.json", "onnx/model.safetensors", "2_Dense/a.bin", "a/1_Pooling/config.json"]
+    found = checkpoint_files([RepoFile(name, 1) for name in [*wanted, *others]])
+    assert sorted(file.name for file in found) == sorted(wanted)

@@ -30,7 +30,7 @@ from truedraft.server.schemas.common import SamplingRequest, SpeculationOptions
 from truedraft.server.schemas.completion import CompletionRequest
 
 # The API's own fields have other names and rules: see ``server.generation.sampling_params``.
-OTHERWISE = {"max_tokens", "logprobs", "grammar", "grammar_after"}
+OTHERWISE = {"max_tokens", "logprobs", "grammar", "grammar_after", "thinking_budget", "thinking_marks"}
 
 
 def schema_of(name: str) -> type[BaseModel]:

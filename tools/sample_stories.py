@@ -1,6 +1,6 @@
-"""Write stories by the trained target, on which its draft is distilled: what it will be asked to continue.
+r"""Write stories by the trained target, on which its draft is distilled: what it will be asked to continue.
 
-    python tools/sample_stories.py --target engine/demo_pair/target --corpus stories.train.txt \\
+    python tools/sample_stories.py --target engine/demo_pair/target --corpus stories.train.txt \
         --out samples.txt
 
 Each story begins with the first words of one of the corpus and goes on at temperature 0, 0.8 or 1. The file

@@ -1,6 +1,6 @@
-"""Train the bundled demo pair: a byte-level BPE tokenizer, a small Llama target, a one-layer draft.
+r"""Train the bundled demo pair: a byte-level BPE tokenizer, a small Llama target, a one-layer draft.
 
-    python tools/train_demo_pair.py --corpus stories.train.txt --validation stories.valid.txt \\
+    python tools/train_demo_pair.py --corpus stories.train.txt --validation stories.valid.txt \
         --work-dir runs/demo --out engine/demo_pair
 
 The target learns next-token prediction (Muon for matrices, AdamW for the rest). The draft starts as
@@ -259,7 +259,9 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path, context:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
-    GenerationConfig(bos_token_id=0, eos_token_id=[0, 2]).save_pretrained(folder)
+    GenerationConfig(bos_token_id=0, eos_token_id=[0, 2], do_sample=True, temperature=0.7).save_pretrained(
+        folder
+    )
 
 
 def record_arguments(args: argparse.Namespace) -> None:

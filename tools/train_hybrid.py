@@ -1,6 +1,6 @@
-"""Train a small hybrid: three layers of Gated DeltaNet to one of attention, and an MTP head on top.
+r"""Train a small hybrid: three layers of Gated DeltaNet to one of attention, and an MTP head on top.
 
-    python tools/train_hybrid.py --corpus stories.train.txt --validation stories.valid.txt \\
+    python tools/train_hybrid.py --corpus stories.train.txt --validation stories.valid.txt \
         --work-dir runs/hybrid --out runs/hybrid/model --minutes 20
 
 It has the layout of Qwen 3.5's text models, the tokenizer of the bundled pair, and the embeddings and MLPs of

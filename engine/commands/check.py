@@ -11,12 +11,9 @@ engine's own, from flags and ``TRUEDRAFT_*``.
 import json
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import Field
-from pydantic_settings import BaseSettings
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine, drafting_method
@@ -28,8 +25,8 @@ from truedraft.engine.commands.check_positions import LongTexts, check_positions
 from truedraft.engine.commands.check_report import Comparisons, Report, print_report, verdict_of
 from truedraft.engine.commands.check_speed import Speed, measure
 from truedraft.engine.commands.check_weights import WeightsResult, check_weights
-from truedraft.engine.commands.options import command_options, with_models
-from truedraft.engine.config import SELF_DRAFTS, EngineConfig
+from truedraft.engine.commands.options import CheckSettings, with_models
+from truedraft.engine.config import AUTO, SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
@@ -67,44 +64,6 @@ SAME_KERNELS = 1e-5
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
 
 
-class CheckSettings(EngineConfig, BaseSettings):
-    """Check a pair of models: tokenizers, exactness, acceptance and speed."""
-
-    model_config = command_options("check")
-
-    prompts: Path | None = Field(
-        None,
-        description="File of prompts, one a line. A target with a chat template gets each as a user's "
-        "message. Default: four openings, to be continued.",
-    )
-    chat: bool = Field(True, description="Apply the target's chat template, if it has one, to prompts.")
-    compare: bool = Field(
-        True,
-        description="Measure what else the target could draft with here, too: n-grams, the MTP head of its "
-        "checkpoint, self:int8 and self:int4.",
-    )
-    compare_with: list[str] = Field(
-        [], description="More drafts to compare with: folders or hub ids of models and heads."
-    )
-    samples: int = Field(
-        500,
-        ge=100,
-        description="Texts sampled under each rule, with random parameters; twice as many under block.",
-    )
-    repeats: int = Field(5, ge=1, description="Timed runs of each variant.")
-    seconds: float = Field(
-        14.0, gt=0, description="Seconds to spend on measuring the speed of each draft, roughly."
-    )
-    long_seconds: float = Field(
-        20.0,
-        gt=0,
-        description="Seconds to spend on texts beyond the target's windows and original contexts, roughly.",
-    )
-    json_output: bool = Field(
-        False, validation_alias="json", description="Print one JSON object instead of the report."
-    )
-
-
 def main(settings: CheckSettings) -> int:
     transformers_logging.disable_progress_bar()
     try:
@@ -133,12 +92,12 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     expected = _expected(settings, tokenizer)
     length = DEFAULT_LENGTH if settings.num_speculative_tokens == "auto" else settings.num_speculative_tokens
     progress.begin("Loading the models")
-    core = build_engine(EngineConfig(**_fields(settings, length)))
+    core = _pair(settings, length)
     prompts = prompts_of.token_ids(core.target.vocab_size)
     compared = _compare(core, prompts, expected, length, settings.samples, progress)
     if compared.failures:
         return _report(core, settings, compared, [], [])
-    names_source = settings.draft is not None or settings.method != "auto"
+    names_source = core.drafter is not None or settings.method != "auto"
     speculates = core.snapshot().num_speculative_tokens > 0
     speeds = _speeds(core, prompts, settings, length, progress) if speculates and names_source else []
     ngrams = _ngram_speeds(core, tokenizer, settings, progress) if length else []
@@ -156,6 +115,15 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         if result.speeds or draft in settings.compare_with:
             results.append(result)
     return replace(report, drafts=results, advice=advice(results, given))
+
+
+def _pair(settings: CheckSettings, length: int) -> EngineCore:
+    """Returns the engine that is checked: with what the settings name, or with what it has chosen itself."""
+    core = build_engine(EngineConfig(**_fields(settings, length)))
+    if settings.draft == AUTO and settings.method == "auto" and length:
+        method = NgramProposer.name if core.drafter is None else drafting_method(core.drafter)
+        core.admission = replace(core.admission, method=method)
+    return core
 
 
 def _fields(settings: CheckSettings, length: int, **others: Any) -> dict[str, Any]:
@@ -213,7 +181,7 @@ def _report(
     method, failures = core.admission.method, compared.failures
     return Report(
         target=settings.target,
-        draft=settings.draft if method in WITH_DRAFT else None,
+        draft=core.drafter if method in WITH_DRAFT else None,
         method=method,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
@@ -230,7 +198,7 @@ def _report(
 
 def _name(settings: CheckSettings, core: EngineCore) -> str:
     """Returns what drafts in the pair that is checked, as the setting ``draft`` names it."""
-    return settings.draft if settings.draft and core.admission.method in WITH_DRAFT else core.admission.method
+    return core.drafter if core.drafter and core.admission.method in WITH_DRAFT else core.admission.method
 
 
 def _try(

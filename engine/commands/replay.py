@@ -19,6 +19,7 @@ from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.sampling.grammar import Grammars, Matcher
+from truedraft.engine.sampling.thinking import ThinkingBudget
 
 
 class DraftKey(NamedTuple):
@@ -93,11 +94,11 @@ class Replayer:
                 matcher.advance(emitted)
             yield RoundReport(number, round_, findings)
 
-    def _matcher(self) -> Matcher | None:
-        if self.params.grammar is None:
+    def _matcher(self) -> Matcher | ThinkingBudget | None:
+        if self.params.grammar is None and self.params.thinking_budget is None:
             return None
         assert self.grammars is not None
-        return self.grammars.matcher(self.params.grammar, self.params.grammar_after)
+        return self.grammars.constraint(self.params, self.target.vocab_size)
 
     def _decisions(self, round_: TracedRound, text: LoneText, seed: int) -> list[Finding]:
         """Allows a token within noise of the top-p or min-p cut to have been on either side of it."""

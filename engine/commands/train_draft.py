@@ -12,14 +12,12 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.commands.options import command_options, with_models
+from truedraft.engine.commands.options import TrainSettings, with_models
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
@@ -51,52 +49,6 @@ OF_A_RUN = (
     *("target", "head", "tokens", "text_tokens", "temperature", "draft_vocab_size", "steps"),
     *("learning_rate", "texts_per_update"),
 )
-
-
-class TrainSettings(EngineConfig, BaseSettings):
-    """Train a head that drafts for a target, from texts that the target writes itself."""
-
-    model_config = command_options("train-draft")
-
-    prompts: Path | None = Field(
-        None,
-        description="File of prompts that texts begin with: one a line, or in a .jsonl file objects with "
-        "'messages' or 'prompt'.",
-    )
-    out: Path | None = Field(None, description="Folder for the head.")
-    head: str | None = Field(
-        None,
-        description="MTP head to train further: mtp, that of the target's checkpoint, or a file or folder of "
-        "such a head. Default: a new EAGLE-3 head is trained.",
-    )
-    tokens: int = Field(1_000_000, ge=1, description="Tokens to learn from, written by the target.")
-    text_tokens: int = Field(256, ge=8, description="Tokens of a text, its prompt included.")
-    temperature: float = Field(1.0, ge=0, le=2, description="Temperature at which the target writes.")
-    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = Field(
-        "auto",
-        description="Tokens that the head drafts, the most frequent ones of the texts; full: all. auto: all, "
-        f"but no more than {EagleHead.most_drafted} for a new head. An MTP head is trained on these and can "
-        "draft the others, too.",
-    )
-    steps: int = Field(4, ge=1, le=8, description="Drafted tokens that the head is trained for.")
-    learning_rate: float | None = Field(
-        None,
-        gt=0,
-        description=f"Largest learning rate. Default: {EagleHead.rate}, for an MTP head "
-        f"{MtpHead.rate}, by the target's hidden size.",
-    )
-    texts_per_update: int = Field(1, ge=1, description="Texts of one step of the optimiser.")
-
-    @model_validator(mode="after")
-    def _has_files(self) -> Self:
-        if self.prompts is None or self.out is None:
-            raise ValueError("--prompts names the file of prompts, and --out the folder for the head")
-        self.prompts, self.out = self.prompts.expanduser(), self.out.expanduser()
-        if self.head is not None and self.head.startswith("~"):
-            self.head = str(Path(self.head).expanduser())
-        if self.draft == MTP and self.head is None:
-            raise ValueError("--draft drafts for a server: --head mtp names the head to train further")
-        return self
 
 
 def main(settings: TrainSettings) -> int:

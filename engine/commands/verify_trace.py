@@ -17,7 +17,7 @@ from truedraft.engine.commands.replay_round import Fresh, Outcome
 from truedraft.engine.commands.trace_file import FEWER, TracedAnswer, TraceFileError, read_answer
 from truedraft.engine.config import AUTO
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import DRAFT_MODEL, HEADS, MTP
+from truedraft.engine.messages import DRAFT_MODEL, HEADS
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.fresh import FreshHead
 from truedraft.engine.models.heads.head import Head
@@ -62,6 +62,10 @@ def main(settings: ReplaySettings) -> int:
 def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
     options = load_options(settings)
     assert settings.target is not None  # filled in by EngineConfig
+    if settings.draft == AUTO:
+        raise TraceFileError(
+            "draft auto is measured anew at each start: name what the server's start says is taken"
+        )
     target = FreshModel(settings.target, options)
     drafts: dict[DraftKey, Fresh] = {}
     method = None if settings.draft is None else drafting_method(settings.draft)
@@ -88,8 +92,7 @@ def _heads(
     which the others are left out again."""
     assert settings.target is not None
     assert settings.draft is not None
-    draft = MTP if settings.draft == AUTO else settings.draft
-    head = load_head(draft, target, settings.target, draft_source(settings)[1])
+    head = load_head(settings.draft, target, settings.target, draft_source(settings)[1])
     assert head is not None  # the draft is no model
     outputs: dict[str | None, Head] = {"own": head}
     if any(key.head_output == "int4" for key in keys):

@@ -17,6 +17,7 @@ from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParam
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Grammars, Matcher
+    from truedraft.engine.sampling.thinking import ThinkingBudget
 
 
 class RequestError(Exception):
@@ -149,8 +150,14 @@ class Admission:
             )
         if params.method == "prediction" and request.prediction_token_ids is None:
             raise RequestError("prediction_missing", "method 'prediction' needs a prediction")
-        if params.method == "grammar" and params.grammar is None:
-            raise RequestError("grammar_missing", "method 'grammar' needs a grammar")
+        if params.method == "grammar" and params.grammar is None and params.thinking_budget is None:
+            raise RequestError("grammar_missing", "method 'grammar' needs a grammar or a thinking_budget")
+        if params.thinking_budget is not None and (
+            len(params.thinking_marks) != 4 or not params.thinking_marks[1]
+        ):
+            raise RequestError(
+                "invalid_value", "thinking_budget needs thinking_marks: four lists, the second with tokens"
+            )
         if params.grammar_after and params.grammar is None:
             raise RequestError("grammar_missing", "grammar_after needs a grammar")
         for name, ids in (
@@ -159,6 +166,7 @@ class Admission:
             ("stop_token_ids", params.stop_token_ids),
             ("logprob_token_ids", params.logprob_token_ids),
             ("grammar_after", params.grammar_after),
+            ("thinking_marks", [token_id for mark in params.thinking_marks for token_id in mark]),
             ("the prediction", request.prediction_token_ids or []),
         ):
             if any(not 0 <= token_id < self.vocab_size for token_id in ids):
@@ -189,23 +197,23 @@ class Admission:
             return None
         return params.draft_sample_method or self.draft_sample_method
 
-    def _matchers(self, request: Generate) -> "list[Matcher | None]":
+    def _matchers(self, request: Generate) -> "list[Matcher | ThinkingBudget | None]":
         """Makes a matcher for each choice."""
         params = request.params
-        if params.grammar is None:
+        if params.grammar is None and params.thinking_budget is None:
             return [None] * request.n
         if self.grammars is None or self.encoder_decoder is not None or self.has_rules:
             raise RequestError(
                 "unsupported_parameter",
-                "this model's output cannot be constrained by a grammar: it has an encoder, or a generation "
-                "config that forbids or forces tokens",
+                "this model's output cannot be constrained by a grammar or a thinking_budget: it has an "
+                "encoder, or a generation config that forbids or forces tokens",
             )
-        if params.min_tokens or params.ignore_eos:
+        if params.grammar is not None and (params.min_tokens or params.ignore_eos):
             raise RequestError(
                 "unsupported_parameter", "a grammar ends the output: min_tokens and ignore_eos exclude it"
             )
         try:
-            return [self.grammars.matcher(params.grammar, params.grammar_after) for _ in range(request.n)]
+            return [self.grammars.constraint(params, self.vocab_size) for _ in range(request.n)]
         except ValueError as error:
             raise RequestError("invalid_grammar", f"the grammar cannot be used: {error}") from error
 
@@ -250,7 +258,8 @@ class Admission:
         allowed = {*self.methods} if self.method == "auto" else {self.method}
         allowed.discard("prediction")
         allowed.discard("grammar")
-        if request.params.grammar is not None and self.method != "none":
+        is_constrained = request.params.grammar is not None or request.params.thinking_budget is not None
+        if is_constrained and self.method != "none":
             allowed.add("grammar")
         if request.prediction_token_ids:
             allowed.add("prediction")

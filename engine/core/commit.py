@@ -151,6 +151,7 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
         trace=_trace_of(sequence, row, result.rounds[-1].traces),
         prediction=_follow_prediction(part, token_ids, num_drafted),
         origins=origins,
+        budget_spent=sequence.matcher is not None and sequence.matcher.budget_spent,
     )
 
 

@@ -4,7 +4,7 @@
 executes steps, ``worker`` runs the loop next to a socket, ``llm`` in place.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
@@ -16,7 +16,9 @@ from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
 
 
 class EngineCore:
-    """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine."""
+    """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine.
+    ``drafter`` is the setting ``draft`` that the draft amounts to, and ``tried`` says what was measured where
+    that was left to the engine."""
 
     def __init__(
         self,
@@ -25,6 +27,8 @@ class EngineCore:
         runner: Runner,
         scheduler: Scheduler,
         admission: Admission,
+        drafter: str | None = None,
+        tried: Sequence[str] = (),
     ) -> None:
         self.target = target
         self.draft = draft
@@ -32,6 +36,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.planner = scheduler.planner
         self.admission = admission
+        self.drafter = drafter
+        self.tried = tried
         self.stats = EngineStats()
 
     def step(self) -> list[TokenOutput | Failed]:

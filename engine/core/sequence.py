@@ -22,6 +22,7 @@ from truedraft.engine.sampling.splitmix import WEYL, mix
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher
+    from truedraft.engine.sampling.thinking import ThinkingBudget
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -56,7 +57,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     traced_vocabulary: str | None = None  # digest of the last one that traces have told
     prediction: PredictionCursor | None = None  # if it is a source
-    matcher: "Matcher | None" = None  # follows the output's grammar, and is after the last token
+    matcher: "Matcher | ThinkingBudget | None" = None  # follows what the output must be, after the last token
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
     draft_sample_method: DraftSampleMethod | None = None  # None: the draft draws as the target does
     unfollowed: frozenset[str] = frozenset()  # sources that are told nothing of it; set by the scheduler

@@ -107,17 +107,18 @@ def find_tokens_of_expert(
 def multiply_tile(
     output,  # [pairs, out features]
     x,  # [pairs / PAIRS_OF_ROW, inputs]
-    addresses,  # int64 [tensors, experts]: of weights [outputs, inputs], or of the parts of PackedBlocks
+    addresses,  # int64 [parts, TENSORS, experts]: of weights [outputs, inputs], or of PackedBlocks' tensors
     pairs,  # int32 [experts, tokens]
     counts,  # int32 [experts]
     multiplier,
     num_tokens,
     num_tiles,
-    first_output,  # where this part of the layer begins
-    num_outputs,
+    first_output,  # where these parts of the layer begin
+    num_outputs,  # each part has so many
     out_features,
     NUM_INPUTS: tl.constexpr,  # tells where rows are aligned
     EXPERTS: tl.constexpr,
+    TENSORS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
     KIND: tl.constexpr,  # It is a kind of blocks, or DENSE.
     ROWS: tl.constexpr,
@@ -132,7 +133,8 @@ def multiply_tile(
         column, tile = tl.arange(0, COLUMNS), tl.program_id(1)
         out = tile * COLUMNS + column
         product = tl.zeros([COLUMNS, ROWS], tl.float32)
-        address = addresses + expert
+        part = tl.program_id(2)
+        address = addresses + part * TENSORS * EXPERTS + expert
         if KIND[0] == 0:
             WIDTH: tl.constexpr = BLOCK * BLOCKS_AT_A_TIME
             number = tl.arange(0, WIDTH)
@@ -157,13 +159,17 @@ def multiply_tile(
             scales = tl.multiple_of(tl.load(address + 2 * EXPERTS).to(tl.pointer_type(SCALE_TYPE)), 16)
             supers = tl.multiple_of(tl.load(address + 3 * EXPERTS).to(tl.pointer_type(tl.float16)), 16)
             start = x + (pair // PAIRS_OF_ROW)[None, :] * NUM_INPUTS + number[:, None]
-            for block in range(num_blocks):
-                w = block_weights(
-                    low, high, scales, supers, tile.to(tl.int64), column, block, num_blocks, KIND
-                )
-                inputs = tl.load(start + block * BLOCK, mask=is_row[None, :], other=0.0)
-                product = tl.dot(w.to(x.dtype.element_ty), inputs, product, input_precision="ieee")
-        at = pair[None, :] * out_features + (first_output + out)[:, None]
+            for unit in range(tl.cdiv(num_blocks, BLOCKS_AT_A_TIME)):
+                # Several blocks are loaded while others are multiplied.
+                for i in tl.static_range(BLOCKS_AT_A_TIME):
+                    block = unit * BLOCKS_AT_A_TIME + i
+                    w = block_weights(
+                        low, high, scales, supers, tile.to(tl.int64), column, block, num_blocks, KIND
+                    )
+                    is_input = is_row[None, :] & (number + block * BLOCK < NUM_INPUTS)[:, None]
+                    inputs = tl.load(start + block * BLOCK, mask=is_input, other=0.0)
+                    product = tl.dot(w.to(x.dtype.element_ty), inputs, product, input_precision="ieee")
+        at = pair[None, :] * out_features + (first_output + part * num_outputs + out)[:, None]
         tl.store(
             output + at,
             (product * multiplier).to(output.dtype.element_ty),

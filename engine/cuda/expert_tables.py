@@ -7,6 +7,7 @@ are run one by one by the host.
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -102,7 +103,15 @@ def grouped_linear(linears: Sequence[Linear], dtype: torch.dtype) -> GroupedLine
     if len({len(column) for column in columns}) > 1 or len(multipliers) > 1 or len(wanted) < len(parts):
         return None
     out_features = sum(part.rows for part in wanted)
-    return GroupedLinear(tuple(wanted), tuple(linears), out_features, multipliers.pop())
+    return GroupedLinear(_alike(wanted), tuple(linears), out_features, multipliers.pop())
+
+
+def _alike(parts: Sequence[ExpertMatrices]) -> tuple[ExpertMatrices, ...]:
+    """Joins parts that are alike and follow each other, as gates do and what they gate: one launch multiplies
+    with all of them."""
+    kinds = groupby(parts, key=lambda part: (part.rows, part.in_features, part.type))
+    joined = [(kind, torch.cat([part.addresses for part in some])) for kind, some in kinds]
+    return tuple(ExpertMatrices(*kind, addresses) for kind, addresses in joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ def _part(matrices: Sequence[_Matrix]) -> ExpertMatrices | None:
     addresses = [[*map(device_address, each)] for each in zip(*(m.tensors for m in matrices), strict=True)]
     if any(address % ALIGNMENT for each in addresses for address in each):
         return None
-    table = torch.tensor(addresses, dtype=torch.int64).to(first.tensors[0].device)
+    table = torch.tensor([addresses], dtype=torch.int64).to(first.tensors[0].device)
     return ExpertMatrices(first.rows, first.in_features, first.type, table)
 
 

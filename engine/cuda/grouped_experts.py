@@ -15,8 +15,8 @@ from truedraft.engine.layers.torch_run import TorchPointwise
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """Is a matrix [rows, in features] of each expert, in blocks of this ``type``, or dense (None).
-    ``addresses`` int64 [tensors, experts] are those of its tensors."""
+    """Are matrices [rows, in features] of each expert, one or several that are alike, in blocks of this
+    ``type``, or dense (None). ``addresses`` int64 [matrices, tensors, experts] are those of their tensors."""
 
     rows: int
     in_features: int

@@ -6,12 +6,15 @@ import triton
 from truedraft.engine.cuda import expert_kernels
 from truedraft.engine.cuda.blocks import COLUMNS, KINDS
 from truedraft.engine.cuda.grouped_experts import GroupedLinear, TokenGroups
-from truedraft.engine.cuda.quantised_kernels import JOINED, row_tile
+from truedraft.engine.cuda.quantised_kernels import JOINED, row_tile, stages_of
 from truedraft.engine.layers.mlp import Router
 from truedraft.engine.layers.quantised_blocks import TYPES
 
-# Tokens with their experts that are looked through at a time, and blocks of dense weights.
-LOOKED_AT, BLOCKS_AT_A_TIME = 1024, 2
+# Tokens with their experts that are looked through at a time; tokens of an expert that a program multiplies,
+# of which there are few; and blocks that it multiplies at a time, of dense weights and of others.
+LOOKED_AT, MOST_TOKENS = 1024, 64
+DENSE_BLOCKS, BLOCKS_AT_A_TIME = 2, 4
+DENSE_STAGES = 3
 # Dense weights are told from kinds of blocks by codes of 0 bits.
 DENSE = (0,) * len(KINDS[TYPES["Q8_0"]].constants)
 
@@ -69,11 +72,12 @@ def multiply_experts(
     x = x.contiguous()
     num_experts, num_tokens = groups.pairs.shape
     output = torch.empty(groups.chosen.numel(), linear.out_features, dtype=x.dtype, device=x.device)
-    rows = row_tile(num_tokens, x.dtype)
+    rows = min(MOST_TOKENS, row_tile(num_tokens, x.dtype))
     num_tiles, first_output = triton.cdiv(num_tokens, rows), 0
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         for part in linear.parts:
-            grid = num_experts * num_tiles, triton.cdiv(part.rows, COLUMNS)
+            num_parts, num_tensors, _ = part.addresses.shape
+            grid = num_experts * num_tiles, triton.cdiv(part.rows, COLUMNS), num_parts
             expert_kernels.multiply_tile[grid](
                 output,
                 x,
@@ -88,14 +92,15 @@ def multiply_experts(
                 linear.out_features,
                 NUM_INPUTS=part.in_features,
                 EXPERTS=num_experts,
+                TENSORS=num_tensors,
                 PAIRS_OF_ROW=pairs_of_row,
                 KIND=DENSE if part.type is None else KINDS[part.type].constants,
                 ROWS=rows,
-                BLOCKS_AT_A_TIME=BLOCKS_AT_A_TIME,
+                BLOCKS_AT_A_TIME=DENSE_BLOCKS if part.type is None else BLOCKS_AT_A_TIME,
                 num_warps=4,
-                num_stages=3,
+                num_stages=DENSE_STAGES if part.type is None else stages_of(rows),
             )
-            first_output += part.rows
+            first_output += num_parts * part.rows
     return output
 
 

@@ -22,7 +22,7 @@ from truedraft.engine.cuda.triton_run import TOLERANCES, serves
 from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings, Linear, TorchLinear
 from truedraft.engine.layers.weight import Weight
 
-# Up to this number of rows are multiplied where the weights are unpacked: 64 rows at a time, each time
+# Up to this number of rows are multiplied where the weights are unpacked: 128 rows at a time, each time
 # reading them anew. Unpacked they are read and written in 16 bits, which takes as much as seven times 4.5
 # bits.
 MAX_ROWS = 320

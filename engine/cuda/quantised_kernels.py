@@ -1,6 +1,6 @@
 """Products with quantised weights, in Triton, and the weights themselves by their rows.
 
-A program multiplies 64 outputs' weights of a share of the inputs by up to 64 rows. Weights are unpacked in
+A program multiplies 64 outputs' weights of a share of the inputs by up to 128 rows. Weights are unpacked in
 registers, rounded to the type of the inputs, and are the left factor of ``tl.dot``: so the instructions that
 compute a number do not depend on how many rows there are. Nor do the shares, which a second kernel sums in
 their order: a row's bits are the same in every batch.
@@ -21,10 +21,11 @@ from truedraft.engine.layers.weight import FP8, LARGEST_FP8, LEAST_LARGEST
 
 # Sizes of a program's tile of rows; more rows take several of the largest. Products of float32 numbers have
 # no matrix units, and need registers for all of them.
-MIN_ROWS, MOST_ROWS = 16, 64
-# Blocks of each output that a program multiplies at a time, while it loads the next ones: codes and inputs of
-# 64 rows take 22 KiB of the 99 that a multiprocessor of a consumer's card has.
-BLOCKS_AT_A_TIME, NUM_STAGES = 4, 3
+MIN_ROWS, MOST_ROWS = 16, 128
+# Blocks of each output that a program multiplies at a time, while it loads the next ones, or those after
+# these, too. What waits in shared memory grows with the rows, and a multiprocessor of a consumer's card has
+# 100 KiB: many rows have two stages, with which it holds two to four programs in place of one.
+BLOCKS_AT_A_TIME, NUM_STAGES, MANY_ROWS, STAGES_OF_MANY = 4, 3, 64, 2
 # Programs that a multiprocessor is given, as far as there are inputs for so many shares.
 PROGRAMS_OF_MULTIPROCESSOR, MAX_SHARES = 4, 16
 # Numbers that one program sums over the shares.
@@ -274,7 +275,7 @@ def multiply(
                 ROWS=rows,
                 KIND=part.kind.constants,
                 BLOCKS_AT_A_TIME=BLOCKS_AT_A_TIME,
-                num_stages=NUM_STAGES,
+                num_stages=stages_of(rows),
                 num_warps=4,
             )
             first_output += part.rows
@@ -347,6 +348,11 @@ def row_tile(num_rows: int, dtype: torch.dtype) -> int:
     """Returns how many of ``num_rows`` one program multiplies."""
     largest = MIN_ROWS if dtype == torch.float32 else MOST_ROWS
     return min(largest, max(MIN_ROWS, int(triton.next_power_of_2(num_rows))))
+
+
+def stages_of(rows: int) -> int:
+    """Returns how many units of blocks a program with such a tile of rows has in flight."""
+    return NUM_STAGES if rows < MANY_ROWS else STAGES_OF_MANY
 
 
 def shares_of(out_features: int, in_features: int, device: torch.device) -> int:

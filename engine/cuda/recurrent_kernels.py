@@ -245,7 +245,6 @@ def recur_head(
         is_column = column < COLUMNS
         place = tl.arange(0, CHUNK)
         is_before = place[:, None] > place[None, :]
-        is_last = place == CHUNK - 1
         at = state + ((slot * HEADS + head) * SIZE + number)[:, None] * COLUMNS + column[None, :]
         is_state = is_number[:, None] & is_column[None, :]
         # A slot of which nothing is folded yet may have another text's state.
@@ -278,36 +277,37 @@ def recur_head(
             # What is left at token i of what token j has added, and of the state.
             through = tl.cumprod(tl.where(is_before, factor[:, None], 1.0), 0).to(tl.float32)
             whole = tl.cumprod(factor, 0).to(tl.float32)
-            if start + CHUNK > stored:
-                q = tl.load(query + in_token, mask=is_key, other=0.0)
+            for p in range(tl.maximum(stored - start, 0), tl.minimum(end - start, CHUNK)):
+                # Products of matrices in float32 would hold both factors in registers, and more.
+                of_token = (first + start + p) * KEY_STRIDE + key_head * SIZE + number
+                is_p = place == p
+                left = tl.sum(tl.where(is_p[:, None], through, 0.0), 0)
+                left_of_state = tl.sum(tl.where(is_p, whole, 0.0), 0)
                 if IS_DELTA:
-                    known = whole[:, None] * tl.dot(k, s, input_precision="ieee")
-                    others = tl.dot(k, tl.trans(k), input_precision="ieee")
-                    others = tl.where(is_before, through, 0.0) * others
-                    beta = tl.load(betas + token * HEADS + head, mask=is_new, other=0.0)
-                    last_place = tl.minimum(end - start, CHUNK)
-                    for p in range(tl.maximum(stored - start, 0), last_place):
-                        is_p = place == p
-                        weights = tl.sum(tl.where(is_p[:, None], others, 0.0), 0)
-                        earlier = tl.where((place < p)[:, None], v, 0.0)
-                        answer = tl.sum(tl.where(is_p[:, None], known, 0.0), 0)
-                        answer += tl.sum(weights[:, None] * earlier, 0)
-                        mine = tl.sum(tl.where(is_p[:, None], v, 0.0), 0)
-                        mine = tl.sum(tl.where(is_p, beta, 0.0), 0) * (mine - answer)
-                        v = tl.where(is_p[:, None], mine[None, :], v)
-                weights = tl.dot(q, tl.trans(k), input_precision="ieee")
-                weights = tl.where(place[:, None] >= place[None, :], through, 0.0) * weights
-                answers = whole[:, None] * tl.dot(q, s, input_precision="ieee")
-                answers += tl.dot(weights, v, input_precision="ieee")
-                there = ((token * HEADS + head) * COLUMNS)[:, None] + column[None, :]
-                tl.store(output + there, answers, mask=is_value)
+                    own_key = tl.load(key + of_token, mask=is_number, other=0.0)
+                    alike = tl.sum(k * own_key[None, :], 1) * left
+                    known = tl.sum(s * own_key[:, None], 0) * left_of_state
+                    known += tl.sum(tl.where(place < p, alike, 0.0)[:, None] * v, 0)
+                    beta = tl.load(betas + (first + start + p) * HEADS + head)
+                    mine = beta * (tl.sum(tl.where(is_p[:, None], v, 0.0), 0) - known)
+                    v = tl.where(is_p[:, None], mine[None, :], v)
+                asked = tl.load(query + of_token, mask=is_number, other=0.0)
+                weights = tl.sum(k * asked[None, :], 1) * left
+                answer = tl.sum(s * asked[:, None], 0) * left_of_state
+                answer += tl.sum(tl.where(place <= p, weights, 0.0)[:, None] * v, 0)
+                there = ((first + start + p) * HEADS + head) * COLUMNS + column
+                tl.store(output + there, answer, mask=is_column)
                 if IS_DELTA:
-                    tl.store(added + there, v, mask=is_value)
+                    tl.store(added + there, mine, mask=is_column)
             if start + CHUNK <= end:
+                is_last = place == CHUNK - 1
                 left = tl.sum(tl.where(is_last[:, None], through, 0.0), 0)
-                scaled = tl.trans(k * left[:, None])
                 s *= tl.sum(tl.where(is_last, whole, 0.0), 0)
-                s += tl.dot(scaled, v, input_precision="ieee")
+                k *= left[:, None]
+                for j in range(CHUNK):
+                    is_j = (place == j)[:, None]
+                    added_key, added_value = tl.where(is_j, k, 0.0), tl.where(is_j, v, 0.0)
+                    s += tl.sum(added_key, 0)[:, None] * tl.sum(added_value, 0)[None, :]
                 if start + CHUNK == folded_after:
                     tl.store(at, s, mask=is_state)
 

@@ -2,10 +2,10 @@
 the distribution of each scored position, one judges a row.
 
 Nothing is sorted. Where top-k and top-p cut is found by halving the interval of weights in which it lies, as
-the bits of positive numbers are ordered like these. Every number is what ``sampling.ops``, ``processors``,
-``random`` and ``verify`` have for torch, bit for bit: operations round one by one (no multiplication is fused
-with an addition), and sums are of integers. Only logarithms are the library's: two tokens' scores would have
-to agree in 50 bits for that to matter.
+the bits of positive numbers are ordered like these; in registers, once few weights are left. Every number is
+what ``sampling.ops``, ``processors``, ``random`` and ``verify`` have for torch, bit for bit: operations round
+one by one (no multiplication is fused with an addition), and sums are of integers. Only logarithms are the
+library's: two tokens' scores would have to agree in 50 bits for that to matter.
 
 Importing this module imports triton, which is no dependency: ``triton_sampling`` does where it has a use.
 """
@@ -148,9 +148,72 @@ def mass_of_top(weights, lowest, num, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def cut(weights, goal, lowest, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr):
+def reached_by(bits, middle, BY_COUNT: tl.constexpr):
+    """Returns the units, or the number, of weights of these bits that are not below ``middle``."""
+    is_above = bits >= middle
+    if BY_COUNT:
+        return tl.sum(is_above.to(tl.int64), 0)
+    weight = tl.where(is_above, bits, 0).to(tl.float32, bitcast=True)
+    return tl.sum((weight * _WEIGHT_UNITS).to(tl.int64), 0)
+
+
+@triton.jit
+def cut_of(weights, goal, lowest, BY_COUNT: tl.constexpr):
+    """Returns what ``cut`` does, of weights in registers."""
+    low = lowest.to(tl.int32, bitcast=True)
+    high = low * 0 + _BITS_ABOVE
+    bits = weights.to(tl.int32, bitcast=True)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        is_reached = reached_by(bits, middle, BY_COUNT) >= goal
+        # Either bound is a weight that occurs: few halvings are left where few tokens are.
+        above = tl.min(tl.where(bits >= middle, bits, high), 0)
+        below = tl.max(tl.where(bits < middle, bits, low), 0)
+        low = tl.where(is_reached, above, low)
+        high = tl.where(is_reached, high, tl.maximum(below, low) + 1)
+    return low.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cut(
+    weights, kept, highest, goal, lowest, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
     """Returns the highest weight from which on all together are ``goal`` or more, by their units or their
-    number. Those from ``lowest`` on are."""
+    number. Those from ``lowest`` on are.
+
+    ``highest`` [TILE] are weights of different tokens, most of them among the highest. The cut of these
+    alone, if they reach the goal, is a lower bound: weights from there on are few, as a rule, and are put to
+    ``kept`` [TILE] by one pass over the vocabulary, and halved in registers. Each halving of more is a pass
+    of its own.
+    """
+    low = lowest.to(tl.int32, bitcast=True)
+    bits = highest.to(tl.int32, bitcast=True)
+    if reached_by(bits, low, BY_COUNT) >= goal:
+        lowest = cut_of(highest, goal, lowest, BY_COUNT)
+        low = lowest.to(tl.int32, bitcast=True)
+    num_kept = low * 0
+    for start in range(0, VOCAB, TILE):
+        token = start + tl.arange(0, TILE)
+        weight = tl.load(weights + token, mask=token < VOCAB, other=-1.0)
+        is_kept = weight >= lowest
+        place = num_kept + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(kept + place, weight, mask=is_kept & (place < TILE))
+        num_kept += tl.sum(is_kept.to(tl.int32), 0)
+    # What one thread has written others read.
+    tl.debug_barrier()
+    if num_kept <= TILE:
+        place = tl.arange(0, TILE)
+        lowest = cut_of(tl.load(kept + place, mask=place < num_kept, other=-1.0), goal, lowest, BY_COUNT)
+    else:
+        lowest = cut_by_passes(weights, goal, lowest, BY_COUNT, VOCAB, TILE)
+    # Another cut may write there again.
+    tl.debug_barrier()
+    return lowest
+
+
+@triton.jit
+def cut_by_passes(weights, goal, lowest, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Returns what ``cut`` does, of any number of weights."""
     low = lowest.to(tl.int32, bitcast=True)
     high = low * 0 + _BITS_ABOVE
     while high - low > 1:
@@ -160,17 +223,15 @@ def cut(weights, goal, lowest, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, TILE
         below = tl.zeros([TILE], tl.int32) + low
         for start in range(0, VOCAB, TILE):
             token = start + tl.arange(0, TILE)
-            weight = tl.load(weights + token, mask=token < VOCAB, other=0.0)
+            weight = tl.load(weights + token, mask=token < VOCAB, other=-1.0)
             bits = weight.to(tl.int32, bitcast=True)
-            is_token = token < VOCAB
-            is_above = is_token & (bits >= middle)
+            is_above = bits >= middle
             if BY_COUNT:
                 mass += is_above.to(tl.int64)
             else:
                 mass += tl.where(is_above, weight * _WEIGHT_UNITS, 0.0).to(tl.int64)
             above = tl.minimum(above, tl.where(is_above, bits, high))
-            below = tl.maximum(below, tl.where(is_token & (bits < middle), bits, low))
-        # Either bound is a weight that occurs: few halvings are left where few tokens are.
+            below = tl.maximum(below, tl.where(bits < middle, bits, low))
         is_reached = tl.sum(mass, 0) >= goal
         low = tl.where(is_reached, tl.min(above, 0), low)
         high = tl.where(is_reached, high, tl.max(below, 0) + 1)
@@ -179,28 +240,40 @@ def cut(weights, goal, lowest, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, TILE
 
 @triton.jit
 def distribute(
-    probs, logits, row, highest, is_broken, VOCAB: tl.constexpr, NUM_LOGITS: tl.constexpr, TILE: tl.constexpr
+    probs,
+    kept,
+    logits,
+    row,
+    highest,
+    is_broken,
+    VOCAB: tl.constexpr,
+    NUM_LOGITS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Writes what is drawn from ``logits`` by the parameters of ``row`` to ``probs``. Returns its units."""
+    """Writes what is drawn from ``logits`` by the parameters of ``row`` to ``probs``. Returns its units.
+    ``kept`` [TILE] is the program's own memory."""
     temperature = float_of(tl.load(row + _TEMPERATURE))
     top_k = tl.load(row + _TOP_K)
     top_p, min_p = float_of(tl.load(row + _TOP_P)), float_of(tl.load(row + _MIN_P))
+    # Each thread's own highest weights; less than any where it has none.
+    tops = tl.zeros([TILE], tl.float32) - 1
     for start in range(0, VOCAB, TILE):
         token = start + tl.arange(0, TILE)
         x = tl.load(logits + token, mask=(token < VOCAB) & (token < NUM_LOGITS), other=float("-inf"))
         x = tl.where(is_broken, 0.0, x)
         weight = exp_below(tl.div_rn(x - highest, temperature))
+        tops = tl.maximum(tops, tl.where(token < VOCAB, weight, -1.0))
         tl.store(probs + token, weight, mask=token < VOCAB)
     # What one thread has written others read.
     tl.debug_barrier()
     lowest = min_p * 0
     total = mass_from(probs, lowest, VOCAB, TILE)
     if (top_k > 0) & (top_k < VOCAB):
-        lowest = cut(probs, top_k, lowest, True, VOCAB, TILE)
+        lowest = cut(probs, kept, tops, top_k, lowest, True, VOCAB, TILE)
         total = mass_of_top(probs, lowest, top_k, VOCAB, TILE)
     if top_p < 1:
         goal = tl.maximum(goal_of(top_p.to(tl.float64), total), 1)
-        lowest = cut(probs, goal, lowest, False, VOCAB, TILE)
+        lowest = cut(probs, kept, tops, goal, lowest, False, VOCAB, TILE)
     lowest = tl.maximum(lowest, min_p)
     total = mass_from(probs, lowest, VOCAB, TILE)
     divisor = (total.to(tl.float64) * _WEIGHT_UNIT).to(tl.float32)
@@ -277,6 +350,7 @@ def draw(target, draft, scale, end, certain, uniform, total, VOCAB: tl.constexpr
 def draw_row(
     logits,  # float32 [rows, NUM_LOGITS]: what is beyond, up to the vocabulary's end, cannot be
     probs,  # float32 [rows, VOCAB]
+    kept,  # float32 [rows, TILE]
     numbers,  # int64 [rows, WIDTH]
     place_of_draft,  # int64 [1]
     VOCAB: tl.constexpr,
@@ -293,7 +367,8 @@ def draw_row(
         rule = tl.load(row + _RULE)
         if rule != _EXACT_MATCH:
             probs += place * VOCAB
-            units = distribute(probs, logits, row, highest, is_broken, VOCAB, NUM_LOGITS, TILE)
+            kept += place * TILE
+            units = distribute(probs, kept, logits, row, highest, is_broken, VOCAB, NUM_LOGITS, TILE)
             seed, first = tl.load(row + _SEED), tl.load(row + _NUM_STORED) + 1
             if rule == _COUPLED:
                 drawn = race(probs, key_of(seed, first + number, _NOISE), VOCAB, TILE)
@@ -308,6 +383,7 @@ def draw_row(
 @triton.jit
 def judge_position(
     probs,  # float32 [rows, queries, VOCAB]
+    kept,  # float32 [rows, queries, TILE]
     found,  # int64 [rows, queries, 3]: a token, units of probs, whether there is no distribution
     logits,  # float32 [rows, queries, VOCAB]
     numbers,  # int64 [rows, WIDTH]
@@ -325,7 +401,8 @@ def judge_position(
         units = place * 0
         if rule != _EXACT_MATCH:
             probs += index * VOCAB
-            units = distribute(probs, logits, row, highest, is_broken, VOCAB, VOCAB, TILE)
+            kept += index * TILE
+            units = distribute(probs, kept, logits, row, highest, is_broken, VOCAB, VOCAB, TILE)
             if rule == _COUPLED:
                 at = tl.load(row + _NUM_STORED) + 1 + position
                 token = race(probs, key_of(tl.load(row + _SEED), at, _NOISE), VOCAB, TILE)
@@ -431,15 +508,17 @@ def draw_drafts(
     place: torch.Tensor,
     tile: int = TILE,
 ) -> None:
-    """Draws the draft at ``place`` int64 [1], which counts from 0, of those rows that have so many: its id
+    """Draws the draft at ``place`` int64 [1], which counts from 0, of those rows that have one there: its id
     goes to ``numbers`` int64 [rows, fields and ids], and the distribution drawn from, which the rule of
     exact match never asks for, to ``probs`` float32 [rows, V]. ``logits`` float32 [rows, the draft's
     vocabulary]. All are contiguous."""
+    kept = torch.empty(len(logits), tile, device=logits.device)
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         draw_row[(logits.shape[0],)](
             logits,
             probs,
+            kept,
             numbers,
             place,
             VOCAB=probs.shape[1],
@@ -465,11 +544,12 @@ def judge(
     those that the draft model has drawn; others are certain. All are contiguous."""
     num_rows, queries, vocab_size = logits.shape
     probs = torch.empty_like(logits)
+    kept = torch.empty(num_rows, queries, tile, device=logits.device)
     found = torch.empty(num_rows, queries, 3, dtype=torch.int64, device=logits.device)
     options = {"TILE": tile, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     sizes = {"VOCAB": vocab_size, "WIDTH": numbers.shape[1]}
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        judge_position[num_rows, queries](probs, found, logits, numbers, **sizes, **options)
+        judge_position[num_rows, queries](probs, kept, found, logits, numbers, **sizes, **options)
         judge_row[(num_rows,)](
             verdicts,
             found,

@@ -1,5 +1,5 @@
-"""Draws and verdicts of rows by torch's operations, of all rows alike and without a look at any number: what
-``sampling_kernels`` must do, bit for bit, and what a graph holds in their place.
+"""Draws and verifies rows with torch's operations, without reading a number on the host. ``sampling_kernels``
+must do the same bit for bit, and a CUDA graph holds this where they cannot be used.
 
 The rules are those of ``engine.sampling``, of whose parts these are made. A row gets what its own rule says;
 what other rules would have said of it is computed and dropped.
@@ -8,7 +8,7 @@ what other rules would have said of it is computed and dropped.
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.rows.columns import DEVICE_WIDTH, DRAFTS_AT, Field, Rule
+from truedraft.engine.rows.columns import DRAFTS_AT, Field, Rule
 from truedraft.engine.sampling.ops import in_width, inverse_cdf
 from truedraft.engine.sampling.processors import SamplingTensors, to_probs
 from truedraft.engine.sampling.random import Stream, noise_on_device, round_seeds_on_device, uniform_on_device
@@ -27,7 +27,7 @@ def draw_drafts(
     """Does as ``sampling_kernels.draw_drafts``, and keeps greedy rows' distributions, too."""
     vocab_size = probs.shape[1]
     logits, _ = _replace_broken(in_width(logits, vocab_size))
-    drawn_from = to_probs(logits[:, None], _sampling(numbers))[:, 0]
+    drawn_from = to_probs(logits[:, None], SamplingTensors.on_device(numbers))[:, 0]
     rule, seeds = numbers[:, Field.RULE], numbers[:, Field.SEED]
     first = numbers[:, Field.NUM_STORED] + 1
     positions = first + place
@@ -52,7 +52,7 @@ def judge(
     is_draft = torch.arange(num_positions - 1, device=logits.device) < num_drafts[:, None]
     draft_ids = torch.where(is_draft, numbers[:, DRAFTS_AT : DRAFTS_AT + num_positions - 1], 0)
     logits, broken = _replace_broken(logits)
-    probs = to_probs(logits, _sampling(numbers))
+    probs = to_probs(logits, SamplingTensors.on_device(numbers))
     rule, seeds = numbers[:, Field.RULE], numbers[:, Field.SEED]
     first = numbers[:, Field.NUM_STORED] + 1
     positions = first[:, None] + torch.arange(num_positions, device=logits.device)
@@ -82,23 +82,6 @@ def judge(
     failed = (broken & reached).any(1).long()
     verdicts[:, :3] = torch.stack([num_accepted, next_token, failed], dim=1)
     verdicts[:, 3 : 2 + num_positions] = draft_ids
-
-
-def _sampling(numbers: torch.Tensor) -> SamplingTensors:
-    """The rows' parameters, of which each may be cut in every way."""
-    floats = numbers.view(torch.float64)[:, Field.TEMPERATURE : DEVICE_WIDTH].float()
-    temperature, top_p, min_p = floats.unbind(1)
-    return SamplingTensors(
-        temperature[:, None],
-        numbers[:, Field.TOP_K, None],
-        top_p[:, None],
-        min_p[:, None],
-        largest_top_k=1,  # some; as top-p is, too, everything is sorted
-        any_top_p=True,
-        any_min_p=True,
-        any_uncut=True,
-        may_wait=False,
-    )
 
 
 def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,8 +111,8 @@ class InPlaceAttention:
         self._long_of: dict[int | None, list[tuple[int, int, AttentionGroup]]] = {}
 
     def _long(self, sliding_window: int | None) -> list[tuple[int, int, AttentionGroup]]:
-        """Returns first and last token of each long chunk, and what all layers with such a window need to know
-        of its keys."""
+        """Returns first and last token of each long chunk, and what layers with such a window need to know of
+        its keys."""
         if sliding_window not in self._long_of:
             batch = self.batch
             self._long_of[sliding_window] = [
@@ -259,11 +259,11 @@ def find_kernels(
                     if not is_right(
                         partial(attend, num_splits=num_splits), shape, dtype, device, num_queries
                     ):
-                        logger.warning("The attention kernel differs from torch's and is not used")
+                        logger.warning("The attention kernel differs from torch's: it is disabled.")
                         return None
         for rule in recurrent_check.distinct(recurrences):
             if not recurrent_check.is_right(kernels.recur, rule, dtype, device, TOLERANCES[dtype]):
-                logger.warning("The kernels for recurrences differ from torch's and are not used")
+                logger.warning("The kernels for recurrences differ from torch's: they are disabled.")
                 return None
     except Exception as error:  # compilers and drivers fail in many ways; gathering needs none of this
         logger.warning("The CUDA kernels cannot be used: %s", error, exc_info=True)

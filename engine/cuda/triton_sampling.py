@@ -3,45 +3,19 @@
 import logging
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from truedraft.engine.cuda import torch_sampling, triton_run
-from truedraft.engine.rows.columns import DRAFTS_AT, Field, Rule
+from truedraft.engine.rows.columns import DEVICE_WIDTH, DRAFTS_AT, Field, Rule
+from truedraft.engine.rows.lone import LoneText
+from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.probes import CHECKS, Check
 
 # Drafts of each row of the comparison, and the tokens before them.
 CHECK_DRAFTS, CHECK_STORED = 3, 41
 
-
-class Check(NamedTuple):
-    """Describes one row of the comparison: what is drawn how, and what its logits are like."""
-
-    rule: Rule
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    logits: Literal["any", "equal", "with ties", "one", "few", "NaN", "none"] = "any"
-    seed: int = 0
-
-
-_CHECKS = (
-    Check(Rule.EXACT_MATCH, logits="equal"),
-    Check(Rule.EXACT_MATCH, logits="NaN"),
-    Check(Rule.REJECTION, 0.6, 5, logits="with ties"),
-    Check(Rule.COUPLED, 1.7, 9, 0.7, logits="with ties"),
-    Check(Rule.BLOCK, top_p=0.9),
-    Check(Rule.REJECTION, top_p=0.5, logits="equal"),
-    Check(Rule.COUPLED, min_p=0.1),
-    Check(Rule.BLOCK, logits="none"),
-    Check(Rule.REJECTION, 2.5, 12, 0.6),
-    Check(Rule.BLOCK, 1.2, 4, logits="with ties"),
-    Check(Rule.COUPLED, 1e-30, top_p=0.95, logits="one"),
-    Check(Rule.REJECTION, 3.0, 20, 0.99, logits="few"),
-    *[Check(rule, 3.0, logits="few") for rule in (Rule.BLOCK, Rule.REJECTION) * 3],
-)
-CHECKS = tuple(check._replace(seed=seed) for seed, check in enumerate(_CHECKS))
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +44,7 @@ def find_sampling(vocab_size: int, device: torch.device) -> Sampling:
         what = "differ from torch's operations"
     except Exception as error:  # compilers and drivers fail in many ways
         what = f"cannot be used ({error})"
-    logger.warning("The sampling kernels %s: draws and verdicts take several times as long without", what)
+    logger.warning("The sampling kernels %s. Draws by torch take several times as long.", what)
     return torch_sampling
 
 
@@ -127,16 +101,13 @@ def _drawn_and_judged(
 def check_rows(vocab_size: int, is_drawn: bool) -> torch.Tensor:
     """Returns the rows of the comparison with drafts, which the draft model draws or which are certain."""
     numbers = torch.zeros(len(CHECKS), DRAFTS_AT + CHECK_DRAFTS, dtype=torch.int64)
-    floats = numbers.view(torch.float64)
-    for row, check in enumerate(CHECKS):
-        numbers[row, Field.NUM_STORED] = CHECK_STORED + check.seed
-        numbers[row, Field.NUM_DRAFTS] = CHECK_DRAFTS
-        numbers[row, Field.NUM_DRAWN] = CHECK_DRAFTS * is_drawn
-        numbers[row, Field.SEED] = (-1) ** check.seed * (check.seed << 40) + check.seed
-        numbers[row, Field.RULE] = check.rule.code
-        numbers[row, Field.TOP_K] = check.top_k
-        floats[row, Field.TEMPERATURE] = check.temperature
-        floats[row, Field.TOP_P] = check.top_p
-        floats[row, Field.MIN_P] = check.min_p
-        numbers[row, DRAFTS_AT:] = (torch.arange(CHECK_DRAFTS) + check.seed) % 3
+    seeds = [(-1) ** check.seed * (check.seed << 40) + check.seed for check in CHECKS]
+    texts = [LoneText(check.params, check.rule, seed) for check, seed in zip(CHECKS, seeds, strict=True)]
+    rows = RowTable().rows_of(texts)
+    numbers[:, :DEVICE_WIDTH] = torch.from_numpy(rows[0].table.numbers[: len(rows), :DEVICE_WIDTH])
+    numbers[:, Field.NUM_DRAFTS] = CHECK_DRAFTS
+    numbers[:, Field.NUM_DRAWN] = CHECK_DRAFTS * is_drawn
+    for line, check in zip(numbers, CHECKS, strict=True):
+        line[Field.NUM_STORED] = CHECK_STORED + check.seed
+        line[DRAFTS_AT:] = (torch.arange(CHECK_DRAFTS) + check.seed) % 3
     return numbers

@@ -5,6 +5,7 @@ both processes read it.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,14 +155,19 @@ def _named_ids(file: GgufFile, kind: str, by_text: dict[str, int]) -> dict[str, 
                 if not isinstance(index, int) or not 0 <= index < len(by_text):
                     raise GgufError(f"{file.path} is damaged: its {key}_token_id {index} is no token")
                 ids[name] = index
-    for name, texts in FILL_TEXTS.items():
-        if found := [by_text[text] for text in texts if text in by_text]:
-            ids.setdefault(name, found[0])
-    return ids
+    return known_fill_ids(by_text.get) | ids
+
+
+def known_fill_ids(id_of: Callable[[str], int | None]) -> dict[str, int]:
+    """Returns the tokens that fill in the middle, by name, as their texts tell them."""
+    found = {name: [id_of(text) for text in texts] for name, texts in FILL_TEXTS.items()}
+    ids = {name: next((index for index in each if index is not None), None) for name, each in found.items()}
+    return {name: index for name, index in ids.items() if index is not None}
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """Returns transformers' tokenizer; raises ``GgufError``."""
+    """Returns transformers' tokenizer, with ``fill_ids`` of the tokens that fill in the middle; raises
+    ``GgufError``."""
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = read_vocabulary(file)
@@ -186,13 +192,15 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         for name, ours in named.items()
         if name in vocabulary.ids and (vocabulary.kind != "gpt2" or f"{KEY}.{name}_token_id" in file.metadata)
     }
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=fast,
         chat_template=file.metadata.get("tokenizer.chat_template"),
         add_bos_token=vocabulary.add_bos,
         add_eos_token=vocabulary.add_eos,
         **special,
     )
+    tokenizer.fill_ids = {name: vocabulary.ids[name] for name in FILL_TEXTS if name in vocabulary.ids}
+    return tokenizer
 
 
 def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Any:

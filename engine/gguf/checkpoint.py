@@ -209,12 +209,20 @@ def open_gguf(path: str) -> GgufCheckpoint:
 
 def holds_head_alone(path: str) -> bool:
     """Tells whether a file has layers that predict further tokens, and no model before them."""
+    names = _tensor_names(path)
+    return any(".nextn." in name for name in names) and not any(name.startswith("blk.0.") for name in names)
+
+
+def holds_further_layers(path: str) -> bool:
+    """Tells whether a file has layers that predict further tokens."""
+    return any(".nextn." in name for name in _tensor_names(path))
+
+
+def _tensor_names(path: str) -> list[str]:
     try:
-        tensors = read_gguf(path).tensors
+        return list(read_gguf(path).tensors)
     except (GgufError, OSError):  # loading says what is wrong
-        return False
-    is_head = any(".nextn." in name for name in tensors)
-    return is_head and not any(name.startswith("blk.0.") for name in tensors)
+        return []
 
 
 def open_gguf_head(path: str, config: Any) -> tuple[GgufCheckpoint, int]:

@@ -6,7 +6,7 @@ Phi-3's long factors, and the angles of gpt-oss, whose bounds between slow and f
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import AutoConfig
@@ -30,7 +30,6 @@ from truedraft.engine.gguf.settings import (
 # Architectures have a name in each of both worlds.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
 MODEL_TYPES["nemotron_h_moe"] = "nemotron_h"
-GEMMA = ("gemma2", "gemma3")
 # Gemmas of so many layers scale scores by hidden size / heads; the others scale them by the head size.
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 # A file that has none of them has these: the distance between layers without a window, the rotary base of
@@ -83,7 +82,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
     "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
+    "pooling_type": (0, 1, 2, 3),  # a file that pools makes vectors (``embedding.task``)
     "residual_scale": (0.0, 1.0),
     "rope.dimension_sections": ([0, 0, 0, 0], [0, 0, 0]),
     "rope.scaling.alpha": (0.0,),
@@ -148,49 +147,47 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
 
 def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     """Returns what only the architecture's family has."""
-    architecture = file.architecture
-    if architecture == "phi3":
-        return _phi3(file, keys, found)
-    if architecture in GEMMA:
-        return _gemma(keys, architecture, found)
-    if architecture == "gemma4":
-        return gemma4_settings(file, keys, found)
-    if architecture == "gpt-oss":
-        return _gpt_oss(keys, found)
-    if architecture == "deepseek2":
-        return latent.latent_settings(keys, found)
-    if architecture == "glm4moe":
-        return _glm4_moe(file, keys, found)
-    if architecture in ("glm4", "chatglm"):
-        rope = found["rope_parameters"] | rotated_part(keys, found["head_dim"])
-        return {"rope_parameters": rope, "attention_bias": attends_with_biases(file)}
+    if (settings := FAMILY_SETTINGS.get(file.architecture)) is not None:
+        return settings(file, keys, found)
     window = keys.says("attention.sliding_window")
-    if architecture == "olmo2":
-        return _olmo2(keys, found, window) if window else {}
-    if architecture == "exaone4":
-        return _exaone4(keys, found, window)
-    if architecture == "llama":
-        mlp_bias = any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down"))
-        more = {"attention_bias": attends_with_biases(file), "mlp_bias": mlp_bias}
-        return more | ({"sliding_window": window} if window else {})
+    if file.architecture in WITH_WINDOWS:
+        return WITH_WINDOWS[file.architecture](file, keys, found, window)
     if window and window < found["max_position_embeddings"]:
-        raise GgufError(f"{file.path} has a sliding window of {window}, which {architecture} does not use")
-    if architecture in ("granite", "granitemoe"):
-        keys.needed("logit_scale", float)
-        keys.expect("rope.scaling.finetuned", True)  # else nothing is rotated
-        for key in STATE_SIZES:
-            keys.says(key)
-        if architecture == "granite":
-            keys.says("expert_shared_feed_forward_length")
-        biases = {"attention_bias": attends_with_biases(file)}
-        return granite_multipliers(keys, found["head_dim"]) | biases
-    if architecture == "seed_oss":
+        raise GgufError(
+            f"{file.path} has a sliding window of {window}, which {file.architecture} does not use"
+        )
+    if file.architecture in ("granite", "granitemoe"):
+        return _granite(file, keys, found)
+    if file.architecture == "seed_oss":
         return {"attention_bias": attends_with_biases(file), "attention_out_bias": False}
     return {}
 
 
-def _olmo2(keys: GgufKeys, found: dict[str, Any], window: int) -> dict[str, Any]:
-    """Returns what OLMo 3 has: windows, in whose layers positions are not scaled."""
+def _glm4(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    rope = found["rope_parameters"] | rotated_part(keys, found["head_dim"])
+    return {"rope_parameters": rope, "attention_bias": attends_with_biases(file)}
+
+
+def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    keys.needed("logit_scale", float)
+    keys.expect("rope.scaling.finetuned", True)  # else nothing is rotated
+    for key in STATE_SIZES:
+        keys.says(key)
+    if file.architecture == "granite":
+        keys.says("expert_shared_feed_forward_length")
+    return granite_multipliers(keys, found["head_dim"]) | {"attention_bias": attends_with_biases(file)}
+
+
+def _llama(file: GgufFile, keys: GgufKeys, found: dict[str, Any], window: int | None) -> dict[str, Any]:
+    mlp_bias = any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down"))
+    more = {"attention_bias": attends_with_biases(file), "mlp_bias": mlp_bias}
+    return more | ({"sliding_window": window} if window else {})
+
+
+def _olmo2(file: GgufFile, keys: GgufKeys, found: dict[str, Any], window: int | None) -> dict[str, Any]:
+    """Returns what OLMo 3 has: windows, in whose layers positions are not scaled. OLMo 2 has none."""
+    if not window:
+        return {}
     rope = found["rope_parameters"]
     keys.expect("rope.freq_base_swa", rope["rope_theta"])
     local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
@@ -201,7 +198,7 @@ def _olmo2(keys: GgufKeys, found: dict[str, Any], window: int) -> dict[str, Any]
     }
 
 
-def _exaone4(keys: GgufKeys, found: dict[str, Any], window: int | None) -> dict[str, Any]:
+def _exaone4(file: GgufFile, keys: GgufKeys, found: dict[str, Any], window: int | None) -> dict[str, Any]:
     """Returns where windows are: layers without one turn nothing then."""
     layers = found["num_hidden_layers"]
     if window is None and layers == EXAONE_LAYERS:
@@ -301,7 +298,7 @@ def _glm4_moe(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
     }
 
 
-def _gpt_oss(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+def _gpt_oss(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     window = keys.needed("attention.sliding_window", int)
     rope = dict(found["rope_parameters"])
     if rope["rope_type"] == "yarn":
@@ -310,8 +307,8 @@ def _gpt_oss(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": types, "rope_parameters": rope}
 
 
-def _gemma(keys: GgufKeys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
-    layers = found["num_hidden_layers"]
+def _gemma(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
+    architecture, layers = file.architecture, found["num_hidden_layers"]
     window = keys.number("attention.sliding_window", int, GEMMA2_WINDOW if architecture == "gemma2" else None)
     if window is None:
         raise GgufError(f"{keys.path} does not say its model's {architecture}.attention.sliding_window")
@@ -348,3 +345,22 @@ def _layer_types(keys: GgufKeys, default: int, layers: int) -> list[str]:
             f"{keys.path} says of {len(slides)} layers whether they have a window, not of {layers}"
         )
     return ["sliding_attention" if each else "full_attention" for each in slides]
+
+
+# What only these families have, and what those have that read their window in other ways than all others.
+FAMILY_SETTINGS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any]], dict[str, Any]]] = {
+    "phi3": _phi3,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "gemma4": gemma4_settings,
+    "gpt-oss": _gpt_oss,
+    "deepseek2": lambda file, keys, found: latent.latent_settings(keys, found),
+    "glm4moe": _glm4_moe,
+    "glm4": _glm4,
+    "chatglm": _glm4,
+}
+WITH_WINDOWS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any], int | None], dict[str, Any]]] = {
+    "olmo2": _olmo2,
+    "exaone4": _exaone4,
+    "llama": _llama,
+}

@@ -20,11 +20,14 @@ from urllib.request import getproxies
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.folders import check_path
 from truedraft.engine.hub.names import HubName, hub_name
-from truedraft.engine.hub.repository import Choice, RepoFile, choose, drafters, shown_size
+from truedraft.engine.hub.repository import Choice, RepoFile, Variant, choose, drafters, shown_size
+from truedraft.engine.hub.siblings import most_likely
 from truedraft.engine.machine.limits import free_memory
 
 CONNECT_SECONDS = 2.5  # a hub that does not answer within these cannot be reached
 ANSWER_SECONDS = 20.0
+# A file that may draft is fetched with a model if it has at most this share of the model's bytes.
+DRAFTER_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Found:
     path: str
     note: str = ""
     drafters: Sequence[str] = ()  # names of GGUF files in the same repository that draft for it
+    fetched_drafter: str = ""  # the one of them that was fetched, too, and how large it is
 
 
 def find_model(
@@ -54,8 +58,12 @@ def find_model(
     tell: Tell = lambda progress: None,
     allow_pickle: bool = False,
     with_code: bool = False,
+    with_drafter: bool = False,
 ) -> Found:
-    """Returns where the model ``name`` lies, after fetching it if need be; raises ``ModelLoadError``."""
+    """Returns where the model ``name`` lies, after fetching it if need be; raises ``ModelLoadError``.
+
+    ``with_drafter``: the most likely of the files that draft for it is fetched, too, if that is small.
+    """
     wanted = hub_name(name)
     if wanted is None:
         check_path(name, allow_pickle=allow_pickle)
@@ -64,10 +72,24 @@ def find_model(
     choice = choose(wanted, files, free_memory(), allow_pickle=allow_pickle, with_code=with_code)
     first = _fetch(wanted, choice, tell) if folder is None else folder / choice.files[0].name
     names = [f"{wanted.repo}/{variant.parts[0].name}" for variant in drafters(files)]
-    if choice.entry is not None:
+    if choice.entry is None:
+        first = first.parents[choice.files[0].name.count("/")]
+    drafter = _small_drafter(wanted, choice, files) if with_drafter and folder is None else None
+    if drafter is None:
         return Found(str(first), choice.note, names)
-    depth = choice.files[0].name.count("/")
-    return Found(str(first.parents[depth]), choice.note, names)
+    _fetch(wanted, Choice(drafter.parts, drafter.parts[0].name), tell)
+    return Found(str(first), choice.note, names, f"{drafter.parts[0].name} ({shown_size(drafter.size)})")
+
+
+def _small_drafter(name: HubName, choice: Choice, files: Sequence[RepoFile]) -> Variant | None:
+    """Returns the most likely drafter in the same folder of the repository, among those that are small in
+    comparison with the model of the ``choice``."""
+    folder = choice.files[0].name.rpartition("/")[0]
+    found = {variant.parts[0].name: variant for variant in drafters(files)}
+    found = {path: variant for path, variant in found.items() if path.rpartition("/")[0] == folder}
+    ranked = most_likely(choice.entry or name.repo, found)
+    small = [found[each] for each in ranked if found[each].size <= DRAFTER_SHARE * choice.size]
+    return small[0] if small else None
 
 
 def _files(name: HubName) -> tuple[list[RepoFile], Path | None]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from truedraft.engine.config import AUTO, EngineConfig
-from truedraft.engine.hub.fetch import Found, Progress, Tell, find_model
+from truedraft.engine.hub.fetch import DRAFTER_SHARE, Found, Progress, Tell, find_model
 from truedraft.engine.hub.names import hub_name
 from truedraft.engine.hub.repository import shown_size
 from truedraft.engine.messages import HEADS
@@ -23,7 +23,8 @@ def located(
     Raises ``ModelLoadError``.
     """
     assert config.target is not None  # filled in by EngineConfig
-    target = _find(config.target, config, tell, say)
+    drafts = config.num_speculative_tokens != 0 and config.method not in ("ngram", "none")
+    target = _find(config.target, config, tell, say, with_drafter=drafts and config.draft == AUTO)
     changes = {"target": target.path}
     if (draft := config.draft) is not None and is_a_model(draft):
         changes["draft"] = draft if hub_name(draft) is None else _find(draft, config, tell, say).path
@@ -42,10 +43,25 @@ def stage_of(progress: Progress) -> str:
     return f"{progress.name}: {shown_size(progress.done)} of {shown_size(progress.total)}"
 
 
-def _find(name: str, config: EngineConfig, tell: Tell, say: Callable[[str], None]) -> Found:
-    found = find_model(name, tell=tell, allow_pickle=config.allow_pickle, with_code=config.trust_remote_code)
+def _find(
+    name: str, config: EngineConfig, tell: Tell, say: Callable[[str], None], *, with_drafter: bool = False
+) -> Found:
+    found = find_model(
+        name,
+        tell=tell,
+        allow_pickle=config.allow_pickle,
+        with_code=config.trust_remote_code,
+        with_drafter=with_drafter,
+    )
     if found.note:
         say(f"{name}: {found.note}")
-    if found.drafters:
-        say(f"{name} has files that draft for it: {', '.join(found.drafters)}. Use one with --draft NAME")
+    if found.fetched_drafter:
+        say(
+            f"{name}: {found.fetched_drafter} is fetched, too, as it may draft and has at most "
+            f"{DRAFTER_SHARE:.0%} of the model's size. --draft none leaves it out"
+        )
+    fetched = found.fetched_drafter.partition(" ")[0]
+    others = [each for each in found.drafters if each.rpartition("/")[2] != fetched]
+    if others:
+        say(f"{name} has files that draft for it: {', '.join(others)}. Use one with --draft NAME")
     return found

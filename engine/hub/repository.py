@@ -20,6 +20,8 @@ COMPANIONS = re.compile(r"(^|[-_.])(mmproj|imatrix|control-vector)([-_.]|$)", re
 DRAFTER = re.compile(r"(^|[-_./])(mtp|eagle3?|dflash|dspark|medusa|assistant|draft)([-_.]|$)", re.IGNORECASE)
 # Text files that a checkpoint in safetensors needs.
 SETTINGS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+# Folders of what comes after a model that makes vectors have these.
+MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)$")
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,13 @@ def drafters(files: Iterable[RepoFile]) -> list[Variant]:
 def checkpoint_files(
     files: Iterable[RepoFile], *, allow_pickle: bool = False, with_code: bool = False
 ) -> list[RepoFile]:
-    """Returns the files of a checkpoint at the top of a repository, and small settings in its folders."""
+    """Returns the files of a checkpoint at the top of a repository, and of modules in their folders."""
     names = {file.name for file in files}
     is_indexed = "model.safetensors.index.json" in names or "model.safetensors" in names
     wanted = []
     for file in files:
         inside = "/" in file.name
-        is_setting = file.name.endswith(SETTINGS) and not inside or file.name.endswith("_Pooling/config.json")
+        is_setting = MODULE.match(file.name) is not None if inside else file.name.endswith(SETTINGS)
         is_code = with_code and file.name.endswith(".py") and not inside
         is_copy = is_indexed and file.name.startswith("consolidated")
         if is_setting or is_code or (_is_weights(file.name, allow_pickle) and not is_copy):

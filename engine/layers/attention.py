@@ -43,13 +43,16 @@ WITHOUT_EFFECT = frozenset(
 class AttentionCall:
     """Says how one layer attends. ``scaling`` None: by the root of the head size. ``sliding_window``: keys
     that a query sees, itself included; None: all. ``softcap`` c makes c tanh(s / c) of each score s.
-    ``sinks`` [heads] are one more score per head that takes its share of the attention and gives no value."""
+    ``sinks`` [heads] are one more score per head that takes its share of the attention and gives no value.
+    With ``looks_ahead`` a query sees later keys of its text, too, as many as earlier ones where there is a
+    window."""
 
     layer: int
     scaling: float | None = None
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    looks_ahead: bool = False
 
 
 class AttentionContext(Protocol):
@@ -66,7 +69,7 @@ class PagedAttention:
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
-        # What attention needs of the batch: slots on each device where layers run, groups for each window, too.
+        # These are slots on each device where layers run, and groups for each window of theirs.
         self._slots = {batch.slots.device: batch.slots}
         self._groups: dict[tuple[torch.device, int | None], list[AttentionGroup]] = {}
 
@@ -113,7 +116,8 @@ def attend_group(
         keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
     is_plain = call.softcap is None and call.sinks is None
-    if is_plain and call.sliding_window is None and group.is_lone and _has_flash(query, values):
+    is_causal = call.sliding_window is None and not call.looks_ahead
+    if is_plain and is_causal and group.is_lone and _has_flash(query, values):
         return attend_causally(query, keys, values, call.scaling)
     if group.query_index is not None:
         query = query[group.query_index]
@@ -122,7 +126,7 @@ def attend_group(
     shared = query.shape[1] // kv_heads
     query = query.view(group.rows, group.queries, kv_heads, shared, -1)
     query = query.permute(0, 2, 3, 1, 4).reshape(group.rows, kv_heads, shared * group.queries, -1)
-    bias = group.bias(call.sliding_window, shared, query.dtype)
+    bias = group.bias(call.sliding_window, shared, query.dtype, looks_ahead=call.looks_ahead)
     if is_plain:
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=call.scaling)
     else:
@@ -147,8 +151,8 @@ def _has_flash(query: torch.Tensor, values: torch.Tensor) -> bool:
 def attend_causally(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Without a mask, which the flash kernel does not take. ``query`` [queries, heads, size] are the newest
-    tokens of ``keys`` and ``values`` [1, kv heads, keys, size]."""
+    """Attends causally without a mask tensor, which the flash kernel does not take. ``query`` [queries,
+    heads, size] are the newest tokens of ``keys`` and ``values`` [1, kv heads, keys, size]."""
     causal = causal_lower_right(len(query), keys.shape[2])
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None], keys, values, attn_mask=causal, scale=scaling, enable_gqa=True

@@ -118,7 +118,8 @@ class DecoderLayer:
     """Norms may stand before each branch, and after it, of what is added to the hidden states.
 
     ``is_parallel``: both branches get what the mixer's norm makes of the layer's input. ``mixer`` or ``mlp``
-    is None where the other one is all there is. In the end hidden states are multiplied by ``scale``.
+    is None where the other one is all there is. In the end hidden states are multiplied by ``scale``. With
+    ``norms_sums`` a norm after a branch is of the sum of what it adds and the hidden states.
     """
 
     mixer: Mixer | None
@@ -130,6 +131,7 @@ class DecoderLayer:
     is_parallel: bool = False
     token_branch: TokenBranch | None = None
     scale: float = 1.0
+    norms_sums: bool = False
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -180,19 +182,20 @@ class DecoderLayer:
             assert self.mixer is not None
             hidden = self.mixer(joined, run, hidden)
         elif self.mixer is not None:
-            hidden = _branch(self.mixer, self.mixer_norm, self.mixer_post_norm, hidden, run)
+            hidden = self._branch(self.mixer, self.mixer_norm, self.mixer_post_norm, hidden, run)
         if self.mlp is None:
             return hidden
-        return _branch(self.mlp, self.mlp_norm, self.mlp_post_norm, hidden, run)
+        return self._branch(self.mlp, self.mlp_norm, self.mlp_post_norm, hidden, run)
 
-
-def _branch(
-    part: Part, norm: Norm | None, post_norm: Norm | None, hidden: torch.Tensor, run: LayerRun
-) -> torch.Tensor:
-    x = hidden if norm is None else run.norm(norm, hidden)
-    if post_norm is None:
-        return part(x, run, hidden)
-    return run.norm(post_norm, part(x, run, None), hidden)
+    def _branch(
+        self, part: Part, norm: Norm | None, post_norm: Norm | None, hidden: torch.Tensor, run: LayerRun
+    ) -> torch.Tensor:
+        x = hidden if norm is None else run.norm(norm, hidden)
+        if post_norm is None:
+            return part(x, run, hidden)
+        if self.norms_sums:
+            return run.norm(post_norm, part(x, run, hidden))
+        return run.norm(post_norm, part(x, run, None), hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ kernels in C (``engine.native.linear``), or for oneDNN where there is no compile
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -135,12 +136,20 @@ class TorchLinears:
         dense = [weight.dense() for weight in weights]
         weight = dense[0].contiguous() if len(dense) == 1 else torch.cat(dense)
         is_large = weight.numel() >= MIN_ONE_DNN_WEIGHTS
-        if is_large and is_packed(weight) and mkldnn.is_available():  # type: ignore[no-untyped-call]
+        if is_large and is_packed(weight) and _has_one_dnn():
             return OneDnnLinear(weight, bias, multiplier)
         return TorchLinear(weight, bias, multiplier)
 
     def embeddings(self, weight: Weight) -> DenseEmbeddings:
         return DenseEmbeddings(weight.dense())
+
+
+@cache
+def _has_one_dnn() -> bool:
+    """Tells whether torch has oneDNN's layers, whose names it does not promise to keep."""
+    names = "_reorder_linear_weight", "_linear_pointwise"
+    is_there: bool = mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return is_there and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
 def is_packed(weight: torch.Tensor) -> bool:

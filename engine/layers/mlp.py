@@ -10,10 +10,11 @@ from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.norm import Norm
 
 # Activations have transformers' names. gpt-oss clamps what it gates and
-# what gates (``clamped_swish``). Those that are ``UNGATED`` gate nothing: a number becomes another.
-Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish", "relu2"]
+# what gates (``clamped_swish``). Those that are ``UNGATED`` gate nothing: a number becomes another;
+# ``lone_gelu`` is gelu of that kind.
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish", "relu2", "gelu", "lone_gelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-UNGATED: tuple[Activation, ...] = ("relu2",)
+UNGATED: tuple[Activation, ...] = ("relu2", "lone_gelu")
 # Numbers of ``clamped_swish`` are at most SWISH_LIMIT, and x becomes x sigmoid(SWISH_SLOPE x).
 SWISH_LIMIT, SWISH_SLOPE = 7.0, 1.702
 # A router's numbers become scores by one of these.

@@ -1,4 +1,4 @@
-"""RMSNorm, and LayerNorm without a bias, with torch's operations."""
+"""RMSNorm and LayerNorm with torch's operations."""
 
 import torch
 import torch.nn.functional as F
@@ -8,11 +8,15 @@ class Norm:
     """Normalises the last dimension (arXiv 1910.07467), in float32 as transformers computes it.
 
     ``centres``: takes the mean off first, which makes it LayerNorm (arXiv 1607.06450); ``weight`` is then in
-    float32.
+    float32. ``bias`` is added last; only layers that are centred have one.
     """
 
-    def __init__(self, weight: torch.Tensor, eps: float, *, centres: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor, eps: float, *, centres: bool = False, bias: torch.Tensor | None = None
+    ) -> None:
+        assert centres or bias is None
         self.centres = centres
+        self.bias = bias
         self.size = weight.shape[-1]
         self.weight = weight
         self.eps = eps
@@ -24,7 +28,8 @@ class Norm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(self.weight.dtype)
-        return self._normed(wide - wide.mean(-1, keepdim=True) if self.centres else wide).to(x.dtype)
+        normed = self._normed(wide - wide.mean(-1, keepdim=True) if self.centres else wide)
+        return (normed if self.bias is None else normed + self.bias).to(x.dtype)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         if self.short:

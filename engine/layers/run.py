@@ -26,7 +26,8 @@ class AttentionShape:
     float32, are as in ``AttentionCall``. ``value_norm`` is of each head of values. ``source``: a layer
     before, at whose keys and values this one looks; it has queries only, and ``norm`` is of these.
     ``values_are_keys``: no values come in, and keys, as they are stored, are the values, too; what is
-    attended of a head's numbers before ``value_start`` is not looked at."""
+    attended of a head's numbers before ``value_start`` is not looked at. ``looks_ahead`` is as in
+    ``AttentionCall``: each pass must have whole texts."""
 
     layer: int
     num_heads: int
@@ -47,6 +48,7 @@ class AttentionShape:
     source: int | None = None
     values_are_keys: bool = False
     value_start: int = 0
+    looks_ahead: bool = False
 
     @property
     def cached(self) -> int:
@@ -65,7 +67,9 @@ class AttentionShape:
 
     @property
     def call(self) -> AttentionCall:
-        return AttentionCall(self.cached, self.scaling, self.sliding_window, self.softcap, self.sinks)
+        return AttentionCall(
+            self.cached, self.scaling, self.sliding_window, self.softcap, self.sinks, self.looks_ahead
+        )
 
 
 class LayerRun(MlpRun, Protocol):

@@ -45,11 +45,15 @@ class TorchPointwise:
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         if activation == "relu2":
             return F.relu(gate_up).square()
+        if activation == "lone_gelu":
+            return F.gelu(gate_up)
         gate, up = gate_up.chunk(2, dim=1)
         if activation == "clamped_swish":
             gate, up = gate.clamp(max=SWISH_LIMIT), up.clamp(-SWISH_LIMIT, SWISH_LIMIT)
             return gate * torch.sigmoid(SWISH_SLOPE * gate) * (up + 1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+        if activation == "silu":
+            return F.silu(gate).mul_(up)
+        return F.gelu(gate, approximate="none" if activation == "gelu" else "tanh").mul_(up)
 
     def experts(
         self,

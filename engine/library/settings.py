@@ -12,6 +12,8 @@ class LLMSettings(TypedDict, total=False):
     Each is explained in docs/configuration.md.
     """
 
+    task: Literal["auto", "generate", "embed", "rerank"]
+    matryoshka: bool
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None

@@ -12,6 +12,9 @@ from pathlib import Path
 ROOT = Path("/")
 # What is assumed where nothing says how much there is.
 USUAL_MEMORY = 8 << 30
+# Below so many cores their second processors count, too; slower cores have less than this share of a fast
+# one's capacity.
+LEAST_CORES, SHARE_OF_FASTEST = 4, 0.6
 
 
 def num_cpus(root: Path = ROOT) -> int:
@@ -19,6 +22,46 @@ def num_cpus(root: Path = ROOT) -> int:
     quota = cpu_quota(root)
     num_allowed = _num_in_mask()
     return num_allowed if quota is None else max(1, min(num_allowed, int(quota)))
+
+
+def num_cores(root: Path = ROOT) -> int:
+    """Counts the cores that are worth a thread each: of the processors that the process may use, those of the
+    fast kind where there are two, one of each core, and no more than the quota. Few processors count as they
+    are: two of a virtual machine may be all there is of a larger one's core."""
+    allowed = _mask()
+    fast = _fast(allowed, root)
+    cores = {_core(cpu, root) for cpu in fast}
+    number = len(cores) if len(cores) >= LEAST_CORES else min(len(allowed), max(len(cores), LEAST_CORES))
+    return min(number, num_cpus(root))
+
+
+def _fast(allowed: set[int], root: Path) -> set[int]:
+    """Returns the performance cores' processors: Intel lists them, Arm gives each a capacity."""
+    listed = _listed(root / "sys/devices/cpu_core/cpus") & allowed
+    if listed:
+        return listed
+    folder = root / "sys/devices/system/cpu"
+    found = {cpu: _words(folder / f"cpu{cpu}/cpu_capacity") for cpu in allowed}
+    capacities = {cpu: int(words[0]) for cpu, words in found.items() if words and words[0].isdecimal()}
+    most = max(capacities.values(), default=0)
+    return {cpu for cpu in allowed if capacities.get(cpu, most) >= SHARE_OF_FASTEST * most}
+
+
+def _core(cpu: int, root: Path) -> tuple[str, ...]:
+    """Returns what a processor has in common with the others of its core."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    words = [*_words(topology / "physical_package_id"), *_words(topology / "core_id")]
+    return tuple(words) if len(words) == 2 else ("processor", str(cpu))
+
+
+def _listed(path: Path) -> set[int]:
+    """Reads a list such as 0-7,16."""
+    numbers: set[int] = set()
+    for part in (_words(path) or [""])[0].split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal():
+            numbers |= set(range(int(first), int(last if last.isdecimal() else first) + 1))
+    return numbers
 
 
 def cpu_limit(root: Path = ROOT) -> str:
@@ -119,6 +162,11 @@ def _physical_memory() -> int:
 
 
 def _num_in_mask() -> int:
+    return len(_mask())
+
+
+def _mask() -> set[int]:
+    """Returns the processors that the process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))

@@ -73,12 +73,14 @@ class AttentionGroup:
     keys_are_padded: bool = False  # there may be more of them than even the longest row has
     is_lone: bool = False  # one row, whose queries are its newest keys' tokens
 
-    def bias(self, sliding_window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def bias(
+        self, sliding_window: int | None, repeats: int, dtype: torch.dtype, *, looks_ahead: bool = False
+    ) -> torch.Tensor | None:
         """``mask`` as what is added to the scores: [rows, 1, repeats * queries, keys]. Made once a forward,
         as the layers share it."""
-        key = sliding_window, repeats
+        key = sliding_window, repeats, looks_ahead
         if key not in self._biases:
-            mask = self.mask(sliding_window)
+            mask = self.mask_ahead(sliding_window) if looks_ahead else self.mask(sliding_window)
             if mask is not None:
                 bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
                 mask = bias.masked_fill_(~mask, -torch.inf).repeat(1, 1, repeats, 1)
@@ -86,7 +88,7 @@ class AttentionGroup:
         return self._biases[key]
 
     @cached_property
-    def _biases(self) -> dict[tuple[int | None, int], torch.Tensor | None]:
+    def _biases(self) -> dict[tuple[int | None, int, bool], torch.Tensor | None]:
         return {}
 
     def to(self, device: torch.device) -> "AttentionGroup":
@@ -107,6 +109,14 @@ class AttentionGroup:
             return self._causal_mask
         window_start = self.query_positions[:, None, :, None] - sliding_window
         return self._visible & (self._key_positions > window_start)
+
+    def mask_ahead(self, sliding_window: int | None) -> torch.Tensor:
+        """Is the same of texts that come whole, whose queries see later keys, too."""
+        of_text = self._key_positions <= self.query_positions[:, None, -1:, None]
+        if sliding_window is None:
+            return of_text.expand(-1, -1, self.queries, -1)
+        distance = (self._key_positions - self.query_positions[:, None, :, None]).abs()
+        return of_text & (distance < sliding_window)
 
     @cached_property
     def _causal_mask(self) -> torch.Tensor | None:
@@ -261,14 +271,14 @@ class ForwardBatch:
         return [i for i, length in enumerate(self._lengths()) if length > MAX_GROUPED_QUERIES]
 
     def groups_of(self, sliding_window: int | None) -> list[AttentionGroup]:
-        """Returns the groups of layers with such a window. A span that is alone brings no keys that none of its
-        tokens sees."""
+        """Returns the groups of layers with such a window. A span that is alone brings no keys that none of
+        its tokens sees."""
         is_lone = len(self.spans) == 1 and not self.spans[0].table.num_encoder_tokens
         return [self.lone_group(0, sliding_window)] if is_lone and sliding_window is not None else self.groups
 
     def lone_group(self, member: int, sliding_window: int | None = None) -> AttentionGroup:
-        """Returns one span of a decoder-only model, as if nothing else was in the batch, from the block of the
-        first key on that a window lets it see. Positions count from there."""
+        """Returns one span of a decoder-only model, as if nothing else was in the batch, from the block of
+        the first key on that a window lets it see. Positions count from there."""
         span = self.spans[member]
         first, length = self.offsets[member], len(span.token_ids)
         stored = span.table.num_computed_tokens

@@ -6,6 +6,7 @@ running state have no keys and values, but a state of each sequence in a slot of
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -77,6 +78,17 @@ class KVCache:
             (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
+
+    def shared(self, places: Sequence[int]) -> "KVCache":
+        """Returns a cache of as many layers as ``places``, which says where in this one each is kept: what
+        one layer has stored, the next one overwrites."""
+        made = copy(self)
+        made.keys, made.values = (
+            [self.keys[place] for place in places],
+            [self.values[place] for place in places],
+        )
+        made._by_head = [self._by_head[place] for place in places]
+        return made
 
     def _tensors(self) -> list[torch.Tensor]:
         """Returns all keys, and values that are not the keys."""

@@ -100,7 +100,7 @@ def with_cuda_kernels(model: FusedDecoder) -> FusedDecoder:
     faster = FusedDecoder(facts, weights, partial(TritonRun, cuda))
     if _agrees(faster, list(packed_logits(model, probe_texts(facts)))):
         return faster
-    logger.warning("A head's logits differ in the CUDA kernels and in torch's operations; they are not used")
+    logger.warning("Disabled the CUDA kernels for a head: its logits differ from torch's.")
     return model
 
 

@@ -50,12 +50,14 @@ SMALLEST = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
 
 @dataclass(frozen=True)
 class Architecture:
-    """``module_class`` is transformers' class, or an auto class where the checkpoint brings its own code."""
+    """``module_class`` is transformers' class, or an auto class where the checkpoint brings its own code.
+    ``own_checkpoint`` has its tensors by the names of the model, where the path itself has others."""
 
     path: str
     config: Any
     module_class: Any
     has_own_code: bool = False
+    own_checkpoint: Checkpoint | None = None
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -91,6 +93,8 @@ class Architecture:
     def checkpoint(self, allow_pickle: bool) -> Checkpoint | None:
         """The tensors under the names of the model of ``fused_config``; None if transformers has to find them
         or to convert them."""
+        if self.own_checkpoint is not None:
+            return self.own_checkpoint
         found = Checkpoint.find(self.path, allow_pickle)
         if found is None or experts_of(self.config) is not None:
             return found  # experts' names are known (``with_stacks``)

@@ -58,7 +58,7 @@ def load_fused(
     """Loads a decoder of one of ``FAMILIES``; ``make_skeleton`` makes transformers' module of that type
     without weights, all of whose tensors ``checkpoint`` has. None if the logits are not those of
     transformers' layers in any way, or if it is to be quantised and cannot be."""
-    for backend in _backends(options, head_sizes(make_skeleton(options.dtype))):
+    for backend in backends(options, head_sizes(make_skeleton(options.dtype))):
         module = make_skeleton(backend.dtype)
         facts = ModelFacts(
             module.config, generation, count(module), backend.dtype, options.device, backend.bf16_linears
@@ -116,7 +116,7 @@ def multiplies_bfloat16(options: LoadOptions) -> bool:
     return library is not None and bool(library.multiplies_bfloat16())
 
 
-def _backends(options: LoadOptions, sizes: set[int]) -> Iterator[Backend]:
+def backends(options: LoadOptions, sizes: set[int]) -> Iterator[Backend]:
     """Yields what can be tried, the fastest first: torch does not multiply by quantised weights."""
     compact = options.compact_weights
     if multiplies_bfloat16(options):

@@ -57,11 +57,6 @@ def weight_bytes(model: Model) -> int:
 
 def fingerprint(model: Model, config: EngineConfig) -> str:
     """Changes with whatever may change the model's tokens, but for the versions of libraries."""
-    assert config.target is not None
-    device = model.device
-    hardware = torch.backends.cpu.get_cpu_capability()
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
     # It is described as it is served: of two sets of rotary factors it has the chosen one.
     described = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     has_native_linears = any(isinstance(part, NativeLinear) for part in _parts(model))
@@ -73,8 +68,20 @@ def fingerprint(model: Model, config: EngineConfig) -> str:
         model.way,
         str(has_native_linears),
     ]
+    return fingerprint_of(named, described, model.device, config)
+
+
+def fingerprint_of(
+    named: list[str], described: dict[str, Any], device: torch.device, config: EngineConfig
+) -> str:
+    """Returns the same of a model that is ``described`` by its config and ``named`` by how it computes."""
+    assert config.target is not None
+    hardware = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
     # Our kernels also draw the tokens.
-    named += [
+    named = [
+        *named,
         device.type,
         hardware,
         str(config.native_kernels),

@@ -67,26 +67,31 @@ def load_model(path: str, options: LoadOptions) -> Model:
     # 1. The machine has what the settings ask for.
     _check_options(path, options)
     if is_gguf(path):
-        return _load_gguf(path, options)  # takes the same steps, from a file that has its config in itself
+        return load_gguf(path, options)  # takes the same steps, from a file that has its config in itself
     # 2. config.json says what the model is. What no weights could make right is refused here.
     found = find(path, options)
     check_tokens(found.path, found.config, found.generation_config())
     with stage(path, "building the model"):
-        # 3. transformers builds its module without weights: do we know its layers?
         skeleton = _skeleton_for_us(found, options)
-        if skeleton is not None:
-            check_memory(found.path, skeleton, options)
-            # 4. The tensors are found by name, in whatever form they are stored.
-            checkpoint = named_tensors(found, skeleton, options)
-            # 5. Weights are read layer by layer, and transformers' layers compute a few texts with each.
-            #    Layers of ours take the weights, the fastest kernels first, until they give the same logits.
-            model = None if checkpoint is None else _load_fused(found, checkpoint, options)
-            if model is not None and _is_faster(model, options):
-                return model
-            del model
+        model = None if skeleton is None else load_known(found, skeleton, options)
+        if model is not None and _is_faster(model, options):
+            return model
+        del model
         # 6. Otherwise transformers' module serves: probed without weights, loaded, and compared with itself.
         _check_unfused(found, skeleton, options)
         return _load_by_module(found, options)
+
+
+def load_known(found: Architecture, skeleton: Any, options: LoadOptions) -> FusedDecoder | None:
+    """Loads a decoder by layers of ours; None if these do not compute what transformers' do, or if its
+    tensors have other names than the module ``skeleton``."""
+    # 3. transformers has built its module without weights: we know its layers.
+    check_memory(found.path, skeleton, options)
+    # 4. The tensors are found by name, in whatever form they are stored.
+    checkpoint = named_tensors(found, skeleton, options)
+    # 5. Weights are read layer by layer, and transformers' layers compute a few texts with each.
+    #    Layers of ours take the weights, the fastest kernels first, until they give the same logits.
+    return None if checkpoint is None else _load_fused(found, checkpoint, options)
 
 
 def _check_options(path: str, options: LoadOptions) -> None:
@@ -157,11 +162,17 @@ def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
     return model
 
 
-def _load_gguf(path: str, options: LoadOptions) -> FusedDecoder:
+def load_gguf(path: str, options: LoadOptions, *, may_pool: bool = False) -> FusedDecoder:
+    """Loads a file that writes text, or one whose vectors of tokens are to be pooled, if it ``may_pool``."""
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     with stage(path, ""):
         file = open_gguf_file(path, options)
+        metadata, key = file.file.metadata, f"{file.file.architecture}.pooling_type"
+        if metadata.get(key) and not may_pool:
+            raise ModelLoadError(
+                f"{path} has {key} = {metadata[key]}: it makes vectors, which task embed serves"
+            )
         make_skeleton = partial(plain_skeleton, file.config)
         check_complete(make_skeleton(options.dtype), file)
         model = load_fused(make_skeleton, requantised(file, options), generation_config(file), options)

@@ -282,10 +282,24 @@ static void sink(float *out, int64_t size, float number, float best, float *tota
     *total = *total * shrink + fast_exp(number - highest);
 }
 
+/* How many of a span's keys, from the first one on, are those that a query at this position sees and those before them. */
+static inline ALWAYS int64_t seen_until(const Spans *spans, const Heads *layer, int64_t span, int64_t position) {
+    if (!layer->looks_ahead) return position + 1;
+    const int64_t end = spans->num_stored[span] + spans->first_token[span + 1] - spans->first_token[span];
+    return layer->window && position + layer->window < end ? position + layer->window : end;
+}
+
 /* Heads of queries and of keys that an item of work has: of those that share a head of keys, ``num_shared``. */
 typedef struct {
     int64_t first_head, end_head, first_shared, num_shared;
 } HeadRange;
+
+/* Where the first chunk of keys begins that a window leaves to the token after ``stored``. Chunks begin at the same
+ * tokens whatever the queries: a query's sums must not depend on its neighbours. */
+static inline int64_t first_chunk(const Heads *layer, int64_t stored) {
+    const int64_t unseen = layer->window ? stored + 1 - layer->window : 0;
+    return unseen > 0 ? unseen / CHUNK * CHUNK : 0;
+}
 
 /* Some queries of a span against its keys and values, for the kv heads from first_head to end_head, with a running
  * softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it; ``turned``, for one kv
@@ -298,7 +312,8 @@ static inline ALWAYS void attend_queries(
     const int64_t num_kv_heads = range.end_head - range.first_head, rows = num_kv_heads * rows_of_head;
     const int64_t qkv_size = qkv_width(layer);
     const int64_t out_size = layer->num_heads * size, token_bytes = layer->num_kv_heads * head_bytes;
-    const int64_t stored = spans->num_stored[span] + first_query, num_keys = stored + num_queries;
+    const int64_t stored = spans->num_stored[span] + first_query;
+    const int64_t num_keys = seen_until(spans, layer, span, stored + num_queries - 1);
     const int64_t first = spans->first_token[span] + first_query;
     const char *keys = (const char *)layer->keys + range.first_head * head_bytes;
     const char *values = (const char *)layer->values + range.first_head * head_bytes;
@@ -317,11 +332,7 @@ static inline ALWAYS void attend_queries(
         total[row] = 0.0f;
         memset(outs[row], 0, size * sizeof(float));
     }
-    int64_t begin = 0;
-    /* Chunks begin at the same tokens whatever the queries: a query's sums must not depend on its neighbours. */
-    if (layer->window && stored + 1 > layer->window)
-        begin = (stored + 1 - layer->window) / CHUNK * CHUNK;
-    for (; begin < num_keys; begin += CHUNK) {
+    for (int64_t begin = first_chunk(layer, stored); begin < num_keys; begin += CHUNK) {
         const int64_t length = num_keys - begin < CHUNK ? num_keys - begin : CHUNK;
         const int64_t known = num_keys - begin < CHUNK + AHEAD ? num_keys - begin : CHUNK + AHEAD;
         int64_t offset[CHUNK + AHEAD];
@@ -344,7 +355,8 @@ static inline ALWAYS void attend_queries(
         }
         for (int64_t row = 0; row < rows; row++) {
             const int64_t past = stored + row % num_queries + 1 - begin, window_start = past - layer->window;
-            last[row] = past < length ? past : length;
+            const int64_t until = seen_until(spans, layer, span, past + begin - 1) - begin;
+            last[row] = until < length ? until : length;
             from[row] = layer->window && window_start > 0 ? window_start : 0;
             if (from[row] >= last[row]) continue;
             if (layer->softcap > 0) cap_row(scores[row], CHUNK, layer->softcap);

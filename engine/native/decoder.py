@@ -337,6 +337,8 @@ def _norm(name: str, norm: Norm | None, size: int) -> dict[str, Any]:
     """Returns a norm's fields of a structure."""
     if norm is None:
         return {}
+    if norm.bias is not None:
+        raise PointerError(f"C has no {name} with a bias in a pass of its own")
     return {name: address(norm.weight, FLOAT, (size,)), f"{name}_eps": norm.eps}
 
 

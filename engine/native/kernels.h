@@ -36,6 +36,7 @@ typedef struct {
     int64_t gated;                /* after the values come as many numbers as there are queries: out is multiplied by their
                                    * sigmoid */
     int64_t window;               /* keys that a query sees, itself included; 0: all */
+    int64_t looks_ahead;          /* it sees later keys of its span, too, as many as earlier ones if there is a window */
     int64_t rotary;               /* whose cos and sin; -1: none */
     int64_t interleaved;          /* they turn neighbours, not halves */
     int64_t turned_pairs, distance; /* of the numbers of a pair; 0: all angles of a kind turn halves of as many numbers */
@@ -251,6 +252,8 @@ typedef struct {
 void rms_norm(float *out, const float *x, const float *weight, const float *residual, int64_t rows, int64_t size,
               float eps);
 void centre(float *out, const float *x, int64_t rows, int64_t size);
+void layer_norm(float *out, const float *x, const float *weight, const float *bias, int64_t rows, int64_t size,
+                float eps);
 void norm_row(float *out, const float *x, const float *weight, const float *residual, int64_t size, float eps);
 void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size);
 void scale_columns(float *x, const float *scales, int64_t rows, int64_t size);

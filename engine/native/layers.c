@@ -61,6 +61,40 @@ void centre(float *out, const float *x, int64_t rows, int64_t size) {
     run_task(centre_task, &(Centre){ out, x, size }, rows, rows * size * 2);
 }
 
+typedef struct {
+    float *out;
+    const float *x, *weight, *bias;
+    int64_t size;
+    float eps;
+} WholeNorm;
+
+static void layer_norm_task(const void *arguments, int64_t row) {
+    const WholeNorm *norm = arguments;
+    const int64_t size = norm->size;
+    const float *x = norm->x + row * size;
+    float *out = norm->out + row * size, sum = 0.0f, squares = 0.0f;
+    for (int64_t i = 0; i < size; i++) sum += x[i];
+    const float mean = sum / (float)size;
+    for (int64_t i = 0; i < size; i++) squares += (x[i] - mean) * (x[i] - mean);
+    const float scale = 1.0f / sqrtf(squares / (float)size + norm->eps);
+    for (int64_t i = 0; i < size; i++) out[i] = (x[i] - mean) * scale * norm->weight[i] + norm->bias[i];
+}
+
+/* LayerNorm (arXiv 1607.06450) of rows [rows, size] with a bias; it may be x. */
+void layer_norm(float *out, const float *x, const float *weight, const float *bias, int64_t rows, int64_t size,
+                float eps) {
+    run_task(layer_norm_task, &(WholeNorm){ out, x, weight, bias, size, eps }, rows, rows * size * 6);
+}
+
+/* x times the probability that a normal number is less (arXiv 1606.08415): the share above |x| has an error of 1e-7
+ * (Abramowitz and Stegun, 7.1.26). */
+static inline float gelu(float x) {
+    const float size = fabsf(x) * 0.707106781f, t = 1.0f / (1.0f + 0.3275911f * size);
+    const float p = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+    const float above = 0.5f * p * fast_exp(-size * size);
+    return x * (x > 0.0f ? 1.0f - above : above);
+}
+
 /* What is no number stays none. */
 static inline float clamp(float x, float least, float most) { return x > most ? most : x < least ? least : x; }
 
@@ -73,10 +107,15 @@ typedef struct {
 static void gate_task(const void *arguments, int64_t row) {
     const Gate *task = arguments;
     const int64_t size = task->size;
-    const float *gate = task->gate_up + row * (task->activation == RELU2 ? 1 : 2) * size, *up = gate + size;
+    const int is_lone = task->activation == RELU2 || task->activation == LONE_GELU;
+    const float *gate = task->gate_up + row * (is_lone ? 1 : 2) * size, *up = gate + size;
     float *out = task->out + row * size;
     if (task->activation == RELU2) {
         for (int64_t i = 0; i < size; i++) out[i] = gate[i] < 0.0f ? 0.0f : gate[i] * gate[i];
+    } else if (task->activation == LONE_GELU) {
+        for (int64_t i = 0; i < size; i++) out[i] = gelu(gate[i]);
+    } else if (task->activation == GELU) {
+        for (int64_t i = 0; i < size; i++) out[i] = gelu(gate[i]) * up[i];
     } else if (task->activation == SILU) {
         for (int64_t i = 0; i < size; i++) out[i] = silu(gate[i]) * up[i];
     } else if (task->activation == CLAMPED_SWISH) {
@@ -93,7 +132,8 @@ static void gate_task(const void *arguments, int64_t row) {
     }
 }
 
-/* out [rows, size] = activation(gate) * up of gate_up [rows, 2 * size]; RELU2 has nothing else than [rows, size]. */
+/* out [rows, size] = activation(gate) * up of gate_up [rows, 2 * size]; RELU2 and LONE_GELU have nothing else than
+ * [rows, size]. */
 void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size) {
     run_task(gate_task, &(Gate){ out, gate_up, activation, size }, rows, rows * size * 16);
 }

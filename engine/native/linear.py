@@ -88,7 +88,7 @@ class NativeLinear:
         )
 
     def _store(self, column: int, weight: torch.Tensor) -> None:
-        """``weight`` [columns, in features or pairs of them] into the panels, from ``column`` on."""
+        """Writes ``weight`` [columns, in features or pairs of them] into the panels, from ``column`` on."""
         panel = self.weights.shape[2]
         while len(weight):
             number, offset = divmod(column, panel)

@@ -136,6 +136,13 @@ class NativeRun:
         added = None if residual is None else residual.contiguous()
         out = torch.empty_like(x)
         shape = len(x), norm.size
+        if norm.bias is not None:
+            assert residual is None
+            weight, bias = (address(each, FLOAT, (norm.size,)) for each in (norm.weight, norm.bias))
+            self.kernels.library.layer_norm(
+                address(out, FLOAT, shape), address(x, FLOAT, shape), weight, bias, *shape, norm.eps
+            )
+            return out
         if norm.centres:
             self.kernels.library.centre(address(out, FLOAT, shape), address(x, FLOAT, shape), *shape)
             x = out
@@ -256,6 +263,7 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
         head_size=size,
         gated=shape.gated,
         window=shape.sliding_window or 0,
+        looks_ahead=shape.looks_ahead,
         rotary=-1 if shape.rotary is None else shape.rotary,
         interleaved=shape.interleaved,
         norm_after_rotary=shape.norm_after_rotary,

@@ -1,6 +1,6 @@
 /* The three operations of a round: adjust, draw and judge, as "engine/sampling/torch_ops.py" defines them.
  *
- * A row is a line of the table (rows.h). Adjustments are the same arithmetic as in adjust.py: float32, each operation
+ * A row is a line of the table (rows.h). Adjustments are the arithmetic of sampling/adjust.py: float32, each operation
  * rounded, and only tokens that a row names or has seen are touched; those of the prompt are seen, but not counted. Draws are those of sampling.c. Rows are independent:
  * what becomes of one depends neither on the others nor on their number. All arrays are row-major.
  */

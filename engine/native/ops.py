@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def native_ops(rules: GenerationRules = NO_RULES) -> "NativeOps | None":
-    """None where the C functions cannot be had, or differ from torch's on a few rows."""
+    """Returns the C operations; None where they cannot be built, or differ from torch's on a few rows."""
     library = load_library()
     if library is None:
         return None

@@ -2,11 +2,11 @@
 
 import torch
 
-from truedraft.engine.messages import SamplingParams
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.drafts import Drafts, RowVerdict
 from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.rows.table import RowTable
+from truedraft.engine.sampling.probes import PARAMS
 from truedraft.engine.sampling.sampler import Sampler
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
 
@@ -15,27 +15,6 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 # A vocabulary that fills no vector; each row drafts so many tokens or fewer.
 VOCAB_SIZE, NUM_DRAFTS = 1003, 3
-# Every processor alone and with others, and every adjustment.
-PARAMS = [
-    SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    for temperature, top_k, top_p, min_p in (
-        (1.0, 0, 1.0, 0.0),
-        (0.5, 0, 0.9, 0.0),
-        (1.5, 20, 1.0, 0.0),
-        (1.0, 0, 1.0, 0.1),
-        (2.0, 50, 0.8, 0.05),
-    )
-]
-PARAMS.append(
-    SamplingParams(
-        max_tokens=9,
-        presence_penalty=0.5,
-        frequency_penalty=0.25,
-        repetition_penalty=1.25,
-        logit_bias={7: 2.0, 8: -100.0},
-        min_tokens=3,
-    )
-)
 
 
 def agrees(ops: RoundOps) -> bool:

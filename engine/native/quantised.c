@@ -222,6 +222,37 @@ static __attribute__((noinline)) void finish(const Linear *linear, float *out, c
     }
 }
 
+/* What a column's codes in a unit of a block are times, and what is added for each of their inputs. */
+typedef struct {
+    vec factor, min;
+} Factor;
+
+/* The factors of the columns from ``at``; those of 256 inputs are ``super_scale`` and ``super_min``. */
+static inline ALWAYS Factor factor_of(const uint8_t *scale, const int at, const int unit, const Scaling scaling,
+                                      const vec super_scale, const vec super_min) {
+    Factor by = {{0}, {0}};
+    switch (scaling) {
+        case SUPER:
+            by.factor = super_scale * widen_bytes(scale + at);
+            by.min = super_min * widen_bytes(scale + COLUMNS + at);
+            break;
+        case SUPER_HALF_MIN: {
+            const ivec both = integers(scale + unit * COLUMNS + at);
+            by.factor = super_scale * __builtin_convertvector(both & 15, vec);
+            by.min = super_min * __builtin_convertvector(both >> 4, vec);
+            break;
+        }
+        case SUPER_SIGNED: case SUPER_HALF:
+            by.factor = super_scale * widen_signed(scale + unit * COLUMNS + at);
+            break;
+        case POWER: by.factor = widen_powers(scale + at); break;
+        default:
+            by.factor = widen_half(scale + 2 * at);
+            if (scaling == SCALE_MIN) by.min = widen_half(scale + 2 * (COLUMNS + at));
+    }
+    return by;
+}
+
 /* sums [num_rows, TILE] of the columns from ``column`` of a panel; x [blocks, num_rows]. */
 static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const int column, const Inputs *x,
                                         int64_t num_blocks, const int64_t type, const int num_rows) {
@@ -282,31 +313,12 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
             UNROLL
             for (int i = 0; i < VECTORS; i++) {
                 const int at = column + i * LANES;
-                vec factor, min = {0};
-                switch (scaling) {
-                    case SUPER:
-                        factor = super_scale[i] * widen_bytes(scale + at);
-                        min = super_min[i] * widen_bytes(scale + COLUMNS + at);
-                        break;
-                    case SUPER_HALF_MIN: {
-                        const ivec both = integers(scale + unit * COLUMNS + at);
-                        factor = super_scale[i] * __builtin_convertvector(both & 15, vec);
-                        min = super_min[i] * __builtin_convertvector(both >> 4, vec);
-                        break;
-                    }
-                    case SUPER_SIGNED: case SUPER_HALF:
-                        factor = super_scale[i] * widen_signed(scale + unit * COLUMNS + at);
-                        break;
-                    case POWER: factor = widen_powers(scale + at); break;
-                    default:
-                        factor = widen_half(scale + 2 * at);
-                        if (scaling == SCALE_MIN) min = widen_half(scale + 2 * (COLUMNS + at));
-                }
+                const Factor by = factor_of(scale, at, unit, scaling, super_scale[i], super_min[i]);
                 UNROLL
                 for (int row = 0; row < num_rows; row++) {
-                    sum[row][i] += __builtin_convertvector(dots[row][i], vec) * (factor * x[row].scale);
-                    if (scaling == SUPER_HALF_MIN) sum[row][i] -= min * (x[row].scale * (float)x[row].minus[unit]);
-                    else if (has_super_min(scaling) || scaling == SCALE_MIN) sum[row][i] += min * x[row].sum;
+                    sum[row][i] += __builtin_convertvector(dots[row][i], vec) * (by.factor * x[row].scale);
+                    if (scaling == SUPER_HALF_MIN) sum[row][i] -= by.min * (x[row].scale * (float)x[row].minus[unit]);
+                    else if (has_super_min(scaling) || scaling == SCALE_MIN) sum[row][i] += by.min * x[row].sum;
                 }
             }
         }

@@ -110,5 +110,5 @@ class QuantisedEmbeddings:
         return _address(self.library, self.blocks)
 
     def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, hidden size]."""
+        """Returns the tokens' embeddings in float32 [tokens, hidden size]."""
         return dequantise(self.library, self.blocks, token_ids.numpy())

@@ -59,7 +59,7 @@ static int make_scratch(Scratch *scratch, const Decoder *draft, const Rounds *ro
         const Row *row = row_at(rounds, i);
         num_blocks += row->num_blocks + row->num_draft_blocks;
         num_new += row->num_stored + 1 - row->num_computed;
-        uses_probs |= row->rule == REJECTION_RULE || row->rule == BLOCK_RULE;
+        uses_probs |= RULES_BY_PROBS >> row->rule & 1;
         has_block |= row->rule == BLOCK_RULE;
     }
     const int64_t drafting = draft ? rows * rounds->max_missed : 0;
@@ -194,7 +194,7 @@ static int draft_round(const Decoder *draft, const Rounds *rounds, Scratch *scra
         const int64_t limit = scratch->limit[i] = limit_of(draft, rounds, row);
         row->num_drafts = row->num_known ? limit : 0;
         /* A greedy draft is certain. */
-        row->num_drawn = limit && !row->num_known && !row->drafts_greedily && (row->rule == REJECTION_RULE || row->rule == BLOCK_RULE);
+        row->num_drawn = limit && !row->num_known && !row->drafts_greedily && RULES_BY_PROBS >> row->rule & 1;
         if (row->num_known || !limit) continue;
         if (row->num_stored + limit > row->num_draft_blocks * draft->block_size) return 0;
         scratch->active[num_active++] = i;

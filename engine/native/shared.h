@@ -53,6 +53,8 @@ enum {
     GELU_PYTORCH_TANH = 1,
     CLAMPED_SWISH = 2,
     RELU2 = 3,
+    GELU = 4,
+    LONE_GELU = 5,
 };
 
 /* How a router's numbers become scores. */
@@ -79,6 +81,7 @@ enum {
     MAMBA2 = 2,
 };
 
+#define RULES_BY_PROBS 0xc /* a bit for each rule that compares the models' probabilities */
 #define STATE_CHUNK 16 /* tokens between two positions where a state is folded */
 #define STATE_ROLLBACK 32 /* the most tokens that may be taken back after a pass */
 #define PROB_UNIT 0x1.0000000000000p-56 /* sums of probabilities count it */

@@ -72,6 +72,10 @@ ENUMERATIONS: dict[str, Mapping[str, int]] = {
 }
 # What each constant is, and its value in C.
 CONSTANTS = {
+    "RULES_BY_PROBS": (
+        f"{sum(rule.uses_draft_probs << rule.code for rule in RULES):#x}",
+        "a bit for each rule that compares the models' probabilities",
+    ),
     "STATE_CHUNK": (str(CHUNK), "tokens between two positions where a state is folded"),
     "STATE_ROLLBACK": (str(ROLLBACK), "the most tokens that may be taken back after a pass"),
     "PROB_UNIT": (PROB_UNIT.hex(), "sums of probabilities count it"),

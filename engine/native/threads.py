@@ -12,9 +12,9 @@ from truedraft.engine.native.library import load_library
 
 def usual_num_threads() -> int:
     """Returns as many as torch takes by itself, which is what ``OMP_NUM_THREADS`` says, if it is set. Without
-    it no more than there are processors for: where some wait for their turn, all wait for them."""
+    it no more than there are cores for: where some wait for their turn, or are slower, all wait for them."""
     num_threads = torch.get_num_threads()
-    return num_threads if THREADS_VARIABLE in os.environ else min(num_threads, machine.num_cpus())
+    return num_threads if THREADS_VARIABLE in os.environ else min(num_threads, machine.num_cores())
 
 
 def thread_limit(config: EngineConfig) -> str:

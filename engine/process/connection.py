@@ -6,6 +6,7 @@ Carries the messages of ``engine.messages``. The front end's end is in ``server.
 import select
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from truedraft.engine.messages import FromWorker, Inbox, ToWorker, framed
@@ -48,3 +49,14 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def drain(connection: Connection, milliseconds: int, handle: Callable[[bytes], None]) -> bool:
+    """Handles messages until no more have arrived, after waiting up to ``milliseconds`` for the first;
+    returns whether there were any. Raises ``EOFError`` as ``receive`` does."""
+    has_any = False
+    while arrived := connection.receive(0 if has_any else milliseconds):
+        for data in arrived:
+            handle(data)
+        has_any = True
+    return has_any

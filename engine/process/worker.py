@@ -19,16 +19,17 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine
-from truedraft.engine.config import AUTO, EngineConfig
+from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.runner import LaunchingRunner
+from truedraft.engine.embedding.core import EmbedCore
+from truedraft.engine.embedding.load import load_vectors
+from truedraft.engine.embedding.task import task_of
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import own_memory
 from truedraft.engine.messages import (
-    MTP,
-    WITH_DRAFT,
     Abort,
     EncoderDecoderLengths,
     Failed,
@@ -40,13 +41,15 @@ from truedraft.engine.messages import (
     Source,
     SpeculationState,
     StepOutput,
+    Task,
     TokenOutput,
     decode_to_worker,
 )
 from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.models.identity import fingerprint, weight_bytes, weight_types
-from truedraft.engine.native.threads import thread_limit
-from truedraft.engine.process.connection import Connection
+from truedraft.engine.native.threads import set_num_threads, thread_limit, usual_num_threads
+from truedraft.engine.process import embed_worker
+from truedraft.engine.process.connection import Connection, drain
 from truedraft.engine.process.heartbeat import Heartbeats
 from truedraft.engine.process.outbox import Outbox
 
@@ -120,9 +123,7 @@ class Worker:
         if self.core.has_work:
             timeout = 0
         try:
-            while arrived := self.connection.receive(timeout):
-                for data in arrived:
-                    self._handle(data)
+            if drain(self.connection, timeout, self._handle):
                 timeout = 0
         except EOFError:
             self.running = False
@@ -173,13 +174,6 @@ class Worker:
                 self.running = False
 
 
-def _draft(core: EngineCore, config: EngineConfig) -> str | None:
-    """Returns what the setting ``draft`` names, or what it has left to the engine."""
-    if not set(WITH_DRAFT).intersection(core.admission.methods):
-        return None
-    return MTP if config.draft == AUTO else config.draft
-
-
 def describe(core: EngineCore, config: EngineConfig) -> Ready:
     target_pool = core.scheduler.target_pool
     pools = target_pool, *core.scheduler.draft_pools
@@ -188,7 +182,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
     assert config.target is not None
     return Ready(
         target=config.target,
-        draft=_draft(core, config),
+        draft=core.drafter,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
         weights=weight_types(core.target.model),
@@ -216,6 +210,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         weight_bytes=sum(weight_bytes(runner.model) for runner in runners),
         cache_bytes=sum(runner.cache.num_bytes for runner in runners),
         worker_bytes=own_memory(),
+        tried=list(core.tried),
     )
 
 
@@ -226,6 +221,20 @@ def keep_loaded() -> None:
     gc.collect()
     gc.freeze()
     trim_heap()
+
+
+def _serve_vectors(config: EngineConfig, task: Task, connection: Connection, heartbeat: Heartbeats) -> int:
+    """Serves a model that makes vectors or scores, until the front end ends it."""
+    connection.send(Loading("the target model"))
+    num_threads = config.num_threads or usual_num_threads()
+    set_num_threads(num_threads)
+    loaded = load_vectors(config, task)
+    keep_loaded()
+    heartbeat.files.watch()
+    connection.send(embed_worker.describe(loaded, config, num_threads))
+    core = EmbedCore(loaded, config.max_num_batched_tokens)
+    embed_worker.EmbedWorker(core, connection, heartbeat).run()
+    return 0
 
 
 def main() -> int:
@@ -241,6 +250,10 @@ def main() -> int:
     connection = Connection(args.socket)
     heartbeat.start(connection)
     try:
+        assert config.target is not None
+        task = task_of(config.target) if config.task == "auto" else config.task
+        if task != "generate":
+            return _serve_vectors(config, task, connection, heartbeat)
         core = build_engine(config, lambda stage: connection.send(Loading(stage)))
         ready = describe(core, config)
     except ModelLoadError as error:

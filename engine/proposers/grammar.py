@@ -9,6 +9,7 @@ from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import InRound
 from truedraft.engine.messages import Source
 from truedraft.engine.sampling.grammar import Matcher
+from truedraft.engine.sampling.thinking import ThinkingBudget
 
 # The strength of an offer, as that of a long match: it never fails.
 CERTAIN = 16
@@ -18,7 +19,7 @@ CERTAIN = 16
 class ForcedTokens:
     """Asks a sequence's grammar anew before every round: the matcher follows what the rounds emit."""
 
-    matcher: Matcher
+    matcher: Matcher | ThinkingBudget
     limit: int
     source: Source = "grammar"
 

@@ -13,7 +13,7 @@ def known_tokens(draft_ids: list[int], vocab_size: int) -> list[int]:
 
 
 def known_drafts(draft_ids: list[list[int]], device: torch.device) -> Drafts:
-    """``draft_ids`` by row, without probabilities: the rules take them for certain."""
+    """Returns each row's ``draft_ids`` without probabilities: verification takes them as certain."""
     width = max(map(len, draft_ids), default=0)
     if width == 0:
         return Drafts.empty(len(draft_ids), device)

@@ -9,7 +9,6 @@ drafted is rejected, and texts that have been counted tell how many those are.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,25 +44,19 @@ class Output(NamedTuple):
     in_four_bits: bool
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Holds a head with the output layer that makes most tokens a second, and how many times those of the
-    target alone that are."""
-
-    head: Head
-    gain: float
-
-
 def choose_output(
     head: Head,
     target: Model,
     size: int | Literal["auto", "full"],
     counts: Counter[int] | None,
     length: int | None = None,
-) -> Chosen:
-    """Chooses by passes of the head and of the target, or takes ``size`` tokens. ``counts`` are of texts like
+) -> Head:
+    """Returns the head with the output layer that makes most tokens a second.
+
+    Chooses by passes of the head and of the target, or takes ``size`` tokens. ``counts`` are of texts like
     those that will be served: without them and a size all tokens are drafted. Drafts have that ``length``, or
-    the best one."""
+    the best one.
+    """
     make = head.model.weights.make_output
     if isinstance(size, int) and make is None:
         raise ModelLoadError(
@@ -82,7 +75,7 @@ def choose_output(
         if speed > best_speed * (1 + MARGIN):
             best, best_speed, chosen = tried, speed, output
     logger.info("The head drafts %s", _in_words(chosen.token_ids, target.vocab_size, chosen.in_four_bits))
-    return Chosen(best, best_speed * score[0])
+    return best
 
 
 def _drafting(head: Head, output: Output) -> Head | None:

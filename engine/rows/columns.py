@@ -102,7 +102,7 @@ class Field(IntEnum):
 
 
 WIDTH = len(Field)
-DEVICE_WIDTH = int(Field.MIN_P) + 1
+DEVICE_WIDTH = int(Field.DRAFTS_GREEDILY)
 # On a device token ids follow: the one before the pending one, the pending one, then the drafts.
 IDS_AT = DEVICE_WIDTH
 DRAFTS_AT = IDS_AT + 2

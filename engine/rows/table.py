@@ -13,10 +13,13 @@ import torch
 
 from truedraft.engine.memory.pointers import address
 from truedraft.engine.messages import SamplingParams, Verification
-from truedraft.engine.rows.columns import RULES, WIDTH, Field, Rule
+from truedraft.engine.parameters import FILLING, PARAMETERS, PENALTIES
+from truedraft.engine.rows.columns import FLOAT, RULES, WIDTH, Field, Rule
 
 SMALLEST = torch.finfo(torch.float32).tiny
 FIRST_CAPACITY = 32
+# The columns that parameters fill as they are, by whether they hold floats.
+FILLED = [(row.name, Field[row.column], Field[row.column].type == FLOAT) for row in FILLING]
 Numbers: TypeAlias = "np.ndarray[Any, Any] | array[float]"
 WORD_BYTES = 4
 
@@ -94,7 +97,7 @@ class Row:
     @property
     def is_penalised(self) -> bool:
         params = self.params
-        return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
+        return any(getattr(params, name) != PARAMETERS[name].default for name in PENALTIES)
 
     @property
     def is_below_minimum(self) -> bool:
@@ -187,12 +190,11 @@ class RowTable:
         row = self._rows[text] = Row(self, number, text)
         line, floats = self.numbers[number], self.floats[number]
         line[Field.NUM_DRAFTS] = line[Field.STATE_SLOT] = line[Field.DRAFT_STATE_SLOT] = -1
-        line[Field.SEED], line[Field.RULE], line[Field.TOP_K] = text.seed, RULES.index(row.rule), params.top_k
-        floats[Field.TEMPERATURE] = max(params.temperature or 1.0, SMALLEST)
-        floats[Field.TOP_P], floats[Field.MIN_P] = params.top_p, params.min_p
+        line[Field.SEED], line[Field.RULE] = text.seed, RULES.index(row.rule)
+        for name, field, is_float in FILLED:
+            (floats if is_float else line)[field] = getattr(params, name)
+        floats[Field.TEMPERATURE] = max(floats[Field.TEMPERATURE] or 1.0, SMALLEST)
         line[Field.DRAFTS_GREEDILY] = text.drafts_greedily
-        floats[Field.REPETITION] = params.repetition_penalty
-        floats[Field.FREQUENCY], floats[Field.PRESENCE] = params.frequency_penalty, params.presence_penalty
         line[Field.MIN_NUM_TOKENS], line[Field.MAX_NUM_TOKENS] = row.min_num_tokens, text.max_num_tokens
         line[Field.NUM_STOPS], line[Field.NUM_BIASES] = len(row.stop_token_ids), len(params.logit_bias)
         self._keep(row, Field.BIASES, array("f", params.logit_bias.values()), torch.float32)

@@ -17,7 +17,8 @@ from truedraft.engine.memory.host_to_device import on_device, send
 from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
-# Rows are penalised in so many slices at the most: what a slice needs in between is a small share of the logits.
+# Rows are penalised in so many slices at the most: what a slice needs in between is a small share of the
+# logits.
 MOST_SLICES = 16
 
 
@@ -148,8 +149,8 @@ def _penalise(
 ) -> torch.Tensor:
     """Repetition as Keskar et al. 2019 (1909.05858) define it; frequency and presence as OpenAI does.
 
-    ``in_prompt`` [rows, V] and ``in_output`` [rows, positions, V] count tokens; both ``logits`` and ``in_output``
-    are overwritten.
+    ``in_prompt`` [rows, V] and ``in_output`` [rows, positions, V] count tokens; both ``logits`` and
+    ``in_output`` are overwritten.
     """
 
     def column(values: list[float]) -> torch.Tensor:

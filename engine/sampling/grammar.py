@@ -19,7 +19,9 @@ from llguidance import LLMatcher, LLTokenizer
 from truedraft.engine.machine.deep_stack import start_on_deep_stack
 from truedraft.engine.machine.heap import heap_in_use, trim_heap
 from truedraft.engine.memory.pointers import address
+from truedraft.engine.messages import SamplingParams
 from truedraft.engine.sampling.grammar_compiler import GrammarError, compile_grammar, error_of
+from truedraft.engine.sampling.thinking import ThinkingBudget
 
 # Compiled grammars that are kept and what they may take together, the least recently used leave first.
 MAX_KEPT = 64
@@ -32,6 +34,8 @@ class Matcher:
     known text is not drafted beyond them, and the matcher does not advance over them. ``num_read`` of the
     tokens that the sequence has emitted have been read. The grammar starts after the first occurrence of
     ``after`` among them: before, everything is allowed."""
+
+    budget_spent = False  # it has none
 
     def __init__(self, parser: LLMatcher, vocab_size: int, end_ids: frozenset[int], after: list[int]) -> None:
         self._parser = parser
@@ -192,6 +196,13 @@ class Grammars:
         matcher = Matcher(parser, tokenizer.vocab_size, end_ids, list(after))
         finalize(matcher, self.trim).atexit = False
         return matcher
+
+    def constraint(self, params: SamplingParams, vocab_size: int) -> "Matcher | ThinkingBudget | None":
+        """Returns what a request says of its output's tokens; None if it says nothing."""
+        matcher = None if params.grammar is None else self.matcher(params.grammar, params.grammar_after)
+        if params.thinking_budget is None:
+            return matcher
+        return ThinkingBudget(params.thinking_budget, params.thinking_marks, vocab_size, matcher)
 
     def trim(self) -> None:
         """Drop what has given up, and what the others take too much with: a parser grows as sequences run.

@@ -15,7 +15,7 @@ import torch
 
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.rows.columns import Field
+from truedraft.engine.rows.columns import DEVICE_WIDTH, Field
 from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling.ops import WEIGHT_UNIT, exp_below, goal_of, units
 
@@ -54,6 +54,23 @@ class SamplingTensors(NamedTuple):
         )
         top_k = table.numbers[lines, Field.TOP_K].tolist()
         return _sampling_tensors(tuple(zip(temperature, top_k, top_p, min_p, strict=True)), device)
+
+    @classmethod
+    def on_device(cls, numbers: torch.Tensor) -> "SamplingTensors":
+        """From a device's copy of the columns, without a look at it: each row may be cut in every way."""
+        floats = numbers.view(torch.float64)[:, Field.TEMPERATURE : DEVICE_WIDTH].float()
+        temperature, top_p, min_p = floats.unbind(1)
+        return cls(
+            temperature[:, None],
+            numbers[:, Field.TOP_K, None],
+            top_p[:, None],
+            min_p[:, None],
+            largest_top_k=1,  # some; as top-p is, too, everything is sorted
+            any_top_p=True,
+            any_min_p=True,
+            any_uncut=True,
+            may_wait=False,
+        )
 
 
 @lru_cache(maxsize=64)

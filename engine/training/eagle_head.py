@@ -10,6 +10,7 @@ from torch import nn
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.training.defaults import EAGLE_RATE, EAGLE_VOCABULARY
 from truedraft.engine.training.eagle_module import EagleModule, HeadShape
 from truedraft.engine.training.trained_head import TrainedHead, rows_of
 
@@ -30,8 +31,8 @@ class EagleHead(TrainedHead):
     """Is a new head for ``target``, which was loaded from ``path``; ``dtype`` is what it is saved in."""
 
     # Heads of larger vocabularies draft the most frequent tokens only.
-    most_drafted = 32_768
-    rate = 0.6
+    most_drafted = EAGLE_VOCABULARY
+    rate = EAGLE_RATE
 
     def __init__(self, path: str, target: FusedDecoder, dtype: torch.dtype) -> None:
         self.path = path

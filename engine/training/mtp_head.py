@@ -13,6 +13,7 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.mtp import LAYER, layout_of, load_mtp, open_mtp
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.training.defaults import MTP_RATE
 from truedraft.engine.training.mtp_module import MtpModule
 from truedraft.engine.training.trained_head import TrainedHead, rows_of
 
@@ -24,7 +25,7 @@ class MtpHead(TrainedHead):
     """Is the head at ``path`` that ``load_mtp`` serves for ``target``; ``dtype`` is what it is saved in."""
 
     most_drafted = float("inf")
-    rate = 0.3
+    rate = MTP_RATE
 
     def __init__(self, path: str, target: FusedDecoder, options: LoadOptions, dtype: torch.dtype) -> None:
         self.target = target

@@ -13,18 +13,28 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
+from truedraft.engine.commands.options import SamplingOptions
 from truedraft.engine.config import EngineConfig
 from truedraft.server.cli.settings_sources import flag_name
 from truedraft.server.settings import ENV_PREFIX, Settings
 
 MAX_WIDTH = 100
+USUAL_WIDTH = 80  # lines are so long where no terminal says otherwise
 INDENT = 30
 NARROW = 80  # where descriptions begin below their flags
 
-INTRODUCTION = """\
-usage: truedraft serve [TARGET] [OPTIONS]
+# The shared settings that ``--help`` shows; ``--help-all`` shows all.
+EVERYDAY = (
+    *("config", "host", "port", "served_model_name", "workers", "log_level", "api_keys", "cors_origins"),
+    *("target", "draft", "device", "dtype", "quantize", "num_threads", "max_model_len"),
+    *("method", "num_speculative_tokens", "max_num_sequences", "cache_memory"),
+)
 
-Start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000.
+INTRODUCTION = """\
+usage: truedraft serve [TARGET ...] [OPTIONS]
+
+Start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000. Several targets are
+several models, which are loaded when a request names them.
 
 An option --some-name can also be set as TRUEDRAFT_SOME_NAME in the environment or as some_name in a YAML
 file given with --config. Flags win over the environment, and the environment over the file.
@@ -66,16 +76,17 @@ PLACEHOLDERS: Mapping[type, str] = {
 }
 
 
-def serve_help() -> str:
-    return f"{_filled(INTRODUCTION)}\n{_options(setting_groups())}"
+def serve_help(*, is_whole: bool) -> str:
+    """Returns the everyday options, or all of them."""
+    return f"{_filled(INTRODUCTION)}\n{_options(setting_groups(), is_whole=is_whole)}"
 
 
 # Commands whose first word may be the target, without its flag.
 TARGET_FIRST = {"chat": ["[target]"], "check": ["[target]"]}
 
 
-def command_help(command: str, kind: type[BaseModel]) -> str:
-    """Returns the help of any other command: its own options, and those that it shares."""
+def command_help(command: str, kind: type[BaseModel], *, is_whole: bool) -> str:
+    """Returns the help of another command: its own options, and the everyday ones that it shares, or all."""
     (description, own), *groups = reversed(list(setting_groups(kind)))
     positional = [name for name, field in own.items() if field.is_required()]
     positional += TARGET_FIRST.get(command, [])
@@ -83,14 +94,26 @@ def command_help(command: str, kind: type[BaseModel]) -> str:
     introduction = COMMAND_INTRODUCTION.format(usage=usage, description=description)
     if issubclass(kind, EngineConfig):
         introduction += ENGINE_INTRODUCTION
-    return f"{_filled(introduction)}\n{_options([('Options', own), *reversed(groups)])}"
+    shared = _options(reversed(groups), is_whole=is_whole or not issubclass(kind, EngineConfig))
+    return f"{_filled(introduction)}\n{_group('Options', own)}{shared}"
 
 
-def _options(groups: Iterable[tuple[str, dict[str, FieldInfo]]]) -> str:
-    return "".join(
-        f"\n{title}:\n" + "".join(_entry(name, field) for name, field in fields.items())
-        for title, fields in groups
-    )
+def _options(groups: Iterable[tuple[str, dict[str, FieldInfo]]], *, is_whole: bool) -> str:
+    text, num_left_out = "", 0
+    for title, fields in groups:
+        shown = {name: field for name, field in fields.items() if is_whole or is_everyday(name)}
+        text += _group(title, shown) if shown else ""
+        num_left_out += len(fields) - len(shown)
+    return text + (f"\n--help-all shows {num_left_out} more options.\n" if num_left_out else "")
+
+
+def is_everyday(name: str) -> bool:
+    """Tells whether ``--help`` shows a setting that commands share."""
+    return name in EVERYDAY or name in SamplingOptions.model_fields
+
+
+def _group(title: str, fields: Mapping[str, FieldInfo]) -> str:
+    return f"\n{title}:\n" + "".join(_entry(name, field) for name, field in fields.items())
 
 
 def configuration_page() -> str:
@@ -125,7 +148,7 @@ def _entry(name: str, field: FieldInfo) -> str:
 
 def _width() -> int:
     """Returns the terminal's, or that of COLUMNS; a line of 100 characters is long enough to read."""
-    return min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns)
+    return min(MAX_WIDTH, shutil.get_terminal_size((USUAL_WIDTH, 24)).columns)
 
 
 def _filled(text: str) -> str:

@@ -26,6 +26,7 @@ from pydantic import ByteSize
 
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.hub.fetch import Progress, Tell
 from truedraft.engine.hub.fetch_bar import fetch_bar
 from truedraft.engine.hub.folders import check_path, context_of
 from truedraft.engine.hub.located import is_a_model, located
@@ -33,16 +34,16 @@ from truedraft.engine.hub.names import hub_name
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import num_cpus
 from truedraft.engine.machine.openmp import THREADS_VARIABLE
-from truedraft.engine.messages import Ready
+from truedraft.engine.messages import EmbeddingFacts, Ready
 from truedraft.engine.terminal import loading_bar
 from truedraft.server.app import create_app
 from truedraft.server.cli.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
 from truedraft.server.generation.sampling_params import longest_request
 from truedraft.server.http.protocol import LimitedProtocol
-from truedraft.server.models.registry import Models
+from truedraft.server.models.registry import Limits, Models
 from truedraft.server.models.served import Parts, ServedModel
 from truedraft.server.observability.logs import stderr_as_entries
-from truedraft.server.observability.metrics import Metrics
+from truedraft.server.observability.metrics import Metrics, ModelMetrics
 from truedraft.server.services import Services
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import load_tokenizer, read_apart
@@ -82,13 +83,14 @@ def launch(settings: Settings) -> int:
 
     Raises ``StartError`` or, if a model does not load or the worker keeps dying, that error.
     """
-    check_models(settings)
+    for own in settings.of_models():
+        check_models(own)
     check_tls(settings)
     raise_descriptor_limit()
     printed = stderr_as_entries() if settings.log_format == "json" else nullcontext()
     with printed, _listen(settings) as listener:
         _say(_introduction(settings, listener), settings.log_format)
-        app = make_app(settings, locate(settings))
+        app = make_app(settings)
         config = http_config(app, settings)
         server = Server(config, settings.drain_timeout)
         connections = app.state.services.metrics.server.connections
@@ -119,29 +121,42 @@ def http_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     )
 
 
-def make_app(settings: Settings, located: EngineConfig) -> FastAPI:
-    """The application, which starts its workers when it starts itself. ``located`` has the models' paths."""
+def make_app(settings: Settings) -> FastAPI:
+    """The application, which starts its workers when it starts itself."""
+    of_models = settings.of_models()
+    num_workers = {each.model_name: each.num_workers for each in of_models}
+    metrics = Metrics(settings.metrics_prefix, num_workers)
+    pinned = {number for number, entry in enumerate(settings.models) if entry.load == "always"}
+    served = [
+        ServedModel(
+            own,
+            metrics.models[own.model_name],
+            partial(assemble, own, metrics.models[own.model_name]),
+            partial(locate, own, with_bar=not settings.models) if has_names(own) else None,
+            is_pinned=number in pinned,
+        )
+        for number, own in enumerate(of_models)
+    ]
+    limits = Limits.of(settings)
+    return create_app(settings, Models(served, limits, are_several=bool(settings.models)), metrics)
+
+
+def assemble(settings: Settings, metrics: ModelMetrics, located: EngineConfig) -> Parts:
+    """Returns what one model consists of; ``located`` has its paths."""
     configs = settings.worker_configs(located)
-    metrics = Metrics(settings.metrics_prefix, {settings.model_name: len(configs)})
-    of_model = metrics.models[settings.model_name]
-
-    def assemble() -> Parts:
-        workers = [
-            WorkerClient(
-                config,
-                observer,
-                environment=thread_share(len(configs), os.environ),
-                timeouts=WorkerTimeouts(settings.heartbeat_timeout, settings.step_timeout),
-                max_restarts=settings.max_worker_restarts,
-                on_changed_weights=settings.on_changed_weights,
-            )
-            for config, observer in zip(configs, of_model.workers, strict=True)
-        ]
-        pool = WorkerPool(workers, QueueLimits.of(settings), shares_prefixes=settings.prefix_caching)
-        load = partial(load_tokenizer, str(located.target), settings.chat_template, read_apart)
-        return Parts(pool, load)
-
-    return create_app(settings, Models([ServedModel(settings, of_model, assemble)]), metrics)
+    workers = [
+        WorkerClient(
+            config,
+            observer,
+            environment=thread_share(len(configs), os.environ),
+            timeouts=WorkerTimeouts(settings.heartbeat_timeout, settings.step_timeout),
+            max_restarts=settings.max_worker_restarts,
+            on_changed_weights=settings.on_changed_weights,
+        )
+        for config, observer in zip(configs, metrics.workers, strict=True)
+    ]
+    pool = WorkerPool(workers, QueueLimits.of(settings), shares_prefixes=settings.prefix_caching)
+    return Parts(pool, partial(load_tokenizer, str(located.target), settings.chat_template, read_apart))
 
 
 def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -187,12 +202,24 @@ def check_length(settings: Settings) -> None:
         raise ModelLoadError(f"max_model_len is {asked}, the target's context only {context}")
 
 
-def locate(settings: Settings) -> EngineConfig:
-    """Returns the engine's settings with paths of models, after fetching what is not here."""
-    lines = None if settings.log_format == "text" else logger.info
+def has_names(settings: Settings) -> bool:
+    """Tells whether a model is given by a name of the hub, so that it may have to be fetched."""
+    given = [str(settings.target), settings.draft]
+    return any(model is not None and is_a_model(model) and hub_name(model) is not None for model in given)
+
+
+def locate(settings: Settings, tell: Tell, *, with_bar: bool) -> EngineConfig:
+    """Returns the engine's settings with paths of models, after fetching what is not here. ``tell`` hears of
+    it, and whoever looks at the terminal or at the log."""
+    lines = None if settings.log_format == "text" and with_bar else logger.info
     try:
-        with fetch_bar(lines) as tell:
-            return located(settings.engine_config(), tell, logger.info)
+        with fetch_bar(lines) as show:
+
+            def tell_both(progress: Progress) -> None:
+                tell(progress)
+                show(progress)
+
+            return located(settings.engine_config(), tell_both, logger.info)
     except ModelLoadError as error:
         raise StartError(_sentence(str(error))) from error
 
@@ -298,11 +325,12 @@ def _end_with_the_terminal(server: Server) -> None:
 async def _announce(services: Services, server: Server) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
-    log_format = services.settings.log_format
-    _say(["Loading the models ..."], log_format)
+    log_format, models = services.settings.log_format, services.models
+    if models.starts:
+        _say(["Loading the models ..."], log_format)
     telling = asyncio.create_task(_tell_progress(services))
     try:
-        worker = await services.models.wait_until_ready()
+        await models.wait_until_ready()
     finally:
         telling.cancel()
         with suppress(asyncio.CancelledError):
@@ -311,17 +339,27 @@ async def _announce(services: Services, server: Server) -> None:
     # that took on the way does not.
     gc.freeze()
     trim_heap()
-    _say(capacity(services.settings, worker), log_format)
+    for model in models:
+        if model.worker is not None:
+            named = [f"{model.name}:"] if models.are_several else []
+            _say([*named, *capacity(model.settings, model.worker)], log_format)
+    if models.are_several:
+        _say([f"Ready: {', '.join(models.names_for())}"], log_format)
 
 
 async def _tell_progress(services: Services) -> None:
-    """Says now and then what loading is at: a large model takes minutes. A terminal shows a bar."""
+    """Says now and then what loading is at: a large model takes minutes. A terminal shows a bar. Several
+    models say in the log when they are loaded."""
+    if services.models.are_several:
+        return
+    while services.models.first.engine is None:  # a fetch is shown by whoever fetches
+        await services.models.news()
     if sys.stderr.isatty() and services.settings.log_format == "text":
         await _show_progress(services)
     began = time.monotonic()
     for seconds in PROGRESS_SECONDS:
         await asyncio.sleep(seconds)
-        stage = services.models.first.engine.workers[0].stage or "the engine"
+        stage = services.models.first.stage or "the engine"
         _say([f"  {time.monotonic() - began:.0f} s: loading {stage}"], services.settings.log_format)
 
 
@@ -330,7 +368,7 @@ async def _show_progress(services: Services) -> None:
     with loading_bar() as begin:
         shown = None
         while True:
-            if (stage := services.models.first.engine.workers[0].stage) and stage != shown:
+            if (stage := services.models.first.stage) and stage != shown:
                 begin(stage)
                 shown = stage
             await asyncio.sleep(BAR_SECONDS)
@@ -341,17 +379,26 @@ def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "http" if settings.ssl_certfile is None else "https"
     where = f"unix:{settings.uds}" if settings.uds else f"{scheme}://{host}:{listener.getsockname()[1]}"
+    of_models = settings.of_models()
+    models = [
+        f"  model     {', '.join(own.served_names)}: {own.target}{f' with {own.draft}' if own.draft else ''}"
+        for own in of_models
+    ]
+    if not settings.models:
+        models = [f"  target    {settings.target}", f"  draft     {settings.draft or 'none'}"]
+    names = ", ".join(name for own in of_models for name in own.served_names)
     return [
         f"Truedraft {package_version()}",
-        f"  target    {settings.target}",
-        f"  draft     {settings.draft or 'none'}",
-        f"  url       {where}{settings.root_path}/v1   (model name: {', '.join(settings.served_names)})",
+        *models,
+        f"  url       {where}{settings.root_path}/v1   (model name: {names})",
         f"  page      {where}{settings.root_path}/",
     ]
 
 
 def capacity(settings: Settings, worker: Ready) -> list[str]:
     """Returns lines that say what the loaded pair can take: what drafts, and what fits into the cache."""
+    if worker.embedding is not None:
+        return _vector_capacity(worker, worker.embedding)
     longest = longest_request(worker)
     blocks_per_request = -(-longest // worker.block_size)
     num_requests = min(worker.num_target_blocks // blocks_per_request, worker.max_num_sequences)
@@ -374,11 +421,23 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
         f"  weights   {', '.join(worker.weights)}",
         *threads,
         f"  drafting  {_drafting(settings, worker)}",
+        *(f"  {'' if number else 'tried':<8}  {line}" for number, line in enumerate(worker.tried)),
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}{kept}",
         *states,
         *_memory(worker),
         f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "
         f"{num_requests} of that length at once",
+    ]
+
+
+def _vector_capacity(worker: Ready, facts: EmbeddingFacts) -> list[str]:
+    """Returns lines on a model that does not write text."""
+    made = "scores of pairs" if worker.task == "rerank" else f"vectors of {facts.size:,} numbers"
+    prompts = [f"  prompts   {', '.join(facts.prompts)}"] if facts.prompts else []
+    return [
+        f"Ready on {worker.device} in {worker.dtype}, {worker.forward}.",
+        f"  task      {worker.task}: {made}, of texts up to {worker.max_model_len:,} tokens",
+        *prompts,
     ]
 
 

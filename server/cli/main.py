@@ -11,29 +11,26 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prometheus_client import disable_created_metrics
 from pydantic_settings import BaseSettings
 
 from truedraft.engine.commands.options import (
     ChatSettings,
+    CheckSettings,
     GenerateSettings,
     ListSettings,
     PullSettings,
     RemoveSettings,
     ReplaySettings,
+    TrainSettings,
 )
 from truedraft.engine.config_errors import nearest
 from truedraft.engine.errors import ConfigError
 from truedraft.engine.machine.openmp import spin_settings
 from truedraft.server.cli.help import command_help, serve_help
 from truedraft.server.cli.interrupts import raise_on_interrupt, say_interrupted
-from truedraft.server.cli.launch import StartError, launch
 from truedraft.server.cli.settings_sources import load_settings, read_options, target_first
-from truedraft.server.models.served import TokenizerFailedError
 from truedraft.server.observability.logs import configure_logging
-from truedraft.server.observability.otel import OtelError
 from truedraft.server.version import package_version
-from truedraft.server.workers.worker_pool import WorkerFailedError
 
 HELP = """\
 usage: truedraft COMMAND [OPTIONS]
@@ -41,34 +38,38 @@ usage: truedraft COMMAND [OPTIONS]
 OpenAI-compatible inference with exact speculative sampling.
 
 commands:
-  serve           start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000
+  serve           start the HTTP server, by default with the bundled demo pair
   chat            talk with a model in the terminal, by its chat template
   generate        generate text in the terminal, without a server
   pull            fetch a model from the hub by its name
   list            list the models that have been fetched, and what serves them
   rm              remove a fetched model
-  check           test a pair of models before it is deployed: exactness, acceptance, speed-up
-  train-draft     train a head that drafts for a target, from texts that the target writes itself
+  check           test models before deployment: exactness, acceptance, speed-up
+  train-draft     train a head that drafts for a target
   verify-trace    replay a traced answer and confirm every decision in it
-  bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
+  bench           load-test any OpenAI-compatible server
 
 options:
-  --version       print the versions of truedraft and torch, the device and the kernels
-  --help          print this help; 'truedraft COMMAND --help' lists the options of a command
+  --version       print the versions of truedraft and torch, device and kernels
+  --help          print this help; 'truedraft COMMAND --help' lists the everyday
+                  options of a command, and --help-all all of them
 
 examples:
   truedraft serve
   truedraft serve owner/repository:Q4_K_M
   truedraft serve ./my-model --draft ./my-small-model --port 9000
+  truedraft serve ./one-model.gguf ./another-model --max-loaded-models 1
   truedraft chat ./my-model.gguf
   truedraft generate "Once upon a time"
   truedraft check ./my-model --draft ./my-small-model
   truedraft verify-trace answer.json
-  truedraft bench --base-url http://127.0.0.1:8000/v1 --concurrency 1,16 --rate 4
+  truedraft bench --base-url http://127.0.0.1:8000/v1 --concurrency 1,16
 """
 
 Run = Callable[[Any], int]  # a command, given its options
 
+HELP_ALL = "--help-all"
+HELP_FLAGS = {"--help", "-h", HELP_ALL}
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 COMMANDS = re.findall(r"^  ([a-z][a-z-]+)  ", HELP.partition("options:")[0], re.MULTILINE)
 
@@ -81,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     os.environ.update(spin_settings(os.environ))  # the command may load torch
     match arguments:
-        case ["serve", *flags] if {"--help", "-h"} & set(flags):
-            print(serve_help(), end="")
+        case ["serve", *flags] if HELP_FLAGS & set(flags):
+            print(serve_help(is_whole=HELP_ALL in flags), end="")
             return OK
         case ["serve", *flags]:
             return serve(flags)
@@ -97,15 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["rm" | "remove", *flags]:
             return in_terminal("rm", _load_remove, RemoveSettings, flags)
         case ["check", *flags]:
-            from truedraft.engine.commands.check import CheckSettings
-            from truedraft.engine.commands.check import main as check
-
-            return in_terminal("check", lambda: check, CheckSettings, target_first(flags))
+            return in_terminal("check", _load_check, CheckSettings, target_first(flags))
         case ["train-draft", *flags]:
-            from truedraft.engine.commands.train_draft import TrainSettings
-            from truedraft.engine.commands.train_draft import main as train_draft
-
-            return in_terminal("train-draft", lambda: train_draft, TrainSettings, flags)
+            return in_terminal("train-draft", _load_train_draft, TrainSettings, flags)
         case ["verify-trace", *flags]:
             return in_terminal("verify-trace", _load_verify_trace, ReplaySettings, flags)
         case ["bench", *flags]:
@@ -129,6 +124,14 @@ def serve(flags: Sequence[str]) -> int:
         _complain("truedraft serve", str(error))
         return WRONG_USAGE
     configure_logging(settings.log_level, settings.log_format)
+    # With the web framework, which takes seconds to load, once the options are known to be right.
+    from prometheus_client import disable_created_metrics
+
+    from truedraft.server.cli.launch import StartError, launch
+    from truedraft.server.models.served import TokenizerFailedError
+    from truedraft.server.observability.otel import OtelError
+    from truedraft.server.workers.worker_pool import WorkerFailedError
+
     # The *_created series would double the size of /metrics for nothing.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     raise_on_interrupt()
@@ -146,8 +149,8 @@ def serve(flags: Sequence[str]) -> int:
 
 def in_terminal(name: str, load: Callable[[], Run], kind: type[BaseSettings], flags: Sequence[str]) -> int:
     """Runs a command with options of its own; ``load`` imports it once its options are known to be right."""
-    if {"--help", "-h"} & set(flags):
-        print(command_help(name, kind), end="")
+    if HELP_FLAGS & set(flags):
+        print(command_help(name, kind, is_whole=HELP_ALL in flags), end="")
         return OK
     try:
         options = read_options(kind, flags)
@@ -172,6 +175,18 @@ def _load_chat() -> Run:
     from truedraft.engine.commands.chat import main as chat
 
     return chat
+
+
+def _load_check() -> Run:
+    from truedraft.engine.commands.check import main as check
+
+    return check
+
+
+def _load_train_draft() -> Run:
+    from truedraft.engine.commands.train_draft import main as train_draft
+
+    return train_draft
 
 
 def _load_pull() -> Run:

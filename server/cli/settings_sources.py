@@ -24,15 +24,23 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def load_settings(flags: Sequence[str]) -> Settings:
-    """Reads those of ``truedraft serve``, with usual short forms: the target first and without a flag, and
-    ``--api-key`` for one key."""
+    """Reads those of ``truedraft serve``, with usual short forms: the target or several models first and
+    without a flag, and ``--api-key`` for one key."""
     return read_options(
         Settings,
         [
             f"--api-keys{flag.removeprefix('--api-key')}" if flag.partition("=")[0] == "--api-key" else flag
-            for flag in target_first(flags)
+            for flag in models_first(flags)
         ],
     )
+
+
+def models_first(flags: Sequence[str]) -> Sequence[str]:
+    """Returns flags before which the target may have stood, or several models, without their flag."""
+    number = next((place for place, flag in enumerate(flags) if flag.startswith("-")), len(flags))
+    if number < 2:
+        return target_first(flags)
+    return [f"--models={','.join(flags[:number])}", *flags[number:]]
 
 
 def target_first(flags: Sequence[str]) -> Sequence[str]:

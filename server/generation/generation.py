@@ -44,7 +44,7 @@ class Generation:
         self._engine = engine
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         self._timer = RequestTimer(metrics.requests, self._num_prompt_tokens)
-        self._stream: EngineStream | None = None
+        self._stream: EngineStream[TokenOutput] | None = None
         self.choices = list(_readers(prepared, tokenizer))
         self._num_unfinished = len(self.choices)
         self._num_tokens = 0
@@ -132,6 +132,9 @@ class Generation:
                 reasoning_tokens=details.num_reasoning,
                 accepted_prediction_tokens=details.num_accepted,
                 rejected_prediction_tokens=details.num_rejected,
+                thinking_budget_spent=None
+                if self.prepared.params.thinking_budget is None
+                else any(choice.budget_spent for choice in self.choices),
             ),
         )
 

@@ -124,6 +124,8 @@ def longest_request(worker: Ready) -> int:
 
     An encoder-decoder model bounds each alone, too; see ``_max_output``.
     """
+    if worker.embedding is not None:  # no cache holds texts that are computed in one pass
+        return worker.max_model_len
     return min(worker.max_model_len, worker.num_target_blocks * worker.block_size)
 
 

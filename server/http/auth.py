@@ -15,7 +15,20 @@ from truedraft.server.errors import AuthenticationError
 from truedraft.server.http.error_answer import error_answer, path_below_root
 
 # Probes, scrapers and browsers open these without a key. The pages ask for it, or say how to send it.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    (
+        "/",
+        "/health",
+        "/ready",
+        "/metrics",
+        "/version",
+        "/docs",
+        "/openapi.json",
+        "/load",
+        "/ping",
+        "/v1/health",
+    )
+)
 OPEN_FOLDER = "/page/"
 
 

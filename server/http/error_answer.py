@@ -17,6 +17,7 @@ MESSAGES = "/v1/messages"
 # Anthropic names these statuses. Others are the client's fault below 500, and ours from there on.
 MESSAGES_ERRORS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

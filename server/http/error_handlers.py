@@ -17,6 +17,7 @@ from truedraft.server.errors import (
     code_of,
 )
 from truedraft.server.http.error_answer import canonical, error_answer
+from truedraft.server.http.foreign_paths import instead_of, is_foreign
 from truedraft.server.http.foreign_shapes import hint
 
 # Statuses that the framework itself raises, as codes.
@@ -81,8 +82,11 @@ def _framework_message(status: int, detail: str, request: Request) -> str:
     method, path = request.method, request.url.path
     match status:
         case 404:
-            near = near_path(request)
-            return f"Unknown path: {method} {path}" + (f". Did you mean {near}?" if near else "")
+            unknown = f"Unknown path: {method} {path}"
+            words, near = instead_of(path), near_path(request)
+            if words is not None and (near is None or is_foreign(path)):
+                return f"{unknown}. Here, {words}"
+            return unknown + (f". Did you mean {near}?" if near else "")
         case 405:
             return f"{method} is not allowed for {path}"
         case 408:

@@ -57,9 +57,15 @@ class JsonRoute(APIRoute):
             stages.add("body", time.perf_counter() - stages.arrived)
             if content:  # FastAPI says what an empty body lacks
                 request.parsed = await in_thread_if_long(request, read, content)
-            return await handle(request)
+            return await self.answer(request, handle)
 
         return read_and_handle
+
+    async def answer(
+        self, request: JsonRequest, handle: Callable[[Request], Coroutine[Any, Any, Response]]
+    ) -> Response:
+        """Answers a request whose body has been read; others may do it in other ways."""
+        return await handle(request)
 
 
 def _require_json(request: Request) -> None:

@@ -13,8 +13,9 @@ from fastapi.requests import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
+from truedraft.server.entries import BUNDLED_MODEL_NAME
 from truedraft.server.errors import ErrorAnswer
-from truedraft.server.settings import BUNDLED_MODEL_NAME, Settings
+from truedraft.server.settings import Settings
 
 DESCRIPTION = """\
 An OpenAI-compatible API. A field that changes the output is honoured, or refused by name with a 400. One that
@@ -28,8 +29,13 @@ has its HTTP status decided before its first byte; an error after that is its la
 
 TAGS = [
     {"name": "generate", "description": "Text out of text."},
+    {
+        "name": "embed",
+        "description": "Vectors of texts, and scores of pairs, of models that are made for them.",
+    },
     {"name": "tokenize", "description": "The model's tokenizer."},
     {"name": "models", "description": "What is served."},
+    {"name": "gateways", "description": "What gateways ask of other servers."},
     {"name": "operate", "description": "For probes, scrapers and people. Open without a key, but for one."},
 ]
 

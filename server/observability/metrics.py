@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
+from prometheus_client.core import InfoMetricFamily
+from prometheus_client.registry import Collector
 
 from truedraft.engine.messages import FinishReason, Ready, Source, Stats
 from truedraft.server.errors import error_codes
@@ -125,9 +127,15 @@ class RequestMetrics:
         self.aborted = counter("requests_aborted", "Requests that ended early.", ["reason"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of submitted requests.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
-        self.running = gauge("num_requests_running", "Requests with a first token.")
-        self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
+        self.embedded_texts = counter("embedded_texts", "Texts and pairs whose vectors or scores were made.")
+        self.running = gauge("num_requests_running", "Sequences that the workers compute.")
+        self.waiting = gauge("num_requests_waiting", "Sequences in the workers' queues.")
+        self.cache_usage = gauge(
+            "kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1, where it is largest."
+        )
         self.ready = gauge("ready", "1 when a request can be taken.")
+        self.loaded = gauge("model_loaded", "1 while the model is in memory, or is being loaded.")
+        self.loads = counter("model_loads", "Times that the model has been loaded.")
         for reason in get_args(FinishReason):
             self.requests.labels(reason)
         for reason in ("disconnect", "timeout"):
@@ -173,7 +181,9 @@ class WorkerMetrics:
         )
         self._restarts = counter("worker_restarts", "Workers that died and were replaced.")
         self._ready = gauge("worker_ready", "1 while the worker takes part.")
-        self._cache_usage = gauge("kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1.", ["model"])
+        self._cache_usage = gauge(
+            "worker_kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1.", ["model"]
+        )
         self._num_speculative_tokens = gauge("num_speculative_tokens", "Tokens drafted per round now.")
         self._estimated_speedup = gauge(
             "estimated_speedup", "Tokens per second over those without drafts; NaN where not estimated."
@@ -184,6 +194,8 @@ class WorkerMetrics:
         self._build = Info(f"{prefix}build", "Version and models.", registry=registry)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
         self._uncounted: Stats | None = None
+        self.latest: Stats | None = None  # what a worker that lives has said last
+        self.told: Ready | None = None
         self.speculation({})
         self._build.info({"version": package_version()})
         for phase in PHASES:
@@ -199,6 +211,7 @@ class WorkerMetrics:
 
     def ready(self, ready: Ready) -> None:
         self._totals = {}
+        self.told = ready
         self.speculation({})
         self._ready.set(1)
         self._build.info(
@@ -212,8 +225,13 @@ class WorkerMetrics:
         )
 
     def lost(self) -> None:
-        self._count()
+        self.unloaded()
         self._restarts.inc()
+
+    def unloaded(self) -> None:
+        """The worker has ended, perhaps since it is not needed."""
+        self._count()
+        self.latest = self.told = None
         self._ready.set(0)
         self._cache_usage.clear()  # the cache went with the worker
 
@@ -223,7 +241,7 @@ class WorkerMetrics:
         self._achieved_speedup.set(math.nan if achieved is None else achieved)
 
     def stats(self, stats: Stats) -> None:
-        self._uncounted = stats
+        self._uncounted = self.latest = stats
 
     def _count(self) -> None:
         stats, self._uncounted = self._uncounted, None
@@ -262,14 +280,43 @@ class WorkerMetrics:
         self._totals[counter, labels] = total
 
 
+class _CacheConfig(Collector):
+    """Says the sizes of the caches, by which gateways guess what a server still holds of earlier prompts."""
+
+    def __init__(self, prefix: str, workers: Sequence[WorkerMetrics]) -> None:
+        self._name = f"{prefix}cache_config"
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        told = [worker.told for worker in self._workers if worker.told is not None]
+        family = InfoMetricFamily(self._name, "Tokens of a cache block, and blocks of all workers together.")
+        if told:
+            num_blocks = sum(ready.num_target_blocks for ready in told)
+            sizes = {"block_size": str(told[0].block_size), "num_gpu_blocks": str(num_blocks)}
+            family.add_metric([], sizes)
+        yield family
+
+
 class ModelMetrics:
     """Metrics of one model: of its requests and of its workers."""
 
     def __init__(self, prefix: str, num_workers: int) -> None:
         registry = CollectorRegistry()
-        self.requests = RequestMetrics(registry, prefix)
+        self.requests = requests = RequestMetrics(registry, prefix)
         self.workers = [WorkerMetrics(prefix) for _ in range(num_workers)]
+        requests.running.set_function(lambda: sum(stats.num_running for stats in self._latest()))
+        requests.waiting.set_function(lambda: sum(stats.num_waiting for stats in self._latest()))
+        requests.cache_usage.set_function(self._cache_usage)
+        registry.register(_CacheConfig(prefix, self.workers))
         self.labelled = LabelledModel(registry, self.workers)
+
+    def _latest(self) -> Iterator[Stats]:
+        """Yields what each worker that lives has said at the end of its last step."""
+        yield from (worker.latest for worker in self.workers if worker.latest is not None)
+
+    def _cache_usage(self) -> float:
+        """Returns that of the fullest cache, since a gateway takes one number for the whole server."""
+        return max((max(stats.cache_usage.values(), default=0.0) for stats in self._latest()), default=0.0)
 
 
 class Metrics:

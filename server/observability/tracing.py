@@ -15,7 +15,16 @@ from truedraft.server.observability.request_summary import SUMMARY, Summary
 from truedraft.server.observability.status_recorder import StatusRecorder
 from truedraft.server.version import package_version
 
-OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
+# Others are chats.
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v1/score": "score",
+    "/score": "score",
+}
 NANOSECONDS = 1e9
 
 

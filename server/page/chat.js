@@ -1,12 +1,16 @@
-// The chat: turns that are kept over a reload, one request at a time. A completion is a chat of one turn without roles.
+// The chat: conversations that are kept, each with one request at a time. A completion is a chat of one turn without roles.
 
 import { AnswerView, resultCard, totalsText } from "./answer.js";
 import { chunks } from "./api.js";
-import { addChoice, append, canContinue, FAILED, LEFT, LOST, newAnswer, requestFor, storedTurns, storeTurns, tokensOf, totals, wholeReport } from "./conversation.js";
+import { chosenFiles, fileCards, startFiles, takeFiles } from "./attachments.js";
+import { addChoice, append, canContinue, FAILED, LEFT, LOST, newAnswer, replaceFrom, requestFor, showVersion, takeBack, tokensOf, totals, wholeReport } from "./conversation.js";
 import { button, byId, copyButton, element, keep, kept, onEscape, visible } from "./elements.js";
 import { scorer } from "./scoring.js";
 import { askedFields, showMode } from "./settings.js";
+import { showTalks, startSidebar } from "./sidebar.js";
 import { openSnippets } from "./snippets.js";
+import { onOtherTabs } from "./store.js";
+import { forget, keepUnfinished, loadTalks, newTalk, rememberShown, save, takeOver } from "./talks.js";
 
 const PROMPTS = {
   chat: ["Tell me a story about a fox and a bird.", "Write a story in which a child finds a key.", "What can you do?"],
@@ -18,9 +22,11 @@ const transcript = byId("transcript");
 const modes = byId("modes").elements.mode;
 const views = byId("modes").elements.view;
 
-const conversations = storedTurns();
-let turns = null; // of the mode that is shown
-let running = null; // the request under way: { stop, turn, view }
+const SAVE_EVERY = 1000; // milliseconds, while an answer comes
+
+let shown = null; // the talk of each mode
+const runs = new Map(); // a talk -> its request under way: { stop, turn, view, replaced }
+const discarded = new WeakSet(); // talks that are not to be saved, though their answer may still come
 let modelName = null;
 let trouble = null; // the error that is shown
 let isServerReady = true; // until the page learns otherwise
@@ -32,6 +38,8 @@ const WHY = {
 };
 
 const mode = () => modes.value;
+const talk = () => shown[mode()];
+const running = () => runs.get(talk());
 const toBottom = () => scrollTo(0, document.documentElement.scrollHeight);
 const isAtBottom = (slack = 80) => innerHeight + scrollY > document.documentElement.scrollHeight - slack;
 const isOpen = (turn) => ["user", "tool"].includes(turn?.role); // it has no answer yet
@@ -50,12 +58,13 @@ function followDock() {
   new ResizeObserver(() => {
     const grown = dock.offsetHeight - height;
     height = dock.offsetHeight;
-    if (turns.length && grown > 0 && isAtBottom(80 + grown)) toBottom();
+    if (talk().turns.length && grown > 0 && isAtBottom(80 + grown)) toBottom();
   }).observe(dock);
 }
 
-export function startChat(model) {
+export async function startChat(model) {
   modelName = model;
+  shown = await loadTalks();
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     send();
@@ -65,26 +74,54 @@ export function startChat(model) {
     event.preventDefault();
     send();
   });
-  onEscape("chat", () => running?.stop.abort());
-  byId("stop").addEventListener("click", () => running?.stop.abort());
+  const stop = () => running()?.stop.abort();
+  onEscape("chat", stop);
+  byId("stop").addEventListener("click", stop);
   byId("retry").addEventListener("click", retry);
-  byId("new-chat").addEventListener("click", () => {
-    running?.stop.abort();
-    conversations[mode()] = [];
-    show();
-    form.elements.prompt.focus();
-  });
+  byId("new-chat").addEventListener("click", () => open(newTalk(mode())));
   byId("code").addEventListener("click", showCode);
   modes.value = kept("mode") ?? "chat";
   views.value = kept("view") ?? "text";
   for (const choice of [...modes, ...views]) choice.addEventListener("change", show);
-  addEventListener("pagehide", store);
+  startFiles(showError);
+  startSidebar({ open, discard, showError });
+  onOtherTabs(otherTab);
+  addEventListener("pagehide", () => keepUnfinished([...runs.keys()], talk()));
   // Some browsers break the answer off before they hide the page.
-  addEventListener("beforeunload", () => running?.turn && (running.turn.end = LEFT));
+  addEventListener("beforeunload", () => {
+    for (const { turn } of runs.values()) if (turn) turn.end = LEFT;
+  });
   if (!CSS.supports("field-sizing: content")) form.elements.prompt.rows = 3;
   show();
-  if (turns.length) toBottom();
+  if (talk().turns.length) toBottom();
   followDock();
+}
+
+/** Shows a talk. Answers under way in others go on. */
+function open(chosen) {
+  shown[mode()] = chosen;
+  discarded.delete(chosen);
+  if (mode() === "completion") form.elements.prompt.value = chosen.turns[0]?.content ?? "";
+  show();
+  toBottom();
+  if (matchMedia("(pointer: fine)").matches) form.elements.prompt.focus(); // elsewhere it brings a keyboard
+}
+
+async function discard(unwanted) {
+  discarded.add(unwanted);
+  runs.get(unwanted)?.stop.abort();
+  if (unwanted === talk()) open(newTalk(mode()));
+  await forget(unwanted);
+  showTalks(talk());
+}
+
+/** Another tab wrote a talk, or removed it: null. One that is being answered here stays as it is here. */
+function otherTab(id, written) {
+  if ([...runs.keys()].some((busy) => busy.id === id)) return;
+  takeOver(id, written);
+  for (const [name, { id: mine }] of Object.entries(shown)) if (mine === id) shown[name] = written ?? newTalk(name);
+  if (talk().id === id || written === null) show();
+  else showTalks(talk());
 }
 
 /** Says whether requests make sense now. */
@@ -102,66 +139,92 @@ export function allowChat(isAllowed) {
   show();
 }
 
-function store() {
-  keep("mode", mode());
-  keep("view", views.value);
-  byId("not-kept").hidden = storeTurns(conversations);
+/** Saves a talk, and how it is shown here. */
+async function store(changed) {
+  showTalks(talk());
+  byId("not-kept").hidden = await save(changed);
+  showTalks(talk());
 }
 
-/** Shows all turns of the mode anew. */
+/** Shows the mode and its talk anew. */
 function show() {
-  if (turns !== conversations[mode()]) running?.stop.abort();
-  turns = conversations[mode()];
+  const { turns } = talk();
+  keep("mode", mode());
+  keep("view", views.value);
+  rememberShown(shown);
   showMode(mode());
+  setBusy(Boolean(running()));
   showPending();
-  byId("new-chat").textContent = mode() === "chat" ? "New chat" : "Clear";
+  byId("new-chat").textContent = mode() === "chat" ? "New chat" : "New text";
   const { prompt } = form.elements;
   prompt.placeholder = prompt.ariaLabel = mode() === "chat" ? "Message" : "Text to continue";
   if (mode() === "completion") prompt.value ||= turns[0]?.content ?? "";
   transcript.replaceChildren(...(turns.length ? turns.map(cardOf).filter(Boolean) : [emptyState()]));
   showTotals();
-  store();
+  showTalks(talk());
 }
 
 function cardOf(turn) {
   if (turn.role === "tool") return resultCard(turn);
   if (turn.role === "assistant") return viewOf(turn).card;
-  return mode() === "completion" && turns.length > 1 ? null : userCard(turn);
+  return mode() === "completion" && talk().turns.length > 1 ? null : userCard(turn);
 }
 
 function viewOf(turn) {
+  const { turns } = talk();
   const given = mode() === "completion" ? turns[0].content : null;
   // A long conversation is kept without its tokens.
   const shownAs = turn.end && !tokensOf(turn).length ? "text" : views.value;
   const view = new AnswerView(turn, { view: shownAs, given, score: scorer(mode(), turns, turn) });
-  if (turn !== running?.turn) finishView(view, turn);
-  else running.view = view;
+  if (turn === running()?.turn) running().view = view;
+  else finishView(view, turn);
   return view;
 }
 
 /** Adds what can be done with an answer once it is there. */
 function finishView(view, turn) {
+  const { turns } = talk();
   view.actions.replaceChildren(
+    ...versionButtons(turn),
     copyButton(() => turn.content),
-    ...(turn === turns.at(-1) && canContinue(turn) ? [button("Continue", () => answer(turn), "quiet changes")] : []),
+    ...(turn === turns.at(-1) && canContinue(turn) ? [button("Continue", () => answer({ cut: turn }), "quiet changes")] : []),
     button("Regenerate", () => regenerate(turns.indexOf(turn)), "quiet changes"),
     button("Code", () => openSnippets(...requestFor(mode(), turns, turns.indexOf(turn), turn.asked)), "quiet"),
   );
   if (turn.calls.length && turn === turns.at(-1)) view.askForResults((results) => sendResults(turn, results));
 }
 
+/** Buttons to the versions before and after, where a turn has others. */
+function versionButtons(turn) {
+  if (!turn.versions) return [];
+  const { versions, version } = turn;
+  const to = (number, sign, name) => {
+    const act = () => {
+      if (running()) return;
+      showVersion(talk().turns, talk().turns.indexOf(turn), number);
+      show();
+      store(talk());
+    };
+    return Object.assign(button(sign, act, "quiet changes"), { ariaLabel: name, disabled: !versions[number] });
+  };
+  const count = element("span", { className: "versions" }, `${version + 1} of ${versions.length}`);
+  return [to(version - 1, "‹", "Version before"), count, to(version + 1, "›", "Version after")];
+}
+
 function userCard(turn) {
   const card = element("article", { className: "turn user", ariaLabel: "Your message" });
   const read = () => card.replaceChildren(
-    element("p", { className: "bubble" }, visible(turn.content)),
-    element("div", { className: "turn-actions" }, copyButton(() => turn.content), button("Edit", edit, "quiet changes")),
+    ...fileCards(turn.files),
+    ...(turn.content ? [element("p", { className: "bubble" }, visible(turn.content))] : []),
+    element("div", { className: "turn-actions" }, ...versionButtons(turn), copyButton(() => turn.content), button("Edit", edit, "quiet changes")),
   );
   const edit = () => {
     const box = element("textarea", { value: turn.content, rows: 3, ariaLabel: "Edited message" });
     const save = () => {
-      if (running || !box.value.trim()) return;
-      turn.content = box.value;
-      regenerate(turns.indexOf(turn) + 1);
+      if (running() || !box.value.trim()) return;
+      const { turns } = talk();
+      replaceFrom(turns, turns.indexOf(turn), { role: "user", content: box.value, files: turn.files });
+      answer();
     };
     box.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !event.isComposing) {
@@ -195,70 +258,74 @@ function emptyState() {
 
 function send() {
   const { prompt } = form.elements;
-  if (running || !prompt.value.trim()) return;
-  if (mode() === "completion") turns.length = 0; // each is a text of its own
-  turns.push({ role: "user", content: prompt.value });
+  if (running() || !(prompt.value.trim() || chosenFiles(mode()).length)) return;
+  if (mode() === "completion" && talk().turns.length) shown.completion = newTalk("completion"); // each is a text of its own
+  const { turns } = talk();
+  turns.push({ role: "user", content: prompt.value, files: takeFiles(mode()) });
   if (mode() === "chat") prompt.value = "";
   answer();
 }
 
-/** Answers anew what stands before `place`; what came after is gone. */
+/** Answers anew what stands before `place`. What came after is kept as a version. */
 function regenerate(place) {
-  if (running) return;
-  turns.length = place;
-  answer();
+  if (!running()) answer({ place });
 }
 
 function sendResults(turn, results) {
-  if (running) return;
+  if (running()) return;
+  const { turns } = talk();
   for (const [place, { id, name }] of turn.calls.entries()) turns.push({ role: "tool", content: results[place], callId: id, name });
   answer();
 }
 
 /** Answers what has no answer, or goes on with one that was cut, or else answers anew. */
 function retry() {
+  const { turns } = talk();
   const last = turns.at(-1);
   if (isOpen(last)) answer();
-  else if (canContinue(last)) answer(last);
+  else if (canContinue(last)) answer({ cut: last });
   else regenerate(turns.length - 1);
 }
 
-/** `cut`: the last answer, which goes on with the settings that it began with. */
-async function answer(cut = null) {
-  if (running) return;
-  const mine = turns; // another mode may be shown before the answer is complete
-  running = { stop: new AbortController(), turn: cut, view: null };
+/** `cut`: the last answer, which goes on with the settings that it began with. `place`: where a new one stands. */
+async function answer({ cut = null, place = talk().turns.length } = {}) {
+  const mine = talk();
+  if (runs.has(mine)) return;
+  const run = { stop: new AbortController(), turn: cut, view: null, replaced: null };
   if (cut) cut.end = null;
+  runs.set(mine, run);
   show();
-  setBusy(true);
   let problem = null;
   try {
-    running.turn ??= newAnswer(askedFields(mode(), await modelName()));
-    const [path, body] = requestFor(mode(), mine, mine.length, running.turn.asked);
-    if (!cut) {
-      mine.push(running.turn);
-      if (mode() === "completion") transcript.replaceChildren();
-      transcript.append(viewOf(running.turn).card);
+    run.turn ??= newAnswer(askedFields(mine.mode, await modelName()));
+    const [path, body] = requestFor(mine.mode, mine.turns, cut ? mine.turns.length : place, run.turn.asked);
+    if (!cut) run.replaced = replaceFrom(mine.turns, place, run.turn);
+    if (mine === talk()) {
+      show();
+      toBottom();
     }
-    running.view.update(true);
-    toBottom();
-    await receive(path, body);
+    store(mine);
+    await receive(mine, run, path, body);
   } catch (error) {
     problem = error;
   }
-  finish(mine, problem);
+  finish(mine, run, problem);
 }
 
 /** Reads the answer as it comes; text is drawn once a frame, not once a chunk. */
-async function receive(path, body) {
-  const { turn, stop } = running;
+async function receive(mine, run, path, body) {
+  const { turn, stop } = run;
   const started = performance.now() - turn.seconds * 1000; // of an answer that goes on, its beginning counts as well
   const { report: earlier, numTokens: numBefore } = turn;
   const waiting = [];
   let frame = 0;
+  let nextSave = performance.now() + SAVE_EVERY;
   const draw = () => {
     frame = 0;
-    following(() => running.view.update(true));
+    if (mine === talk()) following(() => run.view.update(true));
+    if (performance.now() < nextSave || discarded.has(mine)) return;
+    nextSave = performance.now() + SAVE_EVERY;
+    save(mine);
   };
   try {
     for await (const chunk of chunks(path, body, stop.signal)) {
@@ -276,49 +343,51 @@ async function receive(path, body) {
 }
 
 /** The request has ended, with a problem or without. An answer without a token is none. */
-function finish(mine, problem) {
-  const { turn, view } = running;
+function finish(mine, run, problem) {
+  const { turn, view } = run;
+  const isShown = mine === talk();
   const isStopped = problem?.name === "AbortError";
-  running = null;
-  setBusy(false);
+  runs.delete(mine);
+  if (isShown) setBusy(false);
   if (turn && problem) turn.end ??= isStopped ? "stopped by you" : problem.status === 0 ? LOST : FAILED;
-  if (turn?.numTokens) {
+  const isPart = turn && mine.turns.includes(turn);
+  if (isPart && !turn.numTokens) takeBack(mine.turns, turn, run.replaced);
+  if (isShown && isPart && turn.numTokens) {
     following(() => {
       view.update(false);
       finishView(view, turn);
     });
-  } else {
-    if (turn) mine.splice(mine.indexOf(turn), 1);
-    if (mine === turns) show();
-  }
-  if (problem && !isStopped && mine === turns) {
+  } else if (isShown) show();
+  if (isShown && problem && !isStopped) {
     showError(problem);
     toBottom();
   }
   showTotals();
-  store();
+  if (!discarded.has(mine)) store(mine);
 }
 
 async function showCode() {
   try {
+    const { turns } = talk();
     const content = form.elements.prompt.value;
+    const files = chosenFiles(mode());
     // Without a message it is the request of the last answer, as it would be sent with the settings of now.
-    const before = turns.slice(0, content ? turns.length : 1 + turns.findLastIndex(isOpen));
-    const shown = content ? [...(mode() === "chat" ? before : []), { role: "user", content }] : before;
-    if (!shown.length) throw new Error("Write a message first: the code is that of the request with it.");
-    openSnippets(...requestFor(mode(), shown, shown.length, askedFields(mode(), await modelName())));
+    const before = turns.slice(0, content || files.length ? turns.length : 1 + turns.findLastIndex(isOpen));
+    const asked = content || files.length ? [...(mode() === "chat" ? before : []), { role: "user", content, files }] : before;
+    if (!asked.length) throw new Error("Write a message first: the code is that of the request with it.");
+    openSnippets(...requestFor(mode(), asked, asked.length, askedFields(mode(), await modelName())));
   } catch (error) {
     showError(error);
   }
 }
 
 function showTotals() {
-  byId("totals").textContent = totalsText(totals(turns));
+  byId("totals").textContent = totalsText(totals(talk().turns));
 }
 
 /** Offers to complete what has no answer, or a part of one for a reason from outside. */
 function showPending() {
-  const last = running ? null : turns.at(-1);
+  const last = running() ? null : talk().turns.at(-1);
   const why = isOpen(last) ? "The last message has no answer yet." : WHY[last?.end];
   showError(why ? new Error(why) : null);
 }
@@ -328,7 +397,7 @@ function showError(error) {
   byId("error").hidden = error === null;
   const state = !isServerReady ? " This page waits for the server." : error?.status === 0 ? " The server is there again." : "";
   byId("error-text").textContent = error === null ? "" : visible(error.message + state);
-  const last = turns.at(-1);
+  const last = talk().turns.at(-1);
   const isCut = last?.end in WHY;
   byId("retry").hidden = !isOpen(last) && !isCut;
   byId("retry").textContent = isCut && canContinue(last) ? "Continue" : "Try again";

@@ -1,10 +1,8 @@
-// What has been said in this tab, and the request that goes on with it. Knows nothing of how it is shown.
+// What has been said, and the request that goes on with it. Knows nothing of how it is shown or kept.
 //
-// A turn is { role: "user" | "tool", content } or an answer: what `newAnswer` returns.
-
-import { keep, kept } from "./elements.js";
-
-const STORED = "conversations";
+// A turn is { role: "user", content, files }, { role: "tool", content, callId, name } or an answer: what `newAnswer`
+// returns. A turn in whose place others stood has `versions`: for each, the turns from there to the end of the
+// conversation, and null in its own place, `version`.
 
 // Ends that came from outside.
 export const LEFT = "as the page was left";
@@ -32,20 +30,58 @@ export function newAnswer(asked) {
 
 export const tokensOf = (turn) => [...turn.thoughtTokens, ...turn.tokens];
 
-/** Returns the turns of each mode as the last page in this tab left them. */
-export function storedTurns() {
-  const { chat = [], completion = [] } = kept(STORED) ?? {};
-  for (const turn of [...chat, ...completion]) if (turn.role === "assistant") turn.end ??= LEFT;
-  // The page was left before the last answer began.
-  for (const mode of [chat, completion]) if (mode.at(-1)?.role === "assistant" && !mode.at(-1).numTokens) mode.pop();
-  return { chat, completion };
+/** Returns an answer with the types that this page relies on, of what a file has. */
+export function answerOf(given) {
+  const made = newAnswer(Object(given.asked));
+  for (const name of ["content", "thoughts"]) made[name] = String(given[name] ?? "");
+  made.first = given.first == null ? null : Number(given.first);
+  made.seconds = Number(given.seconds ?? 0);
+  made.calls = (given.calls ?? []).map((call) => ({ id: String(call.id), name: String(call.name), arguments: String(call.arguments) }));
+  for (const name of ["thoughtTokens", "tokens"]) made[name] = (given[name] ?? []).filter((token) => typeof token?.text === "string");
+  made.numTokens = Number(given.numTokens ?? tokensOf(made).length);
+  made.ignored = (given.ignored ?? []).map(String);
+  const counted = ["rounds", "drafted_tokens", "accepted_tokens", "acceptance_rate", "acceptance_length"];
+  if (counted.every((name) => Number.isFinite(given.report?.[name]))) made.report = { ...given.report, verification: String(given.report.verification) };
+  made.end = String(given.end ?? LEFT);
+  if (given.stopReason !== undefined) made.stopReason = typeof given.stopReason === "string" ? given.stopReason : null;
+  return made;
 }
 
-/** Returns false if they are too much to be kept; then what is known of each token goes first. */
-export function storeTurns(turns) {
-  if (keep(STORED, turns)) return true;
-  const withoutTokens = (name, value) => (name === "tokens" || name === "thoughtTokens" ? [] : value);
-  return keep(STORED, JSON.parse(JSON.stringify(turns, withoutTokens)));
+/** Puts `turn` in the place of all turns from `place` on, which it keeps as a version. Returns that version's number. */
+export function replaceFrom(turns, place, turn) {
+  const tail = turns.splice(place);
+  turns.push(turn);
+  if (!tail.length) return null;
+  const { versions = [null], version = 0 } = tail[0];
+  delete tail[0].versions;
+  turn.versions = [...versions, null];
+  turn.versions[version] = tail;
+  turn.version = versions.length;
+  return version;
+}
+
+/** Shows another version of the turn at `place`, and what followed it. */
+export function showVersion(turns, place, number) {
+  const tail = turns.splice(place);
+  const { versions, version } = tail[0];
+  delete tail[0].versions;
+  turns.push(...versions[number]);
+  versions[version] = tail;
+  versions[number] = null;
+  Object.assign(turns[place], { versions, version: number });
+}
+
+/** Takes back a turn that came to nothing: what it replaced returns, by its number. */
+export function takeBack(turns, turn, replaced) {
+  const place = turns.indexOf(turn);
+  const { versions, version } = turn;
+  if (replaced === null) {
+    turns.splice(place);
+    return;
+  }
+  showVersion(turns, place, replaced);
+  versions.splice(version, 1);
+  if (versions.length === 1) delete turns[place].versions;
 }
 
 /** An answer that was cut can go on from its text; JSON and calls of functions would begin anew. */
@@ -65,8 +101,18 @@ export function requestFor(mode, turns, end, { system, ...fields }) {
   return ["v1/chat/completions", { model, messages, ...others }];
 }
 
+/** Returns a message's text with the files before it, each in a fence that is longer than any in it. */
+function withFiles({ content, files = [] }) {
+  const blocks = files.map(({ name, text }) => {
+    const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
+    const fence = "`".repeat(longest + 1);
+    return `${name}:\n${fence}\n${text}${text.endsWith("\n") ? "" : "\n"}${fence}`;
+  });
+  return [...blocks, content].filter(Boolean).join("\n\n");
+}
+
 function asMessage(turn) {
-  const message = { role: turn.role, content: turn.content };
+  const message = { role: turn.role, content: withFiles(turn) };
   if (turn.thoughts) message.reasoning_content = turn.thoughts;
   if (turn.role === "tool") message.tool_call_id = turn.callId;
   if (turn.calls?.length) {

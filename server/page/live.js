@@ -77,8 +77,8 @@ const CHARTS = [
   {
     title: "Cache in use", unit: "%", scale: 100, format: share, top: 1,
     series: [
-      ["target", "blue", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").target)],
-      ["draft", "green", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").draft)],
+      ["target", "blue", ({ metrics }) => metrics.perWorker(metrics.by("worker_kv_cache_usage_perc", "model").target)],
+      ["draft", "green", ({ metrics }) => metrics.perWorker(metrics.by("worker_kv_cache_usage_perc", "model").draft)],
     ],
     idle: "No running sequence holds blocks of the cache.",
   },
@@ -244,7 +244,9 @@ export function follow() {
 async function read(loop) {
   if (loop !== following) return;
   try {
-    const [text, speculation] = await Promise.all([getText("metrics"), getJson("speculation")]);
+    const name = byId("model").value;
+    const asked = getJson(name ? `speculation?model=${encodeURIComponent(name)}` : "speculation");
+    const [text, speculation] = await Promise.all([getText("metrics"), asked]);
     history.push({ time: performance.now() / 1000, metrics: parseMetrics(text), speculation });
     if (history.length > NUM_SAMPLES) history.shift();
     show();

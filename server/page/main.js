@@ -2,7 +2,7 @@
 
 import { allowAsking, getJson, onKeyNeeded, onLoss } from "./api.js";
 import { allowChat, serverChanged, startChat } from "./chat.js";
-import { byId, element, visible } from "./elements.js";
+import { byId, element, keep, kept, visible } from "./elements.js";
 import { follow, redrawLive, startLive } from "./live.js";
 import { raceInChats, raceOn, startRace } from "./race.js";
 import { showServer, startAbout } from "./server.js";
@@ -82,7 +82,7 @@ function askForKey(wasRefused) {
 
 async function meetServer() {
   await listModels();
-  const proposers = await showServer(card);
+  const proposers = await showServer(card());
   if (!proposers) return;
   offerSources(proposers);
   raceOn(proposers);
@@ -111,27 +111,40 @@ async function watchServer() {
 }
 
 let listing = null;
-let card = null; // what the server says of the model
+let cards = []; // what the server says of each model
+
+const card = () => cards.find(({ id }) => id === byId("model").value) ?? cards[0];
 
 /** Fills in the names that requests may use, until the model is loaded, which tells all about it. */
-function listModels() {
+function listModels(isAnew = false) {
+  if (!isAnew && card()?.max_model_len != null) return null;
   listing ??= fillModels().finally(() => (listing = null));
   return listing;
 }
 
 async function fillModels() {
-  if (card?.max_model_len != null) return;
   try {
-    const models = (await getJson("v1/models")).data;
-    [card] = models;
-    byId("model").replaceChildren(...models.map(({ id }) => element("option", { value: id }, visible(id))));
-    byId("model-field").hidden = models.length < 2;
-    const hasTemplate = card.max_model_len === null || card.tool_form !== null; // null until it is loaded
-    allowChat(hasTemplate);
-    raceInChats(hasTemplate);
+    cards = (await getJson("v1/models")).data;
   } catch {
-    // Without a key there is nothing to choose from; the request itself will say so.
+    return; // Without a key there is nothing to choose from; the request itself will say so.
   }
+  const select = byId("model");
+  const chosen = select.value || kept("model");
+  // A server of several models says which of them are loaded.
+  const words = cards.map(({ id, status }) => visible(status && status.value !== "loaded" ? `${id} (${status.value})` : id));
+  if (words.join("\n") !== [...select.options].map(({ text }) => text).join("\n")) {
+    select.replaceChildren(...cards.map(({ id }, place) => element("option", { value: id, selected: id === chosen }, words[place])));
+  }
+  byId("model-field").hidden = cards.length < 2;
+  modelChosen();
+}
+
+/** Adapts the page to the model that requests name. */
+function modelChosen() {
+  keep("model", byId("model").value);
+  const hasTemplate = card().max_model_len == null || card().tool_form !== null; // null until it is loaded
+  allowChat(hasTemplate);
+  raceInChats(hasTemplate);
 }
 
 async function modelName() {
@@ -145,15 +158,17 @@ byId("key-button").addEventListener("click", () => {
   meetServer();
 });
 document.addEventListener("submit", allowAsking, { capture: true });
+byId("model").addEventListener("change", modelChosen);
+byId("model").addEventListener("focus", () => listModels(true)); // their states may have changed
 watchTokens();
 startSettings();
 startSnippets();
 startAbout();
-startChat(modelName);
 startRace(modelName);
 startLive(modelName);
 startTheme();
 startTabs();
+await startChat(modelName);
 if (!byId("chat").hidden) byId("prompt").focus({ preventScroll: true });
 onLoss(watchServer);
 watchServer();

@@ -1,6 +1,7 @@
 // Markdown as elements, never as HTML: what a model writes is data. Covers what models write of GitHub's dialect.
 // Every search that fails is remembered and nesting is bounded, so that the time is linear in the text.
 
+import { fillCode } from "./colours.js";
 import { copyButton, element, visible } from "./elements.js";
 
 const MAX_DEPTH = 8; // what is nested deeper stays text
@@ -33,11 +34,13 @@ export class MarkdownView {
 }
 
 export function codeBlock(language, text) {
+  const code = element("code");
+  fillCode(code, language, text);
   return element(
     "div",
     { className: "code" },
     element("div", { className: "code-head" }, element("span", {}, visible(language)), copyButton(() => text)),
-    element("pre", { tabIndex: 0 }, element("code", {}, visible(text))),
+    element("pre", { tabIndex: 0 }, code),
   );
 }
 

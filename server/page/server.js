@@ -53,9 +53,10 @@ function facts(version, speculation, card) {
  * as is who drafts.
  */
 export async function showServer(card) {
-  const version = await getJson("version").catch(() => null);
+  const named = card ? `?model=${encodeURIComponent(card.id)}` : "";
+  const version = await getJson(`version${named}`).catch(() => null);
   if (!version) return null;
-  const speculation = card && (await getJson("speculation").catch(() => null));
+  const speculation = card && (await getJson(`speculation${named}`).catch(() => null));
   byId("server-text").textContent = visible(summary(version, speculation));
   fillFigures(byId("about-facts"), facts(version, speculation, card));
   return speculation?.proposers ?? null;

@@ -67,11 +67,11 @@ function numberField({ label, ...field }) {
 }
 
 function changed() {
-  keep(STORED, [...form.elements].filter(({ name }) => name && name !== "model").map(({ name, type, checked, value }) => [name, type === "checkbox" ? checked : value]));
+  keep(STORED, [...form.elements].filter(({ name }) => name).map(({ name, type, checked, value }) => [name, type === "checkbox" ? checked : value]));
   byId("schema-field").hidden = form.elements.format.value !== "json_schema";
   const isChanged = [...form.elements].some((field) =>
-    field.name !== "model" && (field.type === "checkbox" ? field.checked !== field.defaultChecked
-      : field.options ? field.selectedIndex > 0 : field.defaultValue !== undefined && field.value !== field.defaultValue));
+    field.type === "checkbox" ? field.checked !== field.defaultChecked
+      : field.options ? field.selectedIndex > 0 : field.defaultValue !== undefined && field.value !== field.defaultValue);
   byId("settings-button").classList.toggle("changed", isChanged);
   byId("settings-button").title = isChanged ? "Some settings differ from the page's own" : "";
 }
@@ -87,7 +87,7 @@ function restore() {
 
 /** Adapts the drawer to the mode: completions know no roles and no tools. */
 export function showMode(mode) {
-  for (const part of form.querySelectorAll(".chat-only")) part.hidden = mode === "completion";
+  for (const part of document.querySelectorAll(".chat-only")) part.hidden = mode === "completion";
   form.elements.max_tokens.placeholder = mode === "chat" ? "until it ends" : String(COMPLETION_TOKENS);
 }
 

@@ -7,12 +7,12 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
 from truedraft.server.http.work import in_thread_if_long
 from truedraft.server.routes.checks import check_request
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.submit import start_chat
+from truedraft.server.routes.waiting import GeneratingRoute
 from truedraft.server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
 from truedraft.server.schemas.chat import (
     ChatChoice,
@@ -29,7 +29,7 @@ from truedraft.server.text.chat_parts import DeltaWriter, whole_message
 from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
 from truedraft.server.text.logprobs import ScoredToken, chat_logprobs
 
-router = APIRouter(tags=["generate"], route_class=JsonRoute)
+router = APIRouter(tags=["generate"], route_class=GeneratingRoute)
 
 
 @router.post(

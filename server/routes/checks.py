@@ -4,35 +4,56 @@
 Every error has its real HTTP status, because nothing has been sent yet.
 """
 
+from collections.abc import Sequence
+
 from fastapi import Request
 
-from truedraft.engine.messages import Ready
+from truedraft.engine.messages import Ready, Task
+from truedraft.server.entries import Rights
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
 from truedraft.server.generation.sampling_params import longest_prompt, longest_request
+from truedraft.server.http.at_end import at_end
+from truedraft.server.http.auth import api_key_of
+from truedraft.server.http.work import while_wanted
 from truedraft.server.leniency import Leniency
+from truedraft.server.models.registry import Hold
 from truedraft.server.models.served import Model, ServedModel
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services
+from truedraft.server.settings import Settings
 from truedraft.server.text.front_metadata import leave_out_metadata
 from truedraft.server.text.prompt import PromptLimits
 
+# Where a request's state has its hold on the model that it uses.
+HOLD = "hold"
 # See ``max_prompt_characters``.
 CHARACTERS_PER_TOKEN = 8
+# Each task has an endpoint, and words for what a model of it does.
+ENDPOINTS: dict[Task, tuple[str, str]] = {
+    "generate": ("/v1/chat/completions", "writes text"),
+    "embed": ("/v1/embeddings", "makes vectors of texts"),
+    "rerank": ("/v1/rerank", "scores pairs of texts"),
+}
+ANY_TASK = tuple(ENDPOINTS)
 LEAST_CHARACTERS, MOST_CHARACTERS = 500_000, 4_000_000
 
 
 def check_request(body: SamplingRequest, request: Request, services: Services) -> Leniency:
     """Refuse what is not served; return what reports what is ignored."""
     check_model(body.model, request, services)
-    if body.priority and not services.settings.allow_priority:
+    check_priority(body.priority, services.settings)
+    return check_fields(body, services)
+
+
+def check_priority(priority: int | None, settings: Settings) -> None:
+    if priority and not settings.allow_priority:
         raise UnsupportedParameterError(
             "This server does not let requests choose their 'priority' (setting allow_priority).",
             param="priority",
         )
-    return check_fields(body, services)
 
 
 def check_fields(body: RequestPart, services: Services) -> Leniency:
@@ -59,17 +80,56 @@ def check_fields(body: RequestPart, services: Services) -> Leniency:
     return leniency
 
 
+def rights_of(request: Request, services: Services) -> Rights:
+    """Returns what the request's key may do."""
+    return services.settings.rights_of(api_key_of(request.scope))
+
+
 def check_model(name: str | None, request: Request, services: Services) -> ServedModel:
-    """Returns the model that a request names, loaded or not; without a name the first one."""
-    return services.models.first if name is None else services.models.find(name)
+    """Returns the model that a request names, loaded or not; without a name the only one that there is."""
+    allowed = rights_of(request, services).models
+    if name is not None:
+        return services.models.find(name, allowed)
+    first, *others = services.models.allowed(allowed)
+    if others:
+        names = ", ".join(model.name for model in (first, *others))
+        raise InvalidRequestError(
+            f"Name a model: this server has {names}.", param="model", code="missing_required_parameter"
+        )
+    return first
 
 
-async def use_model(name: str | None, request: Request, services: Services) -> Model:
-    """Returns the model that a request names, as long as it is answered; ``NotReadyError`` if it cannot be
-    had. Every route gets its model here."""
+async def use_model(
+    name: str | None, request: Request, services: Services, tasks: Sequence[Task] = ("generate",)
+) -> Model:
+    """Returns the model that a request names, as soon as it is loaded, and keeps it so until the request has
+    ended; ``NotReadyError`` if it cannot be had. Every route gets its model here, which must be made for one
+    of ``tasks``."""
     served = check_model(name, request, services)
     services.check_not_draining()
-    return served.loaded()
+    state = request.scope["state"]
+    if HOLD not in state:
+        state[HOLD] = Hold(services.models)
+        at_end(request.scope, state[HOLD].release)
+    if state[HOLD].model is not served:
+        taking = state[HOLD].take(served)
+        await (while_wanted(request, taking) if services.models.must_wait(served) else taking)
+    model = served.loaded()
+    check_task(model, tasks, request.scope["route"].path)
+    return model
+
+
+def check_task(model: Model, tasks: Sequence[Task], endpoint: str) -> None:
+    """Refuses a request that the model was not made for, and names the endpoint that it serves."""
+    if (task := model.worker.task) in tasks:
+        return
+    own, does = ENDPOINTS[task]
+    raise InvalidRequestError(
+        f"The model '{model.name}' {does}, which {endpoint} does not ask for: use {own}, or serve a model "
+        f"for {endpoint} (setting task: {tasks[0]}).",
+        param="model",
+        code="wrong_task",
+    )
 
 
 def check_room(body: SamplingRequest, num_prompts: int, model: Model, key: str) -> None:

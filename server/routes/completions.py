@@ -9,12 +9,12 @@ from fastapi.responses import Response
 
 from truedraft.engine.messages import TokenLogprob
 from truedraft.server.http.auth import api_key_of
-from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
 from truedraft.server.http.work import in_thread_if_long, while_wanted
 from truedraft.server.routes.checks import check_request, check_room, prompt_limits, use_model
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.submit import start_generation
+from truedraft.server.routes.waiting import GeneratingRoute
 from truedraft.server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
 from truedraft.server.schemas.completion import Completion, CompletionChoice, CompletionRequest
 from truedraft.server.schemas.examples import COMPLETIONS
@@ -25,7 +25,7 @@ from truedraft.server.text.grammar.requested import structured_grammar
 from truedraft.server.text.logprobs import ScoredToken, completion_logprobs, echoed_tokens
 from truedraft.server.text.prompt import completion_prompts, num_prompts, predicted_tokens
 
-router = APIRouter(tags=["generate"], route_class=JsonRoute)
+router = APIRouter(tags=["generate"], route_class=GeneratingRoute)
 
 
 @router.post(

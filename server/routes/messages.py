@@ -9,7 +9,6 @@ from fastapi.responses import Response
 
 from truedraft.server.errors import ApiError, InvalidRequestError
 from truedraft.server.http.error_answer import messages_error
-from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream, body_errors
 from truedraft.server.http.request_id import request_id_of
 from truedraft.server.http.sse import typed_event
@@ -20,6 +19,7 @@ from truedraft.server.routes.checks import check_fields, check_model, check_requ
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.message_blocks import MessageBlocks
 from truedraft.server.routes.submit import num_input_tokens, start_chat
+from truedraft.server.routes.waiting import GeneratingRoute
 from truedraft.server.routes.writer import respond
 from truedraft.server.schemas.examples import MESSAGES, TOKEN_COUNTS
 from truedraft.server.schemas.messages import (
@@ -49,7 +49,7 @@ NAMES = {
     "continue_final_message": "a last message of the assistant",
 }
 
-router = APIRouter(tags=["generate"], route_class=JsonRoute)
+router = APIRouter(tags=["generate"], route_class=GeneratingRoute)
 
 
 @router.post(
@@ -158,7 +158,10 @@ class MessagesWriter:
     def _usage(self) -> MessagesUsage:
         usage = self._context.generation.usage()
         num_cached = usage.prompt_tokens_details.cached_tokens
-        thinking = OutputDetails(thinking_tokens=usage.completion_tokens_details.reasoning_tokens)
+        details = usage.completion_tokens_details
+        thinking = OutputDetails(
+            thinking_tokens=details.reasoning_tokens, thinking_budget_spent=details.thinking_budget_spent
+        )
         return MessagesUsage(
             input_tokens=usage.prompt_tokens - num_cached,
             cache_read_input_tokens=num_cached,

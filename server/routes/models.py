@@ -4,17 +4,20 @@ from fastapi import APIRouter, HTTPException, Request
 
 from truedraft.server.errors import ErrorAnswer
 from truedraft.server.generation.sampling_params import longest_request
-from truedraft.server.routes.checks import check_model
-from truedraft.server.schemas.models import ModelCard, ModelList
+from truedraft.server.models.served import ServedModel
+from truedraft.server.routes.checks import check_model, rights_of
+from truedraft.server.schemas.models import WORDS, ModelCard, ModelList, ModelStatus
 from truedraft.server.services import Services, ServicesDep
 
 router = APIRouter(tags=["models"])
 
 
 @router.get("/v1/models", summary="List the model's names")
-async def list_models(services: ServicesDep) -> ModelList:
-    """Returns the served names, all of the same model."""
-    return ModelList(data=[_card(name, services) for name in services.models.names])
+async def list_models(request: Request, services: ServicesDep) -> ModelList:
+    """Returns the served names that the request's key may use, with what each model is at if there are
+    several."""
+    names = services.models.names_for(rights_of(request, services).models)
+    return ModelList(data=[_card(name, services) for name in names])
 
 
 # Hub ids hold a slash, so the id is the rest of the path.
@@ -44,4 +47,16 @@ def _card(name: str, services: Services) -> ModelCard:
         root=model.settings.public_target,
         max_model_len=longest_request(worker) if worker else None,
         tool_form=templates.call_format.name if templates is not None and templates.source else None,
+        status=model_status(model) if services.models.are_several else None,
+    )
+
+
+def model_status(model: ServedModel) -> ModelStatus:
+    condition, progress = model.condition, model.progress
+    return ModelStatus(
+        value=WORDS.get(condition.status, condition.status),
+        reason=condition.reason or None,
+        bytes=progress.done if progress else None,
+        total_bytes=progress.total if progress else None,
+        stage=model.stage or None if condition.status == "loading" else None,
     )

@@ -10,7 +10,6 @@ from fastapi.responses import Response
 
 from truedraft.server.errors import ApiError
 from truedraft.server.generation.prepared_request import MEMORY_PER_VALUE, SMALL_ANSWER
-from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import BODY_ERRORS, answer_or_stream
 from truedraft.server.http.sse import PING, typed_event
 from truedraft.server.http.work import SHORT_BODY, in_thread, in_thread_if_long
@@ -18,6 +17,7 @@ from truedraft.server.routes.checks import check_request, use_model
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.response_items import Event, OutputItems
 from truedraft.server.routes.submit import num_input_tokens, start_chat
+from truedraft.server.routes.waiting import GeneratingRoute
 from truedraft.server.routes.writer import respond
 from truedraft.server.schemas.answer import TokenOrigin
 from truedraft.server.schemas.examples import RESPONSES
@@ -48,7 +48,7 @@ EVENT_STREAM = (
 # Values of an answer up to which its last events are written at once; each value is in four of them.
 FEW_VALUES = SMALL_ANSWER // 10
 
-router = APIRouter(tags=["generate"], route_class=JsonRoute)
+router = APIRouter(tags=["generate"], route_class=GeneratingRoute)
 
 
 @router.post(
@@ -187,7 +187,8 @@ class ResponsesWriter:
                 ),
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=OutputTokensDetails(
-                    reasoning_tokens=usage.completion_tokens_details.reasoning_tokens
+                    reasoning_tokens=usage.completion_tokens_details.reasoning_tokens,
+                    thinking_budget_spent=usage.completion_tokens_details.thinking_budget_spent,
                 ),
                 total_tokens=usage.total_tokens,
             ),

@@ -29,7 +29,7 @@ from truedraft.server.settings import Settings
 from truedraft.server.text.grammar.requested import NO_GRAMMAR, Grammar, structured_grammar
 from truedraft.server.text.message_parser import MessageFormat
 from truedraft.server.text.prompt import TokenPrompt, chat_prompt, predicted_tokens
-from truedraft.server.text.tools import find_reasoning, message_format, tool_use
+from truedraft.server.text.tools import Budget, find_reasoning, message_format, thinking_budget, tool_use
 
 # Endpoint, as metrics name it -> prefix of its ids.
 ID_PREFIXES = {
@@ -66,11 +66,12 @@ async def start_chat(
         key=key,
         run=services.work.run,
     )
+    budget = thinking_budget(body, model.tokenizer, reasoning, tools, leniency)
     grammar = await while_wanted(request, checking)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
     message = message_format(tools, reasoning)
     return start_generation(
-        endpoint, body, [prompt], model, services, request, leniency, prediction, grammar, message
+        endpoint, body, [prompt], model, services, request, leniency, prediction, grammar, message, budget
     )
 
 
@@ -93,6 +94,7 @@ def start_generation(
     prediction: list[int] | None = None,
     grammar: Grammar = NO_GRAMMAR,
     message: MessageFormat | None = None,
+    budget: Budget | None = None,
 ) -> GenerationContext:
     settings, n, key = model.settings, choices_per_prompt(body), api_key_of(request.scope)
     check_prediction(prediction, model.worker)
@@ -101,6 +103,8 @@ def start_generation(
         body, num_prompt_tokens=longest, worker=model.worker, limits=settings, leniency=leniency
     )
     params = structs.replace(params, grammar=grammar.text, grammar_after=grammar.after)
+    if budget is not None:
+        params = structs.replace(params, thinking_budget=budget.tokens, thinking_marks=budget.marks)
     check_answer_size(body, params, [len(prompt.token_ids) for prompt in prompts], n, settings)
     prepared = PreparedRequest(
         id=f"{ID_PREFIXES[endpoint]}{uuid.uuid4().hex}",
@@ -110,7 +114,7 @@ def start_generation(
         n=n,
         priority=body.priority or 0,
         cache_prompt=body.cache_prompt is not False,
-        cache_salt=cache_salt(body, key, settings),
+        cache_salt=cache_salt(body.cache_salt, key, settings),
         key=key,
         prediction_token_ids=prediction,
         stop_strings=body.stop or [],
@@ -134,8 +138,8 @@ def _continues_prompt(body: SamplingRequest, model: Model, message: MessageForma
     return message is None or bool(body.declared("continue_final_message"))
 
 
-def cache_salt(body: SamplingRequest, key: str, settings: Settings) -> str:
+def cache_salt(asked: str | None, key: str, settings: Settings) -> str:
     """Keys have their prefixes apart: by how soon an answer comes, one could tell what another has sent."""
-    own = body.cache_salt or ""
+    own = asked or ""
     is_shared = settings.share_prefixes or len(settings.api_keys) < 2
     return own if is_shared else f"{key}/{own}"

@@ -12,7 +12,7 @@ from truedraft.server.http.openapi import BODY_ERRORS
 from truedraft.server.http.work import in_thread
 from truedraft.server.leniency import Leniency
 from truedraft.server.models.served import Model
-from truedraft.server.routes.checks import check_fields, check_model, prompt_limits, use_model
+from truedraft.server.routes.checks import ANY_TASK, check_fields, check_model, prompt_limits, use_model
 from truedraft.server.schemas.chat import TemplateFields
 from truedraft.server.schemas.examples import DETOKENIZE, TOKENIZE
 from truedraft.server.schemas.tokenize import (
@@ -49,7 +49,7 @@ async def tokenize(
     check_model(body.model, request, services)
     _check_forms(body)
     leniency = await in_thread(request, check_fields, body, services)
-    model = await use_model(body.model, request, services)
+    model = await use_model(body.model, request, services, ANY_TASK)
     answer = await in_thread(request, _answer, body, model, leniency)
     return Response(answer, headers=leniency.headers(), media_type="application/json")
 
@@ -65,7 +65,7 @@ async def detokenize(
     """Returns the text of token ids, special tokens included."""
     check_model(body.model, request, services)
     leniency = check_fields(body, services)
-    model = await use_model(body.model, request, services)
+    model = await use_model(body.model, request, services, ANY_TASK)
 
     def decode() -> bytes:
         check_token_ids(body.tokens, model.worker.vocab_size, "tokens")

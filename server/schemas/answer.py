@@ -12,6 +12,10 @@ from truedraft.server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
 FinishReason = EngineFinishReason | Literal["tool_calls"]
 
 
+def is_none(value: object) -> bool:
+    return value is None
+
+
 class PromptTokensDetails(BaseModel):
     """``cached_tokens`` were taken over from earlier requests, counted once per prompt.
 
@@ -34,6 +38,11 @@ class CompletionTokensDetails(BaseModel):
     audio_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    thinking_budget_spent: bool | None = Field(
+        None,
+        exclude_if=is_none,
+        description="Whether the budget has closed the reasoning of a choice; absent without a budget.",
+    )
 
 
 class Usage(BaseModel):
@@ -42,10 +51,6 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
     completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
-
-
-def is_none(value: object) -> bool:
-    return value is None
 
 
 class DraftedToken(BaseModel):

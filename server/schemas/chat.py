@@ -10,6 +10,7 @@ from truedraft.server.schemas.common import (
     GenerationRequest,
     ReasoningEffort,
     TemplateVariables,
+    ThinkingBudget,
     content_text,
 )
 from truedraft.server.schemas.logprobs import ChatLogprobs, PromptLogprobs
@@ -59,6 +60,7 @@ class ThinkingSwitch(RequestPart):
     type: Literal["enabled", "disabled", "adaptive", "auto"] = Field(
         description="`adaptive` and `auto` leave it to the model."
     )
+    budget_tokens: int | None = Field(None, ge=0, description="Another name of thinking_budget.")
 
     @property
     def is_on(self) -> bool | None:
@@ -118,7 +120,7 @@ class TemplateFields(RequestPart):
         }
 
 
-class ChatRequest(TemplateFields, GenerationRequest):
+class ChatRequest(TemplateFields, ThinkingBudget, GenerationRequest):
     prompt_field: ClassVar[str] = "messages"
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
@@ -168,6 +170,11 @@ class ChatRequest(TemplateFields, GenerationRequest):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        of_switch = None if self.thinking is None else self.thinking.budget_tokens
+        return super().budgets | ({} if of_switch is None else {"thinking.budget_tokens": of_switch})
 
 
 class AssistantMessage(BaseModel):

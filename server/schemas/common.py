@@ -5,18 +5,20 @@ Every field may be null, which means "not given": defaults are filled in by
 by ``server.schemas.unsupported_fields``.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from truedraft.engine.parameters import (
+    FILLING,
     INT64_MAX,
     MAX_LOGPROB_TOKENS,
     MAX_STOP_TOKENS,
@@ -62,6 +64,12 @@ def _as_list(value: object) -> object:
     if not isinstance(value, str | list):
         raise PydanticCustomError("stop_type", "Input should be a string or a list of strings")
     return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[
+    Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
+    BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+]
 
 
 def _auto_as_none(value: object) -> object:
@@ -205,27 +213,32 @@ class SpeculationOptions(RequestPart):
     origins: bool | Literal["sources"] = said("origins", False)
 
 
-class SamplingRequest(RequestPart):
+B = TypeVar("B", bound=RequestPart)
+
+
+class _NamedModel(RequestPart):
+    model: str = Field(description="The served name; `GET /v1/models` tells it.")
+
+
+def with_parameters(base: type[B]) -> type[B]:
+    """Returns a class with a field of its name for each parameter that is one number of a row."""
+    fields: dict[str, Any] = {row.name: (row.type | None, said(row.name)) for row in FILLING}
+    return create_model(f"{base.__name__}Drawn", __base__=base, **fields)
+
+
+_Drawn = with_parameters(_NamedModel)
+
+
+class SamplingRequest(_Drawn):  # type: ignore[misc, valid-type]  # mypy knows no class that is made
     """All generating endpoints have these fields. ``prompt_field`` is the one that holds the prompt."""
 
     prompt_field: ClassVar[str]
 
-    model: str = Field(description="The served name; `GET /v1/models` tells it.")
-    temperature: float | None = said("temperature")
-    top_p: float | None = said("top_p")
-    top_k: int | None = said("top_k")
-    min_p: float | None = said("min_p")
-    presence_penalty: float | None = said("presence_penalty")
-    frequency_penalty: float | None = said("frequency_penalty")
-    repetition_penalty: float | None = said("repetition_penalty")
     logit_bias: Annotated[dict[str, Annotated[float, within("logit_bias")]], Field(fail_fast=True)] | None = (
         said("logit_bias")
     )
     seed: int | None = said("seed")
-    stop: Annotated[
-        Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
-        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
-    ] = Field(
+    stop: StopStrings = Field(
         None,
         description="Strings that end the text, at most `max_stop_strings`; they are not part of it.",
     )
@@ -285,6 +298,30 @@ class SamplingRequest(RequestPart):
     )
     prompt_cache_retention: str | None = Field(None, description="Accepted, not used.")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted, not used.")
+
+
+class ThinkingBudget(RequestPart):
+    """Requests whose answers may begin with reasoning have these names of one limit."""
+
+    thinking_budget: int | None = said("thinking_budget")
+    thinking_token_budget: int | None = Field(None, ge=0, description="vLLM's name of thinking_budget.")
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Returns what the request says, by the names that it uses."""
+        said_by = {name: getattr(self, name) for name in ThinkingBudget.model_fields}
+        return {name: value for name, value in said_by.items() if value is not None}
+
+    @property
+    def budget(self) -> tuple[str, int] | None:
+        """Returns the limit and one of its names."""
+        return next(iter(self.budgets.items()), None)
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if len({*self.budgets.values()}) > 1:
+            raise ValueError(f"{' and '.join(self.budgets)} are the same limit; give one of them")
+        return self
 
 
 class GenerationRequest(SamplingRequest):

@@ -52,6 +52,10 @@ class CompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(
         None, ge=0, description="The name of max_tokens on chats; both may be given if they are equal."
     )
+    suffix: str | None = Field(
+        None,
+        description="What comes after the text: it fills the gap, if the model has tokens for that.",
+    )
     echo: bool | None = Field(None, description="Start the text with the prompt.")
     logprobs: Annotated[int | None, Field(ge=0), BeforeValidator(_false_as_none)] = Field(
         None, description="Report log-probabilities: the token's own, and this many of the most likely ones."

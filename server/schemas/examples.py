@@ -2,7 +2,7 @@
 
 from fastapi.openapi.models import Example
 
-from truedraft.server.settings import BUNDLED_MODEL_NAME
+from truedraft.server.entries import BUNDLED_MODEL_NAME
 
 Examples = dict[str, Example]
 
@@ -141,12 +141,46 @@ MESSAGES: Examples = {
     },
 }
 
+DECISIONS: Examples = {
+    "questions": {
+        "summary": "Three questions about a text",
+        "value": MODEL
+        | {
+            "input": "The dog ran to the park. It saw a big red ball and was very happy.",
+            "questions": [
+                {"type": "predicate", "name": "animal", "instructions": "There is an animal in the story."},
+                {
+                    "type": "choice",
+                    "name": "mood",
+                    "instructions": "How does the dog feel?",
+                    "choices": [{"value": "happy"}, {"value": "sad"}, {"value": "angry"}],
+                },
+                {
+                    "type": "score",
+                    "name": "length",
+                    "instructions": "How long is the story?",
+                    "levels": [{"label": "short"}, {"label": "long", "description": "over a page"}],
+                },
+            ],
+        },
+    },
+}
+
 TOKEN_COUNTS: Examples = {
     "messages": {
         "summary": "A conversation",
         "value": MODEL | {"messages": [{"role": "user", "content": "Tell me a story about a dog."}]},
     }
 }
+
+INFILL: Examples = {
+    "gap": {
+        "summary": "A gap in a text: 400 with a model that has no tokens for it",
+        "value": MODEL | {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "n_predict": 8},
+    }
+}
+
+SHOW: Examples = {"model": {"summary": "A model by its name", "value": {**MODEL}}}
 
 TOKENIZE: Examples = {
     "prompt": {
@@ -157,3 +191,27 @@ TOKENIZE: Examples = {
 }
 
 DETOKENIZE: Examples = {"tokens": {"summary": "Token ids", "value": MODEL | {"tokens": [72, 101, 108]}}}
+
+TEXTS = ["The fox sleeps under a tree.", "Rain is expected tomorrow."]
+
+EMBEDDINGS: Examples = {
+    "texts": {"summary": "Vectors of two texts", "value": MODEL | {"input": TEXTS}},
+    "base64": {
+        "summary": "One vector in base64, of a text that is cut if it is too long",
+        "value": MODEL | {"input": TEXTS[0], "encoding_format": "base64", "truncate_prompt_tokens": -1},
+    },
+}
+
+RERANK: Examples = {
+    "documents": {
+        "summary": "The better one of two documents",
+        "value": MODEL | {"query": "Where is the fox?", "documents": TEXTS, "top_n": 1},
+    }
+}
+
+SCORE: Examples = {
+    "pairs": {
+        "summary": "A text paired with two others",
+        "value": MODEL | {"text_1": "Where is the fox?", "text_2": TEXTS},
+    }
+}

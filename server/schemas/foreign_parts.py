@@ -50,6 +50,8 @@ class OtherPart(RequestPart):
                 body = text_inside(inner.get("data") if inner.get("type") == "text" else inner.get("content"))
                 head = [fields.get("title"), fields.get("context"), None if inner is source else source]
                 return body and "\n".join([text for text in head if isinstance(text, str) and text] + [body])
+            case "input_json" if isinstance(fields.get("data"), dict | list):
+                return json.dumps(fields["data"], ensure_ascii=False, separators=(",", ":"))
             case "tool_reference":
                 return text_inside(fields.get("tool_name"))
             case _:

@@ -233,6 +233,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 class OutputDetails(BaseModel):
     thinking_tokens: int
+    thinking_budget_spent: bool | None = Field(None, exclude_if=is_none)
 
 
 class MessagesUsage(BaseModel):

@@ -1,8 +1,26 @@
-"""The answers of ``/v1/models``."""
+"""The answers of ``/v1/models``, and what is said to and of models that come and go."""
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
+
+from truedraft.server.schemas.answer import is_none
+
+# What clients of llama.cpp's router know a model's states by, where they have another word for one.
+WORDS = {"ready": "loaded", "fetching": "downloading"}
+
+
+class ModelStatus(BaseModel):
+    """Says what a model is at."""
+
+    value: str = Field(
+        description="`unloaded`, `downloading`, `loading`, `loaded`, `restarting`, `unloading`, `sleeping` "
+        "or `failed`."
+    )
+    reason: str | None = Field(None, exclude_if=is_none, description="Why not; absent when loaded.")
+    bytes: int | None = Field(None, exclude_if=is_none, description="Fetched so far, while downloading.")
+    total_bytes: int | None = Field(None, exclude_if=is_none, description="What there is to fetch.")
+    stage: str | None = Field(None, exclude_if=is_none, description="What is being loaded.")
 
 
 class ModelCard(BaseModel):
@@ -19,8 +37,34 @@ class ModelCard(BaseModel):
         description="How the model writes tool calls: its family's way, or `generic` for a chat template "
         "without tools. Null without a chat template, and until the model is loaded."
     )
+    status: ModelStatus | None = Field(
+        None, exclude_if=is_none, description="What the model is at, where a server has several."
+    )
 
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class ModelCommand(BaseModel):
+    """Names a model that is to be loaded or unloaded."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(description="A name that requests use.")
+
+
+class Success(BaseModel):
+    success: Literal[True] = True
+
+
+class SleepStatus(BaseModel):
+    is_sleeping: bool
+
+
+class ModelEvent(BaseModel):
+    """Says what a model has come to."""
+
+    model: str
+    status: ModelStatus

@@ -11,6 +11,7 @@ WorkerStatus = Literal["ready", "loading", "restarting", "failed", "stopped"]
 
 
 class WorkerHealth(BaseModel):
+    model: str | None = Field(None, exclude_if=is_none, description="Its model, of several.")
     worker: int = Field(description="The worker's number, as in the label `worker` of metrics.")
     status: WorkerStatus
     reason: str | None = Field(None, exclude_if=is_none, description="Why not; absent when ready.")
@@ -24,9 +25,9 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """A server is ready as soon as one worker is."""
+    """A model is ready as soon as one of its workers is."""
 
-    status: WorkerStatus | Literal["draining"]
+    status: WorkerStatus | Literal["draining", "fetching", "unloading", "sleeping"]
     reason: str | None = Field(None, exclude_if=is_none, description="Why not; absent when ready.")
 
 

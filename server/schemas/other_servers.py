@@ -33,6 +33,7 @@ REACH = "penalties look at the whole text here; leave it out"
 LENGTH = "use 'max_tokens', or 'max_output_tokens' on /v1/responses"
 LEAST = "use 'min_tokens'"
 THINKING = "use 'reasoning_effort' or chat_template_kwargs"
+BUDGET = "use 'thinking_budget', on chats and responses"
 BIAS = "use 'logit_bias'"
 TEXT_ONLY = "this server reads and writes text only"
 ONE_BEAM = "tokens are sampled one after the other; use 'n' for several answers"
@@ -113,8 +114,8 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "prompt_template": Refused("send a finished text to /v1/completions"),
     "raw": Refused("send a finished text to /v1/completions", (False,)),
     "reasoning": Refused("use 'reasoning_effort'"),
-    "reasoning_budget": Refused(THINKING, (-1,)),
-    "reasoning_budget_tokens": Refused(THINKING, (-1,)),
+    "reasoning_budget": Refused(BUDGET, (-1,)),
+    "reasoning_budget_tokens": Refused(BUDGET, (-1,)),
     "reasoning_format": Refused(SPLIT_REASONING, ("auto", "deepseek")),
     "regex": Refused("use structured_outputs.regex"),
     "rep_pen": Refused("use 'repetition_penalty'", (1,)),
@@ -136,7 +137,7 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "stop_strings": Refused(STOP),
     "stop_words": Refused(STOP),
     "stopping_strings": Refused(STOP),
-    "suffix": Refused("write both sides into the 'prompt', with the model's own fill-in-the-middle tokens"),
+    "suffix": Refused("use /v1/completions, with a model that fills in the middle"),
     "suppress_tokens": Refused(BIAS),
     "system_prompt": Refused("send a message of the role 'system'"),
     "template": Refused("send a finished text to /v1/completions"),
@@ -144,9 +145,9 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "tfs_z": Refused(CUTS, (1,)),
     "think": Refused("use 'enable_thinking' or 'reasoning_effort'"),
     "thinking": Refused(THINKING),
-    "thinking_budget": Refused(THINKING),
-    "thinking_budget_tokens": Refused(THINKING, (-1,)),
-    "thinking_token_budget": Refused(THINKING),
+    "thinking_budget": Refused(BUDGET),
+    "thinking_budget_tokens": Refused(BUDGET, (-1,)),
+    "thinking_token_budget": Refused(BUDGET),
     "top_a": Refused(CUTS, (0,)),
     "top_n_sigma": Refused(CUTS, (-1,)),
     "top_n_tokens": Refused(LOGPROBS, (0,)),

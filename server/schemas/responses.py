@@ -8,7 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Discriminator, Field
 
 from truedraft.server.schemas.answer import SpeculationReport, is_none
-from truedraft.server.schemas.common import Content, ReasoningEffort, SamplingRequest, TemplateVariables
+from truedraft.server.schemas.common import (
+    Content,
+    ReasoningEffort,
+    SamplingRequest,
+    TemplateVariables,
+    ThinkingBudget,
+)
 from truedraft.server.schemas.response_items import (
     ACTION_CALLS,
     CALL_OUTPUTS,
@@ -73,6 +79,17 @@ AnyInput = Annotated[
 ]
 
 
+InputItems = Annotated[
+    Annotated[str, alternative("string")]
+    | Annotated[list[AnyInput], Field(min_length=1, fail_fast=True), alternative("items")],
+    Discriminator(
+        _kind_of_input,
+        custom_error_type="input_type",
+        custom_error_message="Input should be a string or a list of messages and items",
+    ),
+]
+
+
 class ReasoningOptions(RequestPart):
     effort: ReasoningEffort | None = Field(
         None,
@@ -84,21 +101,13 @@ class ReasoningOptions(RequestPart):
     )
 
 
-class ResponsesRequest(SamplingRequest):
+class ResponsesRequest(ThinkingBudget, SamplingRequest):
     """Takes text and gives text; nothing is stored. Every sampling parameter of chats works here too."""
 
     prompt_field: ClassVar[str] = "input"
     logprobs_switch: ClassVar[str] = f"include: ['{INCLUDE_LOGPROBS}']"
 
-    input: Annotated[
-        Annotated[str, alternative("string")]
-        | Annotated[list[AnyInput], Field(min_length=1, fail_fast=True), alternative("items")],
-        Discriminator(
-            _kind_of_input,
-            custom_error_type="input_type",
-            custom_error_message="Input should be a string or a list of messages and items",
-        ),
-    ] = Field(description="What the user says, or the conversation so far.")
+    input: InputItems = Field(description="What the user says, or the conversation so far.")
     instructions: str | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = Field(
         None,
@@ -161,6 +170,7 @@ class InputTokensDetails(BaseModel):
 
 class OutputTokensDetails(BaseModel):
     reasoning_tokens: int = 0
+    thinking_budget_spent: bool | None = Field(None, exclude_if=is_none)
 
 
 class ResponsesUsage(BaseModel):

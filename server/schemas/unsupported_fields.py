@@ -18,7 +18,16 @@ from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import SamplingRequest, TextPart
 from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.decisions import DecisionRequest, Question
+from truedraft.server.schemas.discovery import ShowRequest
+from truedraft.server.schemas.embeddings import (
+    DocumentText,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from truedraft.server.schemas.foreign_parts import TRACES, OtherPart
+from truedraft.server.schemas.infill import InfillRequest
 from truedraft.server.schemas.messages import (
     MessagesInputMessage,
     MessagesRequest,
@@ -78,6 +87,17 @@ _SCORING_FIELDS: Mapping[str, Refused] = {
 
 # What any of the other servers takes, with the alternative where there is one.
 _ANYWHERE: Mapping[str, Refused] = {**OTHERS, **UNSUPPORTED}
+
+# Other servers cut texts that are too long by these.
+_CUT = "use 'truncate_prompt_tokens'"
+_CUTTING: Mapping[str, Refused] = {
+    "max_chunks_per_doc": Refused(_CUT),
+    "max_tokens_per_doc": Refused(_CUT),
+    "truncate": Refused(_CUT, (False, "NONE")),
+    "truncation": Refused(_CUT, (False,)),
+    "truncation_direction": Refused("use 'truncation_side'"),
+    "use_activation": Refused("scores and vectors are as the model's files say", (True,)),
+}
 
 # Anthropic's own clients send these to any server, which the server's own service would act on.
 _REPORTED_OF_MESSAGES = {"context_management"}
@@ -143,6 +163,8 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         **{name: refused for name, refused in _ANYWHERE.items() if name not in _REPORTED_OF_MESSAGES},
         **_CHAT_FIELDS,
         "enable_thinking": Refused("use 'thinking'"),
+        "thinking_budget": Refused("use thinking.budget_tokens"),
+        "thinking_token_budget": Refused("use thinking.budget_tokens"),
         "logprobs": Refused(IN_CHATS, (False,)),
         "max_completion_tokens": Refused("use 'max_tokens'"),
         "n": Refused(IN_CHATS, (1,)),
@@ -156,9 +178,60 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "stop": Refused("use 'stop_sequences'"),
         "top_logprobs": Refused(IN_CHATS, (0,)),
     },
+    DecisionRequest: {
+        **_ANYWHERE,
+        "messages": Refused("use 'input'"),
+        "instructions": Refused("write them into each question, or send a message of the role 'system'"),
+    },
+    Question: {
+        "options": Refused("use 'choices', objects with a 'value'"),
+        "criteria": Refused("use 'choices' or 'levels'"),
+        "labels": Refused("use 'levels', objects with a 'label'"),
+    },
+    ShowRequest: {},
+    InfillRequest: {
+        **_ANYWHERE,
+        "messages": Refused(IN_CHATS),
+        "max_tokens": Refused("use 'n_predict'"),
+        "suffix": Refused("use 'input_suffix'"),
+    },
     TokenCountRequest: {},
     TokenizeRequest: UNSUPPORTED,
     DetokenizeRequest: {},
+    EmbeddingRequest: {
+        **_CUTTING,
+        "embd_normalize": Refused("use 'normalize'", (2,)),
+        "embedding_type": Refused("use 'encoding_format'", ("float",)),
+        "embedding_types": Refused("use 'encoding_format'", (["float"],)),
+        "inputs": Refused("use 'input'"),
+        "late_chunking": Refused("texts are computed one by one; send each piece as a text", (False,)),
+        "messages": Refused("write the conversation out as a text, and use 'input'"),
+        "normalized": Refused("use 'normalize'"),
+        "output_dimension": Refused("use 'dimensions'"),
+        "output_dtype": Refused("use 'encoding_format'", ("float",)),
+        "prompt": Refused("use 'input', and 'prompt_name' for one of the model's prompts"),
+        "task": Refused("use 'input_type' or 'prompt_name'"),
+        "task_type": Refused("use 'input_type' or 'prompt_name'"),
+        "texts": Refused("use 'input'"),
+    },
+    RerankRequest: {
+        **_CUTTING,
+        "input_type": Refused("the query and the documents have the model's prompts for each"),
+        "prompt_name": Refused("the query and the documents have the model's prompts for each"),
+        "rank_fields": Refused("write what counts into each document's text"),
+        "raw_scores": Refused("scores are as the model's files say", (False,)),
+        "return_text": Refused("use 'return_documents'", (True,)),
+        "texts": Refused("use 'documents'"),
+        "top_k": Refused("use 'top_n'"),
+    },
+    ScoreRequest: {
+        **_CUTTING,
+        "documents": Refused("use 'text_2', or /v1/rerank"),
+        "items": Refused("use 'text_2'"),
+        "queries": Refused("use 'text_1'"),
+        "query": Refused("use 'text_1', or /v1/rerank"),
+    },
+    DocumentText: {},
     Message: {
         "audio": Refused(f"{TEXT_ONLY}; put what was said into 'content'"),
         "function_call": Refused("use 'tool_calls'"),

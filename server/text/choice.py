@@ -179,6 +179,7 @@ class ChoiceReader:
         self.num_rounds = 0
         self._unshown: deque[ScoredToken] = deque()
         self._origins = OriginReader()
+        self.budget_spent = False
         self._message = message
         self._reasoning = None if message is None else ReasoningCount(message)
 
@@ -268,6 +269,7 @@ class ChoiceReader:
     def _remember(self, output: TokenOutput, num_tokens: int) -> None:
         self.seed = output.seed
         self.num_rounds += output.num_rounds
+        self.budget_spent = output.budget_spent
         if output.prediction is not None:
             self.predicted.add(output.prediction, num_tokens)
         if output.trace is not None:

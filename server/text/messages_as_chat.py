@@ -10,7 +10,7 @@ from typing import Any
 
 from truedraft.server.errors import InvalidRequestError
 from truedraft.server.leniency import Leniency
-from truedraft.server.schemas.chat import ChatRequest, Message
+from truedraft.server.schemas.chat import ChatRequest, Message, ThinkingSwitch
 from truedraft.server.schemas.common import SamplingRequest
 from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.messages import (
@@ -73,6 +73,10 @@ def as_chat(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> 
         max_tokens=request.declared("max_tokens"),
         continue_final_message=is_continued,
         chat_template_kwargs=_template_variables(request, tokenizer, leniency) or None,
+        # These variables say whether it reasons.
+        thinking=None
+        if request.thinking is None
+        else ThinkingSwitch(type="adaptive", budget_tokens=request.thinking.budget_tokens),
         tools=_tools(request) or None,
         tool_choice=_tool_choice(request),
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
@@ -230,7 +234,6 @@ def _template_variables(request: Conversation, tokenizer: Tokenizer, leniency: L
     if output is not None:
         asked["output_config.effort"] = "reasoning_effort", output.effort
     if thinking is not None:
-        asked["thinking.budget_tokens"] = "thinking_budget", thinking.budget_tokens
         if thinking.type in ("enabled", "disabled"):
             asked["thinking.type"] = "enable_thinking", thinking.type == "enabled"
         elif thinking.type != "adaptive":

@@ -15,7 +15,7 @@ from truedraft.server.errors import (
 )
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message, TemplateFields
-from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, content_text
+from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, ThinkingBudget, content_text
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.response_items import (
@@ -27,9 +27,10 @@ from truedraft.server.schemas.response_items import (
     InputServerCall,
     OtherInput,
 )
-from truedraft.server.schemas.responses import InputMessage, ResponsesRequest
+from truedraft.server.schemas.responses import AnyInput, InputMessage, ResponsesRequest
 from truedraft.server.text.families import GENERIC
 from truedraft.server.text.generic_tools import as_plain_messages
+from truedraft.server.text.infill import infill_tokens
 from truedraft.server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
@@ -72,7 +73,9 @@ def completion_prompts(
     if request.truncate_prompt_tokens is None:
         for prompt in prompts:
             if isinstance(prompt, str):
-                _check_length(prompt, tokenizer, limits, "prompt")
+                check_length(prompt, tokenizer, limits, "prompt")
+    if request.suffix:
+        _check_suffix(request, request.suffix, tokenizer, limits)
     encoded = [_token_prompt(prompt, request, tokenizer, limits.vocab_size) for prompt in prompts]
     if not all(prompt.token_ids for prompt in encoded):
         raise InvalidRequestError("The prompt is empty: there is nothing to continue.", param="prompt")
@@ -82,7 +85,10 @@ def completion_prompts(
 def chat_prompt(
     request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, limits: PromptLimits, leniency: Leniency
 ) -> TokenPrompt:
-    messages = request.messages if isinstance(request, ChatRequest) else input_messages(request)
+    if isinstance(request, ChatRequest):
+        messages = request.messages
+    else:
+        messages = input_messages(request.input, request.instructions)
     name = request.prompt_field
     if isinstance(request, ChatRequest):
         options = template_options(request, tokenizer, leniency)
@@ -91,7 +97,7 @@ def chat_prompt(
     text = render_chat(messages, tokenizer, param=name, options=options)
     check_characters(len(text), limits, name)
     if request.truncate_prompt_tokens is None:
-        _check_length(text, tokenizer, limits, name)
+        check_length(text, tokenizer, limits, name)
     # The template writes the special tokens itself; the tokenizer must not add them again.
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
@@ -115,7 +121,7 @@ def _named(param: str) -> str:
     return f"{param} have" if param == "messages" else f"{param} has"
 
 
-def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: str) -> None:
+def check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: str) -> None:
     """``ContextLengthError`` for a text that cannot fit however it is tokenized."""
     fewest = tokenizer.fewest_tokens(text)
     if fewest > limits.max_tokens:
@@ -187,6 +193,10 @@ def _variables(
     if isinstance(request, TemplateFields) and request.thinking is not None:
         asked["thinking"] = "enable_thinking", request.thinking.is_on
     asked["enable_thinking"] = "enable_thinking", request.enable_thinking
+    if isinstance(request, ThinkingBudget) and request.budget is not None:
+        name, budget = request.budget
+        if "thinking_budget" in tokenizer.templates.variables:
+            asked[name] = "thinking_budget", budget
     return template_variables(asked, tokenizer, leniency)
 
 
@@ -229,14 +239,14 @@ def _translated(name: str, value: Any, tokenizer: Tokenizer) -> dict[str, Any] |
     return {} if is_so else None
 
 
-def input_messages(request: ResponsesRequest) -> list[Message]:
-    """The messages of a ``/v1/responses`` request, with the instructions in front."""
-    messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
-    if isinstance(request.input, str):
-        return [*messages, Message(role="user", content=request.input)]
+def input_messages(given: str | list[AnyInput], instructions: str | None = None) -> list[Message]:
+    """The messages of an ``input`` as ``/v1/responses`` has it, with the instructions in front."""
+    messages = [] if instructions is None else [Message(role="system", content=instructions)]
+    if isinstance(given, str):
+        return [*messages, Message(role="user", content=given)]
     thought = ""  # before the item that follows
     called: set[str] = set()
-    for item in request.input:
+    for item in given:
         match item:
             case InputMessage():
                 messages.append(Message.model_construct(role=item.role, content=item.content))
@@ -288,7 +298,7 @@ def predicted_tokens(
     # The worker gets it once for each prompt.
     times = num_prompts(request) if isinstance(request, CompletionRequest) else 1
     check_characters(times * len(text), limits, "prediction")
-    _check_length(text, tokenizer, limits, "prediction")
+    check_length(text, tokenizer, limits, "prediction")
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -308,10 +318,14 @@ def _token_prompt(
     prompt: str | list[int], request: CompletionRequest, tokenizer: Tokenizer, vocab_size: int
 ) -> TokenPrompt:
     """Truncated where the request says so; token ids get their text only if ``echo`` repeats it."""
+    if not isinstance(prompt, str):
+        check_token_ids(prompt, vocab_size, "prompt")
+    if request.suffix:
+        ids = infill_tokens(tokenizer, prompt, request.suffix, param="suffix")
+        return TokenPrompt(ids, "", tokenizer.ending(ids))
     if isinstance(prompt, str):
         token_ids, text = tokenizer.encode(prompt, add_special_tokens=True), prompt
     else:
-        check_token_ids(prompt, vocab_size, "prompt")
         token_ids, text = prompt, None
     limit = request.truncate_prompt_tokens
     if limit is not None and len(token_ids) > limit:
@@ -319,6 +333,19 @@ def _token_prompt(
     if text is None:
         text = tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else ""
     return TokenPrompt(token_ids, text, tokenizer.ending(token_ids))
+
+
+def _check_suffix(
+    request: CompletionRequest, suffix: str, tokenizer: Tokenizer, limits: PromptLimits
+) -> None:
+    """Refuses a suffix that is too long, and what cannot be said of a prompt with two sides."""
+    check_characters(num_prompts(request) * len(suffix), limits, "suffix")
+    check_length(suffix, tokenizer, limits, "suffix")
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(request, name):
+            raise InvalidRequestError(
+                f"{name} is not allowed with suffix: the prompt has two sides then.", param=name
+            )
 
 
 def _joined_system(messages: Sequence[Message]) -> list[Message]:

@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,17 +46,59 @@ class ChatTemplateError(Exception):
 class Tokenizer:
     """One loaded tokenizer. Safe to use from several threads: only a cache in it changes after loading."""
 
-    def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
+    def __init__(
+        self, fast: FastTokenizer, templates: "ChatTemplates", fill_ids: Mapping[str, int] | None = None
+    ) -> None:
+        """``fill_ids``: tokens that fill in the middle, by the engine's names."""
         self.vocabulary = Vocabulary(fast)
         self.templates = templates
         self.fewest_tokens = FewestTokens(fast)
+        self.fill_ids = fill_ids or {}
         self._fast = fast
 
+    @cached_property
+    def beginning(self) -> list[int]:
+        """Returns the tokens that are put before a text, and not after it."""
+        texts = [self.encode(text, add_special_tokens=True) for text in ("", "a")]
+        return [*commonprefix(texts)]
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # A batch of one releases the interpreter's lock, which ``encode`` holds.
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         with timed("tokenize"):
-            # A batch of one releases the interpreter's lock, which ``encode`` holds.
-            (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-            return list(encoding.ids)
+            encodings = self._fast.encode_batch(texts, add_special_tokens=add_special_tokens)
+            return [list(encoding.ids) for encoding in encodings]
+
+    def encode_pairs(
+        self,
+        pairs: Sequence[tuple[str, str | None]],
+        longest: int | None,
+        *,
+        keeps_end: bool = False,
+        add_special_tokens: bool = True,
+    ) -> list[tuple[list[int], int | None]]:
+        """Returns the tokens of each text or pair of texts, and where the second one begins. What is longer
+        than ``longest`` is cut at its end, or with ``keeps_end`` at its beginning, the longer text of a pair
+        first; special tokens stay. A text alone is a pair with None."""
+        with timed("tokenize"):
+            texts = [text for pair in pairs for text in pair if text is not None]
+            encodings = iter(self._fast.encode_batch(texts, add_special_tokens=False))
+            found = []
+            for _, second in pairs:
+                parts = [next(encodings)] + ([] if second is None else [next(encodings)])
+                special = self._fast.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
+                if longest is not None:
+                    room = max(0, longest - special)
+                    for part, length in zip(
+                        parts, _lengths([len(each.ids) for each in parts], room), strict=True
+                    ):
+                        part.truncate(length, direction="left" if keeps_end else "right")
+                whole = self._fast.post_process(parts[0], (*parts, None)[1], add_special_tokens)
+                first = next((at for at, kind in enumerate(whole.type_ids) if kind), None)
+                found.append((list(whole.ids), first))
+            return found
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -82,6 +125,14 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return self.templates.render(messages, {"add_generation_prompt": True} | dict(options))
+
+
+def _lengths(lengths: Sequence[int], room: int) -> list[int]:
+    """Returns how many tokens of each text stay, which together have ``room``: the longer one loses first."""
+    if sum(lengths) <= room or len(lengths) == 1:
+        return [min(length, room) for length in lengths]
+    shorter = min(*lengths, room // 2)
+    return [room - shorter, shorter] if lengths[0] > lengths[1] else [shorter, room - shorter]
 
 
 def _part_of(texts: Sequence[str], token_ids: Mapping[str, int]) -> dict[str, int]:
@@ -207,12 +258,12 @@ def load_tokenizer(
             "model into it."
         )
     found = read(model)
-    fast = FastTokenizer.from_str(found.pop("fast"))
+    fast, fill_ids = FastTokenizer.from_str(found.pop("fast")), found.pop("fill_ids")
     override = chat_template.read_text(encoding="utf-8") if chat_template else None
     templates = ChatTemplates(SimpleNamespace(**found), override)
     if templates.source:
         _ = templates.variables  # starts what renders them, so that no request waits for that
-    return Tokenizer(fast, templates)
+    return Tokenizer(fast, templates, fill_ids)
 
 
 def read_apart(model: str) -> dict[str, Any]:

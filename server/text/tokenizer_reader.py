@@ -9,6 +9,7 @@ import os
 import sys
 from typing import Any
 
+from truedraft.engine.formats.gguf_tokenizer import known_fill_ids
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.process.lifeline import end_with_parent
 
@@ -44,6 +45,7 @@ def told(model: str) -> dict[str, Any]:
         "chat_template": tokenizer.chat_template,
         "special_tokens_map": {name: _plain(token) for name, token in tokenizer.special_tokens_map.items()},
         "eos_token_id": tokenizer.eos_token_id,
+        "fill_ids": getattr(tokenizer, "fill_ids", None) or known_fill_ids(fast.token_to_id),
     }
 
 

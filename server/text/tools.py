@@ -1,6 +1,7 @@
 """Decides what a request lets the model call, and how its answer is read."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from truedraft.engine.text.schema.demands import Placed
 from truedraft.engine.text.schema.writer import Options
@@ -139,6 +140,57 @@ def find_reasoning(tokenizer: Tokenizer, prompt: TokenPrompt) -> Reasoning | Non
     if has_ended:
         return None
     return Reasoning(marks, tokenizer.grammar_ids(marks.literals), text.endswith(marks.open.rstrip()))
+
+
+# Texts that a model may write before it begins to reason, where each is a token.
+SPACES = ("\n", "\n\n", " ")
+
+
+class Budget(NamedTuple):
+    """``tokens`` of reasoning are at most what a request lets a model have. ``marks`` are the engine's
+    ``thinking_marks``."""
+
+    tokens: int
+    marks: list[list[int]]
+
+
+def thinking_budget(
+    request: ChatRequest | ResponsesRequest,
+    tokenizer: Tokenizer,
+    reasoning: Reasoning | None,
+    use: ToolUse | None,
+    leniency: Leniency,
+) -> Budget | None:
+    """Returns None where nothing is asked for, or nothing can be thought, which is reported."""
+    if request.budget is None:
+        return None
+    name, tokens = request.budget
+    if reasoning is None:
+        if "thinking_budget" not in tokenizer.templates.variables:
+            leniency.ignore(name)
+        return None
+    marks, ids = reasoning.marks, reasoning.token_ids
+    if marks.answer and use is not None:
+        raise UnsupportedParameterError(
+            f"{name} is not supported with tools: what closes this model's reasoning also begins a call.",
+            param=name,
+        )
+    if not marks.answer and marks.close not in ids:
+        longest = [
+            request.declared(f"max_{what}") for what in ("tokens", "completion_tokens", "output_tokens")
+        ]
+        if any(most is not None and most <= tokens for most in longest):
+            return None  # no answer is long enough to spend it
+        raise UnsupportedParameterError(
+            f"{name} is not supported: {marks.close!r}, which ends this model's reasoning, is not one token.",
+            param=name,
+        )
+    written = [
+        [] if not mark else [ids[mark]] if mark in ids else tokenizer.encode(mark, add_special_tokens=False)
+        for mark in ("" if reasoning.is_open else marks.open, marks.close, marks.answer)
+    ]
+    spaces = (tokenizer.encode(space, add_special_tokens=False) for space in SPACES)
+    return Budget(tokens, [*written, [ids[0] for ids in spaces if len(ids) == 1]])
 
 
 def message_format(use: ToolUse | None, reasoning: Reasoning | None) -> MessageFormat:

@@ -8,38 +8,40 @@ it must work inside a cancelled task.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Generic, Self, TypeAlias, TypeVar
 
-from truedraft.engine.messages import Generate, TokenOutput
+from truedraft.engine.messages import Embed, Embedded, Generate, TokenOutput
 
 # Outputs that are read at once: about those of one step.
 MOST_AT_ONCE = 32
 
 AbortSequence = Callable[[str, int | None], None]
+EngineRequest: TypeAlias = Generate | Embed
+Output: TypeAlias = TokenOutput | Embedded
+# What comes back of a request: tokens, or all of its vectors at once.
+OutputT = TypeVar("OutputT", TokenOutput, Embedded)
 
 
-class EngineStream:
+class EngineStream(Generic[OutputT]):
     """Async iterator of what has come since the last time, in order; a slow reader gets more at once, but no
     more than can be read in a moment.
 
     Ends when every sequence has finished or was stopped.
     """
 
-    def __init__(self, requests: Sequence[Generate], abort: AbortSequence) -> None:
+    def __init__(self, requests: Sequence[EngineRequest], abort: AbortSequence) -> None:
         self._by_id = {request.request_id: request for request in requests}
-        self.has_output = False
         self.num_submissions = 1
         self._abort = abort
-        self._outputs: deque[TokenOutput] = deque()
+        self._outputs: deque[OutputT] = deque()
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
         self._open = {request.request_id: set(range(request.n)) for request in requests}
 
-    def deliver(self, output: TokenOutput) -> None:
+    def deliver(self, output: OutputT) -> None:
         """Called by the worker pool. Late tokens of a stopped sequence are dropped."""
         if not self._is_open(output.request_id, output.index):
             return
-        self.has_output = True
         if output.finish_reason is not None:
             self._end(output.request_id, output.index)
         self._outputs.append(output)
@@ -59,7 +61,7 @@ class EngineStream:
     def open_sequences(self, request_id: str) -> set[int]:
         return self._open.get(request_id, set())
 
-    def request(self, request_id: str) -> Generate:
+    def request(self, request_id: str) -> EngineRequest:
         return self._by_id[request_id]
 
     def stop(self, request_id: str, index: int) -> None:
@@ -86,7 +88,7 @@ class EngineStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[TokenOutput]:
+    async def __anext__(self) -> list[OutputT]:
         if self._outputs:
             await asyncio.sleep(0)  # whoever is late lets others go first
         elif self._open:

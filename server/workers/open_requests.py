@@ -6,12 +6,12 @@ take over when one dies. Owned by ``server.workers.worker_pool``.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from truedraft.engine.messages import Generate, TokenOutput
+from truedraft.engine.messages import Generate
 from truedraft.server.errors import ApiError, QueueFullError
 from truedraft.server.settings import RequestSettings
-from truedraft.server.workers.engine_stream import EngineStream
+from truedraft.server.workers.engine_stream import EngineRequest, EngineStream, Output
 
 # So many workers may die with a request before it is answered with an error.
 MAX_SUBMISSIONS = 2
@@ -89,7 +89,7 @@ class OpenRequests:
     """A sequence waits until its first token comes back."""
 
     def __init__(self, limits: QueueLimits) -> None:
-        self._streams: dict[str, EngineStream] = {}
+        self._streams: dict[str, EngineStream[Any]] = {}
         self._waiting: dict[str, set[int]] = {}  # request -> its sequences without a token
         self._waiting_sequences = Waiting("sequences", "max_queued_sequences", limits.max_queued_sequences)
         self._waiting_tokens = Waiting("prompt tokens", "max_queued_tokens", limits.max_queued_tokens)
@@ -104,11 +104,6 @@ class OpenRequests:
     @property
     def num_http_requests(self) -> int:
         return len(set(self._streams.values()))
-
-    @property
-    def num_waiting(self) -> int:
-        """HTTP requests without a token."""
-        return sum(not stream.has_output for stream in set(self._streams.values()))
 
     def check_room(self, num_sequences: int, num_tokens: int, key: str = "") -> None:
         """``QueueFullError`` if a request of this size may not wait.
@@ -126,13 +121,13 @@ class OpenRequests:
         self._tags[request.request_id] = self._fair_share.tag(key, request.n)
         return self._tags[request.request_id]
 
-    def add(self, request: Generate, stream: EngineStream) -> None:
+    def add(self, request: EngineRequest, stream: EngineStream[Any]) -> None:
         self._streams[request.request_id] = stream
         self._waiting[request.request_id] = set(range(request.n))
         self._waiting_sequences.add(request.n, request.tenant)
-        self._waiting_tokens.add(len(request.prompt_token_ids), request.tenant)
+        self._waiting_tokens.add(request.num_prompt_tokens, request.tenant)
 
-    def assign(self, request: Generate, worker: int) -> None:
+    def assign(self, request: EngineRequest, worker: int) -> None:
         self._worker_of[request.request_id] = worker
         self._num_sequences[worker] += request.n
 
@@ -143,7 +138,7 @@ class OpenRequests:
         """Counts the sequences of requests that the worker has not finished."""
         return self._num_sequences[worker]
 
-    def deliver(self, output: TokenOutput) -> None:
+    def deliver(self, output: Output) -> None:
         """Hand an output to its stream, if there still is one."""
         stream = self._streams.get(output.request_id)
         if output.is_first:
@@ -168,14 +163,14 @@ class OpenRequests:
         if not self._streams:
             self._fair_share.reset()
 
-    def _begin(self, output: TokenOutput, stream: EngineStream | None) -> None:
+    def _begin(self, output: Output, stream: EngineStream[Any] | None) -> None:
         if stream is None or output.index not in self._waiting.get(output.request_id, ()):
             return
         if (tag := self._tags.get(output.request_id)) is not None:
             self._fair_share.started(tag, stream.request(output.request_id).n)
         self._leave(output.request_id, output.index, stream)
 
-    def _leave(self, request_id: str, index: int, stream: EngineStream) -> None:
+    def _leave(self, request_id: str, index: int, stream: EngineStream[Any]) -> None:
         """One sequence waits no more; its prompt's tokens count until the last one of the request does."""
         waiting = self._waiting[request_id]
         waiting.discard(index)
@@ -183,7 +178,7 @@ class OpenRequests:
         self._waiting_sequences.add(-1, key)
         if not waiting:
             del self._waiting[request_id]
-            self._waiting_tokens.add(-len(stream.request(request_id).prompt_token_ids), key)
+            self._waiting_tokens.add(-stream.request(request_id).num_prompt_tokens, key)
 
     def fail(self, request_id: str, error: ApiError) -> None:
         if stream := self._streams.get(request_id):
@@ -206,7 +201,7 @@ class OpenRequests:
             else:
                 stream.num_submissions += 1
 
-    def unassigned(self) -> list[Generate]:
+    def unassigned(self) -> list[EngineRequest]:
         """Returns what a worker has still to take over, in the order in which it came."""
         return [
             stream.request(request_id)

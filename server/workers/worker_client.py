@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.messages import (
     WEIGHTS_CHANGED,
+    Embedded,
     Failed,
     FromWorker,
     Loading,
@@ -27,12 +28,12 @@ from truedraft.engine.messages import (
     SpeculationState,
     Stats,
     StepOutput,
-    TokenOutput,
     ToWorker,
 )
 from truedraft.server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
 from truedraft.server.observability.metrics import WorkerMetrics
 from truedraft.server.settings import OnChangedWeights, public_name
+from truedraft.server.workers.engine_stream import Output
 from truedraft.server.workers.worker_process import WorkerHungError, WorkerProcess, WorkerTimeouts
 
 logger = logging.getLogger("truedraft.worker")
@@ -69,7 +70,7 @@ class EngineState:
 class WorkerListener(Protocol):
     """Is told of a worker's outputs, failures and death; implemented by the pool of workers."""
 
-    def outputs(self, outputs: Sequence[TokenOutput]) -> None: ...
+    def outputs(self, outputs: Sequence[Output]) -> None: ...
 
     def request_failed(self, request_id: str, error: ApiError) -> None: ...
 
@@ -245,6 +246,8 @@ class WorkerClient:
                 self._stats = message.stats
                 self._observer.stats(message.stats)
                 listener.outputs(message.outputs)
+            case Embedded():
+                listener.outputs([message])
             case Failed(request_id=""):  # not one request: the worker itself cannot go on
                 self._load_error = message.message
                 self._weights_changed = message.code == WEIGHTS_CHANGED

@@ -9,13 +9,13 @@ HTTP routes. Built by ``server.cli.launch``.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, overload
 
 import msgspec
 
-from truedraft.engine.messages import Abort, Generate, Ready, TokenOutput
+from truedraft.engine.messages import Abort, Embed, Embedded, Generate, Ready, TokenOutput
 from truedraft.server.errors import ApiError, NotReadyError, ShuttingDownError
-from truedraft.server.workers.engine_stream import EngineStream
+from truedraft.server.workers.engine_stream import EngineRequest, EngineStream, Output
 from truedraft.server.workers.open_requests import OpenRequests, QueueLimits
 from truedraft.server.workers.prefix_affinity import KnownPrefixes, prefixes_of
 from truedraft.server.workers.worker_client import EngineState, WorkerClient
@@ -48,6 +48,7 @@ class WorkerPool:
         self._looks_at_prefixes = shares_prefixes and len(workers) > 1
         self._known_prefixes = [KnownPrefixes() for _ in workers]
         self.when_weights_changed: Callable[[], None] = lambda: None
+        self.when_changed: Callable[[], None] = lambda: None  # the state of a worker has
 
     @property
     def state(self) -> EngineState:
@@ -63,14 +64,9 @@ class WorkerPool:
         return len(self._requests)
 
     @property
-    def num_running(self) -> int:
-        """HTTP requests that have received a token."""
-        return self._requests.num_http_requests - self._requests.num_waiting
-
-    @property
-    def num_waiting(self) -> int:
-        """HTTP requests that wait for their first token."""
-        return self._requests.num_waiting
+    def num_http_requests(self) -> int:
+        """Unfinished HTTP requests, of which some have several prompts."""
+        return self._requests.num_http_requests
 
     def num_sequences(self, number: int) -> int:
         """Unfinished sequences of worker ``number``."""
@@ -102,14 +98,20 @@ class WorkerPool:
     def check_room(self, num_sequences: int, num_tokens: int = 0, key: str = "") -> None:
         self._requests.check_room(num_sequences, num_tokens, key)
 
-    def submit(self, requests: Sequence[Generate], key: str = "") -> EngineStream:
+    @overload
+    def submit(self, requests: Sequence[Generate], key: str = "") -> EngineStream[TokenOutput]: ...
+
+    @overload
+    def submit(self, requests: Sequence[Embed], key: str = "") -> EngineStream[Embedded]: ...
+
+    def submit(self, requests: Sequence[EngineRequest], key: str = "") -> EngineStream[Any]:
         state = self.state
         if state.status != "ready":
             raise NotReadyError(state.reason)
-        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        num_tokens = sum(request.num_prompt_tokens for request in requests)
         self.check_room(sum(request.n for request in requests), num_tokens, key)
         requests = [self._in_line(request, key) for request in requests]
-        stream = EngineStream(requests, self._abort)
+        stream: EngineStream[Any] = EngineStream(requests, self._abort)
         try:
             for request in requests:
                 self._requests.add(request, stream)
@@ -119,15 +121,18 @@ class WorkerPool:
             raise
         return stream
 
-    def _in_line(self, request: Generate, key: str) -> Generate:
+    def _in_line(self, request: EngineRequest, key: str) -> EngineRequest:
         """Returns the request with its key, and its place in that one's line."""
         if not key:
             return request
+        if isinstance(request, Embed):
+            return msgspec.structs.replace(request, tenant=key)
         return msgspec.structs.replace(request, tenant=key, place=self._requests.place(request, key))
 
-    def _assign(self, request: Generate) -> None:
+    def _assign(self, request: EngineRequest) -> None:
         """Assigns a request to the ready worker where it costs least; there must be one."""
-        prefixes = prefixes_of(request) if self._looks_at_prefixes else []
+        looks = self._looks_at_prefixes
+        prefixes = prefixes_of(request) if looks and isinstance(request, Generate) else []
 
         def cost(number: int) -> float:
             saved = self._known_prefixes[number].longest(prefixes) / TOKENS_PER_SEQUENCE
@@ -149,7 +154,7 @@ class WorkerPool:
 
     # What the workers report.
 
-    def outputs(self, outputs: Sequence[TokenOutput]) -> None:
+    def outputs(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             self._requests.deliver(output)
 
@@ -162,6 +167,7 @@ class WorkerPool:
     def worker_ready(self, number: int) -> None:
         for request in self._requests.unassigned():
             self._assign(request)
+        self.when_changed()
 
     def worker_lost(self, number: int, error: ApiError, *, was_ready: bool) -> None:
         self._known_prefixes[number].clear()
@@ -173,3 +179,4 @@ class WorkerPool:
             self.worker_ready(number)
         elif not was_ready or self.state.status == "failed":  # when the next will be ready is unknown
             self._requests.fail_all(error)
+        self.when_changed()

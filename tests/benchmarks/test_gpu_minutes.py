@@ -1,6 +1,7 @@
 """``benchmarks.gpu_minutes`` on a CPU: its stages, limits and dry run."""
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_minutes
-from benchmarks.gpu_minutes import STAGES, run_apart, run_here
-from benchmarks.gpu_stages import Bench
+from benchmarks.gpu_kinds import Bench
+from benchmarks.gpu_minutes import LIMIT, ON_REQUEST, STAGES, run_apart, run_here
 
 
 @pytest.fixture
@@ -18,18 +19,25 @@ def bench() -> Bench:
     return Bench("cpu", torch.float32, is_dry=True)
 
 
-def test_correctness_comes_first() -> None:
+def test_correctness_comes_first_and_all_fits_a_command() -> None:
     names = [stage.partition(":")[0] for stage in STAGES]
-    assert names[:3] == ["facts", "kernels", "mix"]
-    assert sum(list(STAGES.values())[:3]) <= 500
-    assert all(hasattr(Bench, name) for name in names)
+    assert names[:3] == ["facts", "identity", "engine"]
+    assert sum(STAGES.values()) <= LIMIT == 540
+    assert ON_REQUEST["http:8b"] == 200
+    assert all(hasattr(Bench, stage.partition(":")[0]) for stage in STAGES | ON_REQUEST)
 
 
 @pytest.mark.parametrize(
     ("stage", "shown"),
     [
         ("facts", "VERDICT a dependent node of a graph, us"),
-        ("kernels", "rejection          5   5"),
+        (
+            "identity",
+            "VERDICT latents in float32: captured rounds say what phases say: 1, predicted at least 1",
+        ),
+        ("recur", "VERDICT a recurrence of one row, us"),
+        ("experts", "VERDICT experts, torch.float32, 1 tokens: share of a copy's reads"),
+        ("head", "VERDICT a head's two drafts, 1 rows: speed-up"),
         ("mix:tiny", "VERDICT a prompt of 24 among rows, 2 drafts: a step, to the longer of both"),
         ("products", "gate, up"),
         ("engine:tiny", "VERDICT greedy, 1 rows, 0 drafts: weights to copy"),
@@ -58,10 +66,10 @@ def test_a_stage_that_fails_shows_why(
 @pytest.mark.parametrize(
     ("measured", "bound", "verdict"),
     [
-        (1.0, {"at_most": 2}, "at most 2: as predicted"),
+        (1.0, {"at_most": 2}, "at most 2: AS PREDICTED"),
         (3.0, {"at_most": 2}, "at most 2: NOT AS PREDICTED"),
-        (0, {"at_most": 0}, "at most 0: as predicted"),
-        (3.0, {"at_least": 2}, "at least 2: as predicted"),
+        (0, {"at_most": 0}, "at most 0: AS PREDICTED"),
+        (3.0, {"at_least": 2}, "at least 2: AS PREDICTED"),
         (1.0, {"at_least": 2}, "at least 2: NOT AS PREDICTED"),
     ],
 )
@@ -90,15 +98,50 @@ def test_a_stage_ends_with_its_time() -> None:
 def test_what_needs_a_gpu_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "log"
-    monkeypatch.setattr(
-        sys, "argv", ["gpu_minutes", "attention", "tests", "--device", "cpu", "--log", str(log)]
-    )
+    given = ["gpu_minutes", "attention", "tests", "--device", "cpu", "--out", str(tmp_path / "of")]
+    monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as ended:
         gpu_minutes.main()
     assert not ended.value.code
     assert capsys.readouterr().out.count("needs a GPU") == 2
-    assert log.read_text().count("needs a GPU") == 2
+    assert (tmp_path / "of" / "minutes.log").read_text().count("needs a GPU") == 2
     monkeypatch.setattr(sys, "argv", ["gpu_minutes", "enigne:8b"])
     with pytest.raises(SystemExit):
         gpu_minutes.main()
+
+
+def test_a_stage_that_crashes_or_hangs_costs_itself_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has ended stands in the folder before the next stage begins; nothing begins after the limit."""
+    seen: list[int] = []
+    stages = ["facts", "recur", "experts"]
+    ends = {
+        "facts": ("FAILED (-11)", []),
+        "recur": ("stopped after 30 s", ["this: 3, predicted at most 2: NOT"]),
+    }
+
+    def run(stage: str, seconds: float, *others: object) -> tuple[str, list[str]]:
+        if num_before := len(seen) % len(stages):
+            assert len(json.loads((tmp_path / "minutes.json").read_text())) == num_before
+        seen.append(round(seconds))
+        return ends.get(stage, ("done", ["that: 1, predicted at least 1: AS PREDICTED"]))
+
+    monkeypatch.setattr(gpu_minutes, "run_apart", run)
+    monkeypatch.setattr(sys, "argv", ["gpu_minutes", *stages, "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        gpu_minutes.main()
+    assert ended.value.code
+    assert seen == [STAGES[stage] for stage in stages]
+    said = json.loads((tmp_path / "minutes.json").read_text())
+    assert [each["end"] for each in said] == ["FAILED (-11)", "stopped after 30 s", "done"]
+    assert said[1]["verdicts"] == [{"what": "this", "numbers": "3, predicted at most 2", "verdict": "NOT"}]
+    assert "that: 1, predicted at least 1: AS PREDICTED" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--limit", "20"])
+    with pytest.raises(SystemExit):
+        gpu_minutes.main()
+    assert seen[3:] == [20, 20, 20]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--limit", "2"])
+    with pytest.raises(SystemExit):
+        gpu_minutes.main()
+    assert len(seen) == 6

@@ -27,7 +27,6 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
-from truedraft.engine.config import EngineConfig
 from truedraft.server.cli.launch import make_app
 from truedraft.server.schemas.chat import ChatChunk
 from truedraft.server.schemas.completion import Completion
@@ -40,7 +39,7 @@ CASES_PER_ROUTE = 500
 TIMEOUT_SECONDS = 60
 MAX_CHOICES = 3  # more would only cost time
 
-app = make_app(Settings(target="tiny-model"), EngineConfig())
+app = make_app(Settings(target="tiny-model"))
 schema = schemathesis.openapi.from_dict(app.openapi())
 schema.config.max_stream_events = 10_000  # its default stops reading a stream long before its end
 CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatChunk}

@@ -192,9 +192,9 @@ def test_generation_config(copy: Path) -> None:
     assert describe(core, EngineConfig(**config, generation_config="none")).default_sampling == {}
 
 
-def test_the_bundled_pair_recommends_nothing() -> None:
+def test_the_bundled_pair_recommends_its_temperature() -> None:
     core = make_engine(str(BUNDLED_PAIR / "target"), None)
-    assert describe(core, EngineConfig()).default_sampling == {}
+    assert describe(core, EngineConfig()).default_sampling == {"temperature": 0.7}
 
 
 def test_generation_config_out_of_range(copy: Path) -> None:

@@ -12,7 +12,6 @@ from msgspec import structs
 from tests.engine.head_runs import TRAINED, compare_with_definition, mtp_engine, story_prompts
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.mtp import NaiveMtp, trained_head
-from truedraft.engine.build import drafting_method
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model
@@ -114,8 +113,7 @@ def test_what_makes_most_tokens_a_second_is_chosen(
     cost, counts, expected = CHOSEN[name]
     monkeypatch.setattr(draft_vocabulary, "_seconds", takes(cost))
     target, head = loaded
-    chosen = choose_output(head, target, "auto", counts)
-    found = chosen.head
+    found = choose_output(head, target, "auto", counts)
     output: Any = found.model.weights.head  # type: ignore[attr-defined]
     assert (output.out_features, isinstance(output, QuantisedLinear)) == expected
     assert (found.token_ids is None) == (found.vocabulary is None) == (expected[0] == 2048)
@@ -129,18 +127,8 @@ def test_speeds_are_those_at_the_draft_length(
     """A quarter of the tokens is best for one draft, and too little for eight."""
     monkeypatch.setattr(draft_vocabulary, "_seconds", takes(lambda linear: 0.1 + linear.out_features / 2048))
     target, head = loaded
-    found = choose_output(head, target, "auto", RARE, length).head
+    found = choose_output(head, target, "auto", RARE, length)
     assert found.model.weights.head.out_features == num_tokens  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("cost", "drafts"), [(0.01, True), (0.8, False)])
-def test_a_head_that_nobody_asked_for_drafts_where_it_pays(
-    monkeypatch: pytest.MonkeyPatch, cost: float, drafts: bool
-) -> None:
-    monkeypatch.setattr(draft_vocabulary, "_seconds", takes(lambda linear: cost))
-    core = mtp_engine(draft="auto")
-    assert [proposer.name for proposer in core.scheduler.proposers] == ["mtp"] * drafts
-    assert drafting_method("auto") == "auto"
 
 
 def test_a_target_without_a_head_drafts_nothing_by_itself(tmp_path: Path) -> None:
@@ -150,8 +138,7 @@ def test_a_target_without_a_head_drafts_nothing_by_itself(tmp_path: Path) -> Non
 
 def test_full_is_the_layer_of_the_target(loaded: tuple[Model, Head]) -> None:
     target, head = loaded
-    chosen = choose_output(head, target, "full", None)
-    assert chosen.head is head
+    assert choose_output(head, target, "full", None) is head
     assert head.model.weights.head is target.weights.head  # type: ignore[attr-defined]
 
 
@@ -159,8 +146,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, loaded: tuple[Model, Head]) -
     target, head = loaded
     own = head.drafting(None, head.model.weights.head, in_four_bits=False)
     own.model.weights = replace(own.model.weights, make_output=None)
-    chosen = choose_output(own, target, "auto", None)
-    assert chosen.head is own
+    assert choose_output(own, target, "auto", None) is own
     with pytest.raises(ModelLoadError, match="draft_vocab_size is 9, but the head has an output layer of"):
         choose_output(own, target, 9, None)
     with pytest.raises(ModelLoadError, match="are of heads, and self:int4 is none"):

@@ -154,7 +154,7 @@ def test_threads_follow_quota_and_mask(
 
 def test_the_usual_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(machine, "num_cpus", lambda: 2)
+    monkeypatch.setattr(machine, "num_cores", lambda: 2)
     monkeypatch.setattr(machine, "cpu_limit", lambda: "limited")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert usual_num_threads() == 2
@@ -173,3 +173,50 @@ def test_this_machine() -> None:
     assert 1 <= machine.num_cpus() <= (os.cpu_count() or 1)
     assert 1 << 20 < machine.free_memory() <= machine.total_memory() < 1 << 50
     assert 1 << 20 < machine.own_memory() < machine.total_memory()
+
+
+def topology(cores: Mapping[int, int], packages: int = 1) -> dict[str, str]:
+    """Returns files that say in which core, and package, each processor is."""
+    folder, half = "sys/devices/system/cpu", len(set(cores.values())) // packages
+    return {
+        f"{folder}/cpu{cpu}/topology/{name}": f"{value}\n"
+        for cpu, core in cores.items()
+        for name, value in (("core_id", core % half), ("physical_package_id", core // half))
+    }
+
+
+def capacities(*numbers: int) -> dict[str, str]:
+    return {f"sys/devices/system/cpu/cpu{i}/cpu_capacity": f"{n}\n" for i, n in enumerate(numbers)}
+
+
+CORES: dict[str, tuple[dict[str, str], int, int]] = {
+    "nothing is known": ({}, 6, 6),
+    "two processors a core": (topology({cpu: cpu % 8 for cpu in range(16)}), 16, 8),
+    "two packages": (topology({cpu: cpu % 16 for cpu in range(32)}, packages=2), 32, 16),
+    "one core of a virtual machine": (topology({0: 0, 1: 0}), 2, 2),
+    "three cores": (topology({cpu: cpu // 2 for cpu in range(6)}), 6, 4),
+    "a part of the processors": (topology({cpu: cpu % 8 for cpu in range(16)}), 8, 8),
+    "fast cores listed": (
+        topology({cpu: cpu // 2 if cpu < 12 else cpu for cpu in range(20)})
+        | {"sys/devices/cpu_core/cpus": "0-11\n", "sys/devices/cpu_atom/cpus": "12-19\n"},
+        20,
+        6,
+    ),
+    "fast cores by capacity": (capacities(300, 300, 300, 300, 760, 760, 760, 1024), 8, 4),
+    "equal capacities": (capacities(*[1024] * 6), 6, 6),
+    "a quota": (
+        topology({cpu: cpu % 8 for cpu in range(16)}) | {"sys/fs/cgroup/cpu.max": "500000 100000\n"},
+        16,
+        5,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CORES)
+def test_cores_that_are_worth_a_thread(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, in_mask, expected = CORES[case]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "_mask", lambda: set(range(in_mask)))
+    assert machine.num_cores(tmp_path) == expected

@@ -37,7 +37,7 @@ def compiled(
     return triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": 4, "num_stages": kernels.NUM_STAGES},
+        options={"num_warps": 4, "num_stages": kernels.stages_of(constants["ROWS"])},
     )
 
 
@@ -73,6 +73,7 @@ def compile_experts(capability: int, name: str | None, dtype: torch.dtype, rows:
     """Compiles products with weights at addresses in a table, and what comes before and after them."""
     kind = launch_experts.DENSE if name is None else KINDS[TYPES[name]].constants
     product = {"NUM_INPUTS": 2048, "EXPERTS": 128, "PAIRS_OF_ROW": 8, "KIND": kind, "ROWS": rows}
+    product["TENSORS"] = 1 if name is None else 4
     product["BLOCKS_AT_A_TIME"] = launch_experts.BLOCKS_AT_A_TIME
     options = {"num_warps": 4, "num_stages": 3}
     router = {"EXPERTS": 512, "PADDED_EXPERTS": 512, "CHOSEN": 10, "IS_SOFTMAX": True, "RENORMALISES": True}

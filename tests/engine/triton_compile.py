@@ -123,7 +123,7 @@ def compile_sampling(capability: int, vocab_size: int) -> None:
         (sampling_kernels.judge_row, {"VERDICT_WIDTH": 19}),
     ):
         given = sizes | more
-        floats = ("logits", "probs", "draft_probs")
+        floats = ("logits", "probs", "draft_probs", "kept")
         types = {name: "*fp32" if name in floats else "*i64" for name in kernel.arg_names}
         types |= {name: "i32" for name in ("queries", "most_drawn") if name in types}
         types |= dict.fromkeys(given, "constexpr")

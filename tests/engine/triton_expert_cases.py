@@ -65,7 +65,10 @@ def quantised(names: list[str], down: str, size: int) -> GroupedExperts:
     """Makes experts of blocks, of other types for gate, up and what comes after these."""
 
     def linear(kinds: list[str], rows: int, columns: int, seed: int) -> Linear:
-        parts = [pack(random_blocks(kind, rows, columns, seed), CPU) for kind in kinds]
+        parts = [
+            pack(random_blocks(kind, rows, columns, seed + place * NUMBER), CPU)
+            for place, kind in enumerate(kinds)
+        ]
         return PackedLinear(torch_block_kernels, parts, None)
 
     plain = experts(TorchLinears(), {})
@@ -77,7 +80,9 @@ def quantised(names: list[str], down: str, size: int) -> GroupedExperts:
     return grouped(Experts(router, tuple(mlps)))
 
 
-@pytest.mark.parametrize(("names", "size"), [(["Q2_K", "Q6_K"], 256), (["Q5_1", "IQ4_NL"], 64)])
+@pytest.mark.parametrize(
+    ("names", "size"), [(["Q2_K", "Q6_K"], 256), (["Q5_1", "IQ4_NL"], 64), (["Q4_0", "Q4_0"], 160)]
+)
 def test_quantised_experts(names: list[str], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     monkeypatch.setattr(expert_tables, "CHECKED_TOKENS", (5,))
@@ -133,11 +138,12 @@ BUGS = {
     "biases are part of the weights": ("wanted = scores\n", "scores += 0.1\n    wanted = scores\n"),
     "all scores are renormalised": ("tl.where(is_chosen, scores, 0.0)", "scores"),
     "tiles begin with the first token": ("place = first + tl.arange(0, ROWS)", "place = tl.arange(0, ROWS)"),
-    "every expert has the first one's weights": ("address = addresses + expert", "address = addresses"),
+    "every expert has the first one's weights": ("* EXPERTS + expert\n", "* EXPERTS\n"),
     "an output that ends a tile is left out": (
         "mask=(out < num_outputs)[:, None] & is_row",
         "mask=(out < num_outputs - 1)[:, None] & is_row",
     ),
+    "gates are what they gate": ("addresses + part * TENSORS", "addresses + 0 * TENSORS"),
     "a group counts its best expert twice": ("rest = tl.where(number == first", "rest = tl.where(number < 0"),
     "experts of all groups are chosen": ("tl.where(is_allowed, wanted", "tl.where(is_expert, wanted"),
     "the residual is weighted": ("total += tl.load(residual", "total *= tl.load(residual"),
@@ -149,5 +155,9 @@ def test_the_check_at_load_catches(bug: str, tmp_path: Path, monkeypatch: pytest
     torch.manual_seed(7)
     monkeypatch.setattr(launch_experts, "expert_kernels", planted_in(expert_kernels, *BUGS[bug], tmp_path))
     name = "groups by their two best, with a bias" if "group" in bug else "renormalised"
-    part = grouped(experts(TorchLinears(), VARIANTS[name]))
+    # Dense gates and what they gate are one matrix.
+    is_dense = "gates" not in bug
+    part = (
+        grouped(experts(TorchLinears(), VARIANTS[name])) if is_dense else quantised(["Q4_0"] * 2, "Q8_0", 64)
+    )
     assert not _is_right(kernels, part, torch.float32, CPU, 1e-3)

@@ -92,8 +92,8 @@ BUGS = {
     ),
     "a token corrects itself alone": (
         "delta rule",
-        "answer += tl.sum(weights[:, None] * earlier, 0)",
-        "answer += 0",
+        "known += tl.sum(tl.where(place < p, alike, 0.0)[:, None] * v, 0)",
+        "known += 0",
     ),
     "inputs are kept in the order of the pass": (
         "short convolution",

@@ -29,7 +29,7 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 
 Patch = pytest.MonkeyPatch
 CPU = torch.device("cpu")
-SHOWING = (0, 6, 1, 2, 3, 12, 13, 14, 15, 16, 17)
+SHOWING = (0, 6, 18, 1, 2, 3, 12, 13, 14, 15, 16, 17)
 # numpy warns where a quotient is thrown away, and where integers wrap.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -43,12 +43,16 @@ BUGS = {
         "prob = tl.where(weight >= lowest",
         "prob = tl.where(weight > lowest",
     ),
-    "one token more is kept": ("cut(probs, top_k, lowest", "cut(probs, top_k + 1, lowest"),
+    "one token more is kept": ("tops, top_k, lowest", "tops, top_k + 1, lowest"),
     "top-p is a share of all, where top-k has cut": (
         "total = mass_of_top(probs, lowest, top_k, VOCAB, TILE)",
         "total = mass_from(probs, lowest * 0, VOCAB, TILE)",
     ),
     "what is reached must be passed": ("tl.sum(mass, 0) >= goal", "tl.sum(mass, 0) > goal"),
+    "what is reached must be passed, of few": ("middle, BY_COUNT) >= goal", "middle, BY_COUNT) > goal"),
+    "the bound is above the cut": ("cut_of(highest, goal, lowest", "cut_of(highest, goal // 2, lowest"),
+    "what does not fit is left out": ("if num_kept <= TILE:", "if num_kept >= 0:"),
+    "tokens beyond the vocabulary are counted": ("tl.where(token < VOCAB, weight, -1.0)", "weight * 0 + 1"),
     "min-p cuts nothing": ("lowest = tl.maximum(lowest, min_p)", "lowest = lowest"),
     "what is cut stays in the sum": (
         "total += tl.where(weight >= lowest, weight * _WEIGHT_UNITS, 0.0)",

@@ -13,7 +13,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from truedraft.server.workers.worker_pool import WorkerFailedError
 
 WITHIN_SECONDS = 0.2
 DRAIN_TIMEOUT = 0.3
+SETTINGS = Settings(drain_timeout=DRAIN_TIMEOUT)
 READY = Ready(
     target="target",
     draft=None,
@@ -61,13 +62,22 @@ class ForgetfulServer(QuietServer):
         self.should_exit = self.force_exit = self.num_signals > 2
 
 
-class Engine:
-    """Fails when it is told to."""
+class OneModel:
+    """Stands for the models of a server: one, which fails when it is told to."""
+
+    starts = are_several = False
 
     def __init__(self) -> None:
         self.loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
         self.abandoned = asyncio.Event()
+        self.first = SimpleNamespace(name="target", engine=self, stage=None, worker=READY, settings=SETTINGS)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.first])
+
+    async def wait_until_ready(self) -> None:
+        await asyncio.shield(self.loaded)
 
     async def wait_until_failed(self) -> NoReturn:
         return await asyncio.shield(self.failed)
@@ -79,8 +89,8 @@ class Engine:
 class Application:
     """Answers after a while, at the latest when it is abandoned; a stuck one only when it is cancelled."""
 
-    def __init__(self, engine: Engine, drawn: random.Random) -> None:
-        self._engine = engine
+    def __init__(self, models: OneModel, drawn: random.Random) -> None:
+        self._models = models
         self._seconds = drawn.choice([0.0, 0.05, 0.25, 100.0])
         self._is_stuck = drawn.random() < 0.1
 
@@ -93,7 +103,7 @@ class Application:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if self._is_stuck:
             await asyncio.sleep(100.0)
-        waits = (asyncio.sleep(self._seconds), receive_end(receive), self._engine.abandoned.wait())
+        waits = (asyncio.sleep(self._seconds), receive_end(receive), self._models.abandoned.wait())
         tasks = [asyncio.ensure_future(wait) for wait in waits]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -114,15 +124,10 @@ async def one_order(seed: int, kind: type[Server], timeout: float) -> float:
     Raises ``TimeoutError`` if there is none within ``timeout`` seconds.
     """
     drawn = random.Random(seed)
-    loop, engine = asyncio.get_running_loop(), Engine()
-    services: Any = SimpleNamespace(
-        settings=Settings(drain_timeout=DRAIN_TIMEOUT),
-        engine=engine,
-        drain=lambda: None,
-        wait_until_ready=lambda: asyncio.shield(engine.loaded),
-    )
+    loop, models = asyncio.get_running_loop(), OneModel()
+    services: Any = SimpleNamespace(settings=SETTINGS, models=models, drain=lambda: None)
     config = uvicorn.Config(
-        Application(engine, drawn),
+        Application(models, drawn),
         log_config=None,
         access_log=False,
         lifespan="on",
@@ -166,12 +171,12 @@ async def one_order(seed: int, kind: type[Server], timeout: float) -> float:
             0, 4
         )
         if drawn.random() < 0.3 or not ends:
-            ends.append(lambda: fail(engine.failed if is_loaded else engine.loaded))
+            ends.append(lambda: fail(models.failed if is_loaded else models.loaded))
         serving = asyncio.ensure_future(serve(server, listener, services))
         while not server.started:
             await asyncio.sleep(0.001)
         if is_loaded:
-            engine.loaded.set_result(READY)
+            models.loaded.set_result(READY)
         for event in (*events, *ends):
             loop.call_later(drawn.choice([0.0, WITHIN_SECONDS * drawn.random()]), event)
         try:
@@ -181,7 +186,7 @@ async def one_order(seed: int, kind: type[Server], timeout: float) -> float:
             server.has_ended()
             for client in clients:
                 client.close()
-            for future in (engine.loaded, engine.failed):
+            for future in (models.loaded, models.failed):
                 future.cancel()
     assert not left, f"order {seed} had to be ended"
     return time.monotonic() - began[0]

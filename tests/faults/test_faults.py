@@ -94,7 +94,7 @@ def test_a_worker_killed_in_a_prefill_and_again_while_loading(server: Watched) -
     """A request without a token survives one death; its own is the second one while the next worker loads."""
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(server.ask, LONG | {"max_tokens": 1})
-        wait_for(lambda: server.gauges()["num_requests_waiting"] > 0 or asked.done(), lambda: "no request")
+        wait_for(lambda: server.gauges()["num_requests_running"] > 0 or asked.done(), lambda: "no request")
         first = server.worker
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: not server.is_ready(), lambda: "the death was not noticed")

@@ -73,7 +73,7 @@ def serving(folder: Path, *arguments: str, program: str = SERVE) -> Iterator[Ser
     ):
         deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
-            while "Ready on" not in log_path.read_text():
+            while "Ready" not in log_path.read_text():
                 assert process.poll() is None, log_path.read_text()
                 assert time.monotonic() < deadline, log_path.read_text()
                 time.sleep(0.1)

@@ -105,3 +105,59 @@ def test_the_grammar_starts_after_the_reasoning(thinker: tuple[Server, dict[str,
     assert num_complete >= len(SEEDS) // 2
     assert inside >= len(SEEDS) // 4
     assert {"{{", "{a", "{b"} & {*map("".join, pairwise(thoughts))}, "no thought that is no beginning of JSON"
+
+
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"response_format": None}], ids=["a schema", "free"])
+def test_a_budget_closes_the_reasoning(
+    thinker: tuple[Server, dict[str, int]], opens: bool, fields: dict[str, Any]
+) -> None:
+    """After so many tokens comes the closing mark, and no text changes that ends its reasoning before."""
+    server, ids = thinker
+    close, budget = ids[CLOSE], 4
+    num_spent = 0
+    for seed in SEEDS:
+        free = whole(server, body(ids, seed, opens=opens, **fields))["choices"][0]["token_ids"]
+        by_name = {}
+        for name in ("thinking_budget", "thinking_token_budget"):
+            for method in ("none", "auto"):
+                more = {name: budget, "speculation": {"method": method}}
+                answer = whole(server, body(ids, seed, opens=opens, **fields, **more))
+                by_name[name, method] = answer["choices"][0]["token_ids"]
+        (bound,) = {tuple(text) for text in by_name.values()}
+        first = 0 if opens else 1 if free[0] == ids["<think>"] else None
+        end = free.index(close) if close in free else len(free)
+        is_spent = answer["usage"]["completion_tokens_details"]["thinking_budget_spent"]
+        if first is None or end - first < budget:
+            assert list(bound) == free
+            assert not is_spent
+            continue
+        num_spent += 1
+        assert list(bound[: first + budget]) == free[: first + budget]
+        assert bound[first + budget] == close
+        assert is_spent
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == first + budget + 1
+        if not fields:
+            Draft202012Validator(SCHEMA).validate(json.loads(answer["choices"][0]["message"]["content"]))
+    assert num_spent > 0
+
+
+def test_a_budget_has_other_names(thinker: tuple[Server, dict[str, int]]) -> None:
+    server, ids = thinker
+    asked = body(ids, 1, opens=True, thinking_budget=0)
+    text = whole(server, asked)["choices"][0]["token_ids"]
+    assert text[0] == ids[CLOSE]
+    del asked["thinking_budget"]
+    switch = {"type": "adaptive", "budget_tokens": 0}
+    assert whole(server, asked | {"thinking": switch})["choices"][0]["token_ids"] == text
+    refused = server.post(CHAT, asked | {"thinking_budget": 1, "thinking": switch})
+    assert refused.status_code == 400
+    assert "same limit" in refused.json()["error"]["message"]
+    messages = {"model": MODEL, "messages": asked["messages"], "max_tokens": 40, "seed": 1}
+    messages |= {"thinking": {"type": "enabled", "budget_tokens": 0}, "logit_bias": asked["logit_bias"]}
+    answer = server.post("/v1/messages", messages).json()
+    assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": 1, "thinking_budget_spent": True}
+    closed = {"enable_thinking": False, "thinking_budget": 3}
+    response = server.post("/v1/responses", {"model": MODEL, "input": "ab", "max_output_tokens": 4} | closed)
+    assert response.status_code == 200
+    assert "thinking_budget_spent" in response.json()["usage"]["output_tokens_details"]

@@ -132,22 +132,26 @@ def test_errors_of_other_routes(sdk: openai.OpenAI) -> None:
     assert (caught.value.status_code, caught.value.code) == (400, "unsupported_parameter")
     with pytest.raises(openai.NotFoundError):
         sdk.responses.retrieve("resp_1")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError) as wrong:
         sdk.embeddings.create(model=MODEL, input="x")
+    assert wrong.value.code == "wrong_task"
 
 
 def test_examples_of_the_document_work(server: Server) -> None:
-    """Examples are sent as they stand there."""
+    """Examples are sent as they stand there, where the bundled model can be asked."""
     document = server.get("/openapi.json").json()
+    posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
+    # Vectors and gaps are asked of other models; the last ones load and unload this one.
+    left_out = {"/v1/embeddings", "/v1/rerank", "/v1/score", "/infill"}
+    left_out |= {"/models/load", "/models/unload", "/sleep", "/wake_up"}
+    assert left_out <= posts.keys()
     examples = [
         (path, name, example["value"])
-        for path, methods in document["paths"].items()
-        if "post" in methods
-        for name, example in methods["post"]["requestBody"]["content"]["application/json"]["examples"].items()
+        for path, route in posts.items()
+        if path not in left_out
+        for name, example in route["requestBody"]["content"]["application/json"]["examples"].items()
     ]
-    assert {path for path, _, _ in examples} == {
-        path for path, methods in document["paths"].items() if "post" in methods
-    }
+    assert {path for path, _, _ in examples} == posts.keys() - left_out
     for path, name, body in examples:
         response = server.post(path, body)
         assert response.status_code == 200, (path, name, response.text)

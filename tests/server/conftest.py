@@ -40,13 +40,25 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> Tokenizer:
-    return load_tokenizer(str(model_folder))
+    loaded = load_tokenizer(str(model_folder))
+    loaded.fill_ids = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3}  # control characters
+    return loaded
 
 
 @pytest.fixture
 def start_server(model_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> StartServer:
     """Start a server of one's own: ``with start_server("--once", port=...) as server``."""
     return partial(run_server, model_folder, tokenizer, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def vector_server(
+    model_folder: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server whose model makes vectors, which all tests share."""
+    log = tmp_path_factory.mktemp("vectors")
+    with run_server(model_folder, tokenizer, log, "--task", "embed") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

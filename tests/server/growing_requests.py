@@ -22,9 +22,21 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 2},
     "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": [{"role": "user", "content": "x"}]},
+    "/v1/decisions": {
+        "model": MODEL,
+        "input": "x",
+        "questions": [{"type": "predicate", "instructions": "y"}],
+    },
+    "/infill": {"model": MODEL, "input_prefix": "x", "n_predict": 2},
+    "/api/show": {"model": MODEL},
     "/tokenize": {"model": MODEL, "prompt": "x"},
     "/detokenize": {"model": MODEL, "tokens": [65]},
+    "/v1/embeddings": {"model": MODEL, "input": "x"},
+    "/v1/rerank": {"model": MODEL, "query": "x", "documents": ["x"]},
+    "/v1/score": {"model": MODEL, "text_1": "x", "text_2": "x"},
 }
+# These ask a model that does not write text.
+OF_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score")
 # Fields without which another one says nothing, or is refused for its absence.
 WITH: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},

@@ -49,7 +49,10 @@ def page(browser: Browser, server: RunningServer, view: str = "chat") -> Iterato
     browser.connect(is_there=True)
     browser.look()
     # What an earlier test's page kept, which may have failed anywhere, is forgotten.
-    forget = "location.origin === 'null' || (sessionStorage.clear(), localStorage.clear())"
+    forget = (
+        "location.origin === 'null' || "
+        "(sessionStorage.clear(), localStorage.clear(), indexedDB.deleteDatabase('truedraft'))"
+    )
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=forget)
     browser.open(f"{server.url}/#/{view}")
     browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)

@@ -21,9 +21,10 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.orders import WorkerOrders
+from truedraft.engine.config import EngineConfig
 from truedraft.server.app import create_app
 from truedraft.server.cli.launch import bind, http_config
-from truedraft.server.models.registry import Models
+from truedraft.server.models.registry import Limits, Models
 from truedraft.server.models.served import Parts, ServedModel, TokenizerLoader
 from truedraft.server.observability.metrics import Metrics
 from truedraft.server.services import Services
@@ -71,6 +72,8 @@ class RunningServer:
 
     @property
     def engine(self) -> WorkerPool:
+        """The workers of the first model, which must be loaded."""
+        assert self.model.engine is not None
         return self.model.engine
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
@@ -175,7 +178,7 @@ def fake_worker_app(
     metrics = Metrics(configured.metrics_prefix, {configured.model_name: 1})
     of_model = metrics.models[configured.model_name]
 
-    def assemble() -> Parts:
+    def assemble(_: EngineConfig) -> Parts:
         worker = WorkerClient(
             configured.engine_config(),
             of_model.workers[0],
@@ -186,7 +189,9 @@ def fake_worker_app(
         )
         return Parts(WorkerPool([worker], QueueLimits.of(configured)), load)
 
-    return create_app(configured, Models([ServedModel(configured, of_model, assemble)]), metrics)
+    return create_app(
+        configured, Models([ServedModel(configured, of_model, assemble)], Limits.of(configured)), metrics
+    )
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def test_engine_gets_its_own_settings_only() -> None:
     settings = load_settings(["--target", "org/model", "--block-size", "32", "--port", "1"])
     config = settings.engine_config()
     assert type(config) is EngineConfig
-    assert (config.target, config.draft, config.block_size) == ("org/model", None, 32)
+    assert (config.target, config.draft, config.block_size) == ("org/model", "auto", 32)
     assert EngineConfig.model_validate(json.loads(config.model_dump_json())) == config
 
 
@@ -154,7 +154,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert versions == ["truedraft", "python", "torch", "device", "kernels"]
     assert main([]) == 0
     assert "serve" in capsys.readouterr().out
-    assert main(["serve", "--help"]) == 0
+    assert main(["serve", "--help-all"]) == 0
     shown = capsys.readouterr().out
     for name, field in Settings.model_fields.items():
         dash = "--[no-]" if field.annotation is bool else "--"

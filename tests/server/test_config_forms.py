@@ -13,7 +13,7 @@ from tests.server.serve_process import ROOT
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.errors import ConfigError
 from truedraft.server.cli import main as cli
-from truedraft.server.cli.help import serve_help
+from truedraft.server.cli.help import EVERYDAY, serve_help
 from truedraft.server.cli.launch import StartError, bind_unix, check_tls
 from truedraft.server.cli.settings_sources import load_settings, read_options
 from truedraft.server.settings import Settings
@@ -79,7 +79,7 @@ def test_what_does_not_fit_together(flags: list[str], message: str) -> None:
 
 
 def test_help_names_units() -> None:
-    text = serve_help()
+    text = serve_help(is_whole=True)
     assert "--cache-memory-share NUMBER" in text
     assert "--drain-timeout SECONDS" in text
 
@@ -112,7 +112,7 @@ def test_a_file_of_settings_for_commands_without_a_server(
         ("serve --port", "argument --port: expected one argument."),
         ("serve --port x", "port: must be a whole number"),
         ("serve --cache-memory 12XB", "cache_memory: must be a size such as 512MiB or 4GiB"),
-        ("serve one two", "unrecognized arguments: two."),
+        ("serve --port 1 two", "unrecognized arguments: two."),
         ("generate", "the following arguments are required: PROMPT."),
         ("generate hi --temperature 5", "temperature: must be less"),
         ("generate hi --max-tokens", "argument --max-tokens: expected one argument."),
@@ -141,13 +141,40 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: st
     assert line.startswith(f"truedraft {command}: error: {message}")
 
 
-@pytest.mark.parametrize("command", ["generate", "check", "verify-trace"])
+@pytest.mark.parametrize("command", ["generate", "chat", "check", "train-draft", "verify-trace"])
 def test_help_of_a_terminal_command(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """``--help`` has what every day needs of the shared options, and says how many more there are."""
+    assert cli.main([command, "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    assert whole.startswith(f"usage: truedraft {command} ")
+    rare = ("--cache-memory-share NUMBER", "--[no-]self-check")
+    for expected in (*rare, "--max-num-sequences N"):
+        assert expected in whole
+    assert "--help-all" not in whole
     assert cli.main([command, "--help"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith(f"usage: truedraft {command} ")
-    for expected in ("--cache-memory-share NUMBER", "--[no-]self-check", "--max-num-sequences N"):
-        assert expected in text
+    short = capsys.readouterr().out
+    assert "--max-num-sequences N" in short
+    assert not [option for option in rare if option in short]
+    count = [len(re.findall("^  (?:--|[A-Z])", text, re.MULTILINE)) for text in (whole, short)]
+    assert f"--help-all shows {count[0] - count[1]} more options." in short
+
+
+def test_everyday_options_exist() -> None:
+    assert set(EVERYDAY) <= set(Settings.model_fields)
+
+
+def test_help_and_wrong_usage_load_no_torch() -> None:
+    """Nor does any library that takes seconds; each command answers as soon as its options are read."""
+    program = (
+        "import contextlib, io, sys\nfrom truedraft.server.cli.main import COMMANDS, main\n"
+        "for command in COMMANDS:\n    for flag in ('--help', '--help-all', '--no-such-option'):\n"
+        "        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
+        "            main([command, flag])\n"
+        "        loaded = {'torch', 'transformers', 'fastapi'} & sys.modules.keys()\n"
+        "        if loaded:\n            sys.exit(f'{command} {flag} loads {loaded}')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("given", ["[123]", "[[a]]", "{a: b}"])

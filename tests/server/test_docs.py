@@ -63,5 +63,5 @@ def test_error_codes() -> None:
 def test_metrics() -> None:
     names = {family.name.removeprefix("truedraft_") for family in Metrics().exposed.collect()}
     names = {name for name in names if not name.startswith("process_")}
-    assert names - {"build"} <= {word.removesuffix("_total") for word in WORDS}
-    assert "build_info" in WORDS
+    assert names - {"build", "cache_config"} <= {word.removesuffix("_total") for word in WORDS}
+    assert {"build_info", "cache_config_info"} <= WORDS

@@ -23,13 +23,33 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "y"}]},
+    "/v1/completions/render": {"prompt": "x"},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "x"}]},
+    "/infill": {"input_prefix": "x", "n_predict": 1},
+    "/api/show": {"verbose": True},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [120]},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/rerank": {"query": "x", "documents": ["x"]},
+    "/v1/score": {"text_1": "x", "text_2": "x"},
 }
+# Routes that load and unload the model; tests of several models use them.
+COMMANDS = {"/models/load", "/models/unload", "/sleep", "/wake_up"}
+# These ask a model that does not write text.
+OF_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score")
 JSON = {"content-type": "application/json"}
 # Values that no field of any body takes for all of these types.
 ODD_VALUES: tuple[Any, ...] = (True, 3, "x", [1], {"a": 1})
 each_route = pytest.mark.parametrize("path", sorted(VALID))
+
+
+@pytest.fixture
+def server(path: str, shared_server: RunningServer, vector_server: RunningServer) -> RunningServer:
+    """The server whose model the route asks."""
+    found = vector_server if path in OF_VECTORS else shared_server
+    found.wait_until_idle()
+    return found
 
 
 @each_route
@@ -47,8 +67,8 @@ def test_fields_of_other_bodies_are_no_failure(server: RunningServer, path: str)
 
 def test_no_route_is_left_out() -> None:
     settings = Settings()
-    paths = make_app(settings, settings.engine_config()).openapi()["paths"]
-    assert {path for path, methods in paths.items() if "post" in methods} == set(VALID)
+    paths = make_app(settings).openapi()["paths"]
+    assert {path for path, methods in paths.items() if "post" in methods} == set(VALID) | COMMANDS
 
 
 @each_route
@@ -116,8 +136,16 @@ def test_unknown_model(server: RunningServer, path: str) -> None:
 
 def test_keys_origins_and_limits(start_server: StartServer) -> None:
     settings: dict[str, Any] = {"api_keys": ["one"], "cors_origins": ["https://a.example"]}
-    with start_server(**settings, max_body_size=200) as server:
-        for path, body in VALID.items():
+    for task in ("generate", "embed"):
+        bodies = {path: body for path, body in VALID.items() if (path in OF_VECTORS) == (task == "embed")}
+        _check_keys_origins_and_limits(start_server, settings, task, bodies)
+
+
+def _check_keys_origins_and_limits(
+    start_server: StartServer, settings: dict[str, Any], task: str, bodies: dict[str, dict[str, Any]]
+) -> None:
+    with start_server("--task", task, **settings, max_body_size=200) as server:
+        for path, body in bodies.items():
             refused = server.post(path, body, headers={"origin": "https://a.example"})
             assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
             assert refused.headers["access-control-allow-origin"] == "https://a.example"

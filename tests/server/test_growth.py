@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.growing_requests import Case, answers, cases
+from tests.server.growing_requests import OF_VECTORS, Case, answers, cases
 from tests.server.running import RunningServer, run_server
 from truedraft.server.observability.loop_lag import Lag, LoopMonitor
 from truedraft.server.schemas.completion import CompletionRequest
@@ -30,6 +30,7 @@ LONGEST = 0.05
 ATTEMPTS = 6
 
 SETTINGS: dict[str, Any] = {
+    "max_texts": 100_000,
     "max_queued_sequences": 100_000,
     "max_stop_strings": 100_000,
     "max_stop_characters": 1 << 23,
@@ -39,8 +40,9 @@ SETTINGS: dict[str, Any] = {
 class Watched:
     """Has the server, and the longest that its loop was held since the last look, in processor time."""
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, server: RunningServer, of_vectors: RunningServer) -> None:
         self.server = server
+        self.of_vectors = of_vectors
         self._longest = Lag(0.0, 0.0)
         self.monitor = LoopMonitor(self._note, late_after=LONGEST, period=0.001)
 
@@ -60,9 +62,8 @@ class Watched:
         return time.process_time() - time.thread_time() - before
 
     def send(self, case: Case, content: bytes) -> None:
-        answer = self.server.client.post(
-            case.path, content=content, headers={"content-type": "application/json"}
-        )
+        server = self.of_vectors if case.path in OF_VECTORS else self.server
+        answer = server.client.post(case.path, content=content, headers={"content-type": "application/json"})
         assert answer.status_code != 500, answer.text
 
 
@@ -72,8 +73,12 @@ def watched(
 ) -> Iterator[Watched]:
     log = tmp_path_factory.mktemp("growth")
     worker = ("--max-model-len", "10000000", "--tokens-per-step", "1")
-    with run_server(model_folder, tokenizer, log, *worker, **SETTINGS) as server:
-        found = Watched(server)
+    of_vectors = tmp_path_factory.mktemp("growth_of_vectors")
+    with (
+        run_server(model_folder, tokenizer, log, *worker, **SETTINGS) as server,
+        run_server(model_folder, tokenizer, of_vectors, *worker, "--task", "embed", **SETTINGS) as second,
+    ):
+        found = Watched(server, second)
         server.loop.call_soon_threadsafe(found.monitor.start)
         yield found
         found.monitor.stop()

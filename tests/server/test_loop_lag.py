@@ -1,6 +1,7 @@
 """Whoever holds the event loop is named, while it is held and afterwards; processor time is told apart."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -80,8 +81,12 @@ def test_the_server_logs_who_holds_its_loop(
     with start_server(loop_lag_warning=0.05) as server:
         told = threading.Event()
 
+        def of_work() -> list[logging.LogRecord]:
+            """Returns what was logged of this function; a busy machine may hold the loop in another one."""
+            return [record for record in caplog.records if "hold_by_work" in record.getMessage()]
+
         def has_told() -> bool:
-            return any(record.name == "truedraft.loop" for record in caplog.records)
+            return bool(of_work())
 
         def hold() -> None:
             hold_by_work(has_told)
@@ -89,6 +94,6 @@ def test_the_server_logs_who_holds_its_loop(
 
         server.loop.call_soon_threadsafe(hold)
         assert told.wait(300)
-    (record, *_) = [record for record in caplog.records if record.name == "truedraft.loop"]
-    assert "hold_by_work" in record.getMessage()
+    (record, *_) = of_work()
+    assert record.name == "truedraft.loop"
     assert "hold_by_work" in vars(record)["fields"]["where"]

@@ -58,7 +58,7 @@ PROVOKING: dict[str, tuple[str, str, str]] = {
         "0+600x30",
     ),
     "TruedraftCacheFull": (
-        f'truedraft_kv_cache_usage_perc{{{SERVER}, model="target"}}',
+        f'truedraft_worker_kv_cache_usage_perc{{{SERVER}, model="target"}}',
         "0.99x30",
         "0.9x30",
     ),
@@ -204,7 +204,7 @@ def test_every_alert_fires_at_the_first_event_of_a_fresh_server(
         with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 99, "n": 4}):
             fires("TruedraftCacheFull")
             late = threads.submit(ask, n=4)
-            wait_for(lambda: server.engine.num_waiting == 1, "a full queue")
+            wait_for(lambda: server.engine.num_http_requests == 2, "a full queue")
             assert ask() == 429
             fires("TruedraftQueueFull")
             server.pass_time(LONG_SECONDS)

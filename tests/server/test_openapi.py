@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import StartServer
+from tests.server.growing_requests import OF_VECTORS
 from tests.server.running import MODEL, RunningServer
+from tests.server.test_every_body_route import COMMANDS
 from truedraft.server.http.openapi import TAGS
 
 REQUESTS = [
@@ -17,6 +19,9 @@ REQUESTS = [
     "TokenCountRequest",
     "TokenizeRequest",
     "DetokenizeRequest",
+    "EmbeddingRequest",
+    "RerankRequest",
+    "ScoreRequest",
     "SpeculationOptions",
     "ChunkStreamOptions",
 ]
@@ -48,30 +53,45 @@ def test_every_operation_is_described(document: dict[str, Any]) -> None:
         assert "422" not in operation["responses"], name
 
 
+# Their answers come in one piece.
+WHOLE = {"POST /v1/decisions"}
+
+
 def test_errors_are_described(document: dict[str, Any]) -> None:
     for name, operation in operations(document):
         if not name.startswith("POST"):
             continue
         expected = {"200", "400", "404", "413", "415", "503", "default"}
-        generates = name.startswith("POST /v1/") and not name.endswith("_tokens")
-        assert set(operation["responses"]) == expected | ({"429", "504"} if generates else set())
+        generates = name.startswith(("POST /v1/", "POST /infill")) and not name.endswith(
+            ("_tokens", "/render")
+        )
+        expected |= {"429", "504"} if generates else set()
+        if name.removeprefix("POST ") in COMMANDS:
+            expected |= {"403", "409"}
+            expected -= set() if "requestBody" in operation else {"413", "415"}
+        assert set(operation["responses"]) == expected
         for status, response in operation["responses"].items():
-            schema = response["content"]["application/json"]["schema"]["$ref"]
+            schema = response["content"]["application/json"]["schema"]
+            schema = schema.get("items", schema)["$ref"]
             shape = "/MessagesErrorAnswer" if "/v1/messages" in name else "/ErrorAnswer"
             assert schema.endswith(shape) == (status != "200"), (name, status)
-        assert ("text/event-stream" in operation["responses"]["200"]["content"]) == generates
+        streams = generates and name not in WHOLE and not name.endswith(OF_VECTORS)
+        assert ("text/event-stream" in operation["responses"]["200"]["content"]) == streams
 
 
-def test_examples_work_with_the_served_name(server: RunningServer, document: dict[str, Any]) -> None:
+def test_examples_work_with_the_served_name(
+    server: RunningServer, vector_server: RunningServer, document: dict[str, Any]
+) -> None:
     for name, operation in operations(document):
-        if not name.startswith("POST"):
+        if not name.startswith("POST") or name.removeprefix("POST ") in COMMANDS:
             continue
         content = operation["requestBody"]["content"]["application/json"]
         assert content["examples"], name
         for title, example in content["examples"].items():
             assert example["summary"], (name, title)
             assert example["value"]["model"] == MODEL
-            response = server.client.post(name.split()[1], json=example["value"])
+            asked = vector_server if name.endswith(OF_VECTORS) else server
+            response = asked.client.post(name.split()[1], json=example["value"])
             assert response.status_code == 200, (name, title, response.text)
             assert "x-truedraft-ignored" not in response.headers
 

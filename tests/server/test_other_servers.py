@@ -87,7 +87,7 @@ def test_no_name_is_ignored_in_silence(server: RunningServer, name: str) -> None
         ("sampling_params", {"n": 2}, "fields of the request"),
         ("parameters", {"n": 2}, "fields of the request"),
         ("lora_request", {"lora_name": "a"}, "merge"),
-        ("reasoning_budget", 100, "reasoning_effort"),
+        ("reasoning_budget", 100, "thinking_budget"),
         ("nvext", {"greed_sampling": True}, "fields of the request"),
         ("watermark", True, "TGI"),
         ("beam_width", 2, "'n'"),

@@ -114,10 +114,10 @@ def test_gauge_follows_the_policy() -> None:
 def test_a_dead_workers_cache_is_not_in_use() -> None:
     metrics = WorkerMetrics()
     metrics.stats(msgspec.structs.replace(STATS, cache_usage={"target": 0.5}))
-    assert samples(metrics, "truedraft_kv_cache_usage_perc") == [0.5]
+    assert samples(metrics, "truedraft_worker_kv_cache_usage_perc") == [0.5]
     metrics.stats(msgspec.structs.replace(STATS, cache_usage={"target": 0.7}))
     metrics.lost()
-    assert not samples(metrics, "truedraft_kv_cache_usage_perc")
+    assert not samples(metrics, "truedraft_worker_kv_cache_usage_perc")
 
 
 def test_what_a_worker_counted_before_it_died_is_kept() -> None:

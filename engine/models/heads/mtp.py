@@ -23,7 +23,7 @@ from truedraft.engine.families.fit import with_stacks
 from truedraft.engine.families.norms import norm_of
 from truedraft.engine.families.table import FAMILIES
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
-from truedraft.engine.gguf.checkpoint import holds_head_alone, open_gguf_head
+from truedraft.engine.gguf.checkpoint import holds_further_layers, holds_head_alone, open_gguf_head
 from truedraft.engine.layers.decoder import Joint, MakeOutput
 from truedraft.engine.layers.linear import Embeddings, Linear
 from truedraft.engine.layers.norm import Norm
@@ -93,18 +93,32 @@ def holds_mtp_alone(path: str) -> bool:
     """Tells whether a GGUF file or a folder has a head, and no model before it."""
     if is_gguf(path):
         return holds_head_alone(path)
+    names = _tensor_names(path)
+    return _has_projection(names) and not any("layers.0." in name for name in names)
+
+
+def has_mtp(path: str) -> bool:
+    """Tells whether the checkpoint of a model has a head, too."""
+    if is_gguf(path):
+        return holds_further_layers(path)
+    return _has_projection(_tensor_names(path))
+
+
+def _has_projection(names: Iterable[str]) -> bool:
+    last = f".{DEEPSEEK.projection}.weight"
+    return any(name == OF_QWEN[2].projection or name.endswith(last) for name in names)
+
+
+def _tensor_names(path: str) -> list[str]:
+    """Returns the names of a folder's tensors, those of a layer of Qwen's heads apart."""
     if not Path(path).is_dir():
-        return False
+        return []
     try:
         checkpoint = Checkpoint.find(path, allow_pickle=False)
     except (OSError, SafetensorError, ValueError):  # loading says what is wrong
-        return False
+        return []
     names = [] if checkpoint is None else list(checkpoint.files)
-    own = [name for name in names if not name.startswith(OF_QWEN[1])]
-    is_head = any(
-        name == OF_QWEN[2].projection or name.endswith(f".{DEEPSEEK.projection}.weight") for name in own
-    )
-    return is_head and not any("layers.0." in name for name in own)
+    return [name for name in names if not name.startswith(OF_QWEN[1])]
 
 
 def load_mtp(path: str, target: Model, options: LoadOptions) -> Head:

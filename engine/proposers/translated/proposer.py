@@ -75,7 +75,8 @@ class _Row:
 
 
 class TranslatedDraftProposer(Proposer):
-    """``pool`` is the draft's own: the scheduler counts in target tokens and knows nothing of it.
+    """Drafts with a model that has another tokenizer. ``pool`` holds its blocks: the scheduler counts in
+    target tokens and does not know it.
 
     ``max_num_ids`` draft tokens at most per sequence; ``max_batched_tokens`` of them are computed per step to
     catch up with prompts. ``eos_token_id`` is what the target says where the draft ends its text. To the

@@ -38,7 +38,7 @@ class HeadPasses:
         self._host = self.sent.host.view(rows.max_rows, 1 + max_fed).numpy()
 
     def feed(self, rows: Iterable[int], spans: Sequence[Span]) -> None:
-        """Says what the next first pass is fed in these rows."""
+        """Copies to the device what the next first pass reads in these rows: states, tokens after them."""
         self.sent.wait()
         self._host[:, 0] = 0
         places: list[int] = []

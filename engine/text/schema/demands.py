@@ -234,7 +234,7 @@ def _multiple(schema: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def count_of(value: Any) -> int | None:
-    """Returns a count, for which 10.0 is one, too; None for anything else."""
+    """Returns ``value`` as a count, such as 10 for 10.0; None if it is no whole number from 0 on."""
     if not is_number(value) or value < 0 or is_beyond(value) or value != int(value):
         return None
     return int(exactly(value))

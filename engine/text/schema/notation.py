@@ -163,7 +163,7 @@ class Notation:
     def _more(
         self, pair: rules.Sequence, least: int, most: int | None, *, is_first: bool
     ) -> list[rules.Sequence]:
-        """Returns how further properties follow, or none."""
+        """Returns the ways in which further properties may follow; an empty one if none need to."""
         if not pair or most == 0:
             return [] if least else [[]]
         if not is_first:

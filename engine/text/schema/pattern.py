@@ -197,13 +197,13 @@ class _Writer:
         return rf"[^{''.join(member.text for member in members)}\x{{0}}]"
 
     def _class_of(self, members: list[_Member]) -> str:
-        """Without U+0000, which only a range from there, a complement or a property can have."""
+        """Returns a class without U+0000, which a range from there, a complement or a property may have."""
         inside = "".join(member.text for member in members)
         may_have_null = any(member.text.startswith((r"\x{0}", "[^", r"\p", r"\P")) for member in members)
         return rf"[[{inside}]--\x{{0}}]" if may_have_null else f"[{inside}]"
 
     def _member(self, token: re.Match[str], *, is_negated: bool) -> _Member:
-        """What a negated class leaves out is more than what another one has, where dialects differ."""
+        """Returns a member; in a negated class a shorthand leaves out all that any dialect gives it."""
         if name := token["shorthand"]:
             self._is_narrowed = True
             return _Member(SHORTHANDS[name][is_negated], ESCAPED_BY_SHORTHAND[name])

@@ -1,0 +1,128 @@
+"""These routes load and unload models, let them sleep, and tell what becomes of them.
+
+``/models/load`` and ``/models/unload`` are llama.cpp's, ``/sleep``, ``/wake_up`` and ``/is_sleeping`` vLLM's.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Query, Request
+from fastapi.responses import Response
+
+from truedraft.server.errors import ErrorAnswer, InvalidRequestError, PermissionDeniedError
+from truedraft.server.http.json_route import JsonRoute
+from truedraft.server.http.openapi import BODY_ERRORS, Responses
+from truedraft.server.http.sse import EventStreamResponse, data_event
+from truedraft.server.http.work import while_wanted
+from truedraft.server.models.served import ServedModel
+from truedraft.server.routes.checks import check_model, rights_of
+from truedraft.server.routes.models import model_status
+from truedraft.server.routes.responding import PING_SECONDS
+from truedraft.server.schemas.models import ModelCommand, ModelEvent, SleepStatus, Success
+from truedraft.server.services import Services, ServicesDep
+
+# A loading worker names its stages without a message to whoever waits for news.
+LOOK_SECONDS = 0.5
+COMMANDS: Responses = BODY_ERRORS | {
+    403: {"model": ErrorAnswer, "description": "The key has no right to load and unload models."},
+    409: {"model": ErrorAnswer, "description": "Requests use the model for longer than `drain_timeout`."},
+}
+QUERIES: Responses = {status: answer for status, answer in COMMANDS.items() if status not in (413, 415)}
+
+router = APIRouter(tags=["models"])
+commands = APIRouter(tags=["models"], route_class=JsonRoute)
+
+Name = Annotated[str | None, Query(description="Name of the model; it may be left out if there is one.")]
+
+
+@commands.post("/models/load", summary="Load a model", responses=COMMANDS)
+async def load_model(
+    body: Annotated[ModelCommand, Body()], request: Request, services: ServicesDep
+) -> Success:
+    """Answers once the model is loaded; `GET /models/events` tells how far it is meanwhile."""
+    await _load(_operated(body.model, request, services), request, services)
+    return Success()
+
+
+@commands.post("/models/unload", summary="Unload a model", responses=COMMANDS)
+async def unload_model(
+    body: Annotated[ModelCommand, Body()], request: Request, services: ServicesDep
+) -> Success:
+    """Answers once the memory is free. What the model is answering is finished before; a request that names
+    it later loads it again."""
+    await services.models.unload(_operated(body.model, request, services))
+    return Success()
+
+
+@router.get(
+    "/models/events",
+    summary="Watch the models",
+    response_class=Response,
+    responses={200: {"content": {"text/event-stream": {}}}, "default": {"model": ErrorAnswer}},
+)
+async def watch_models(request: Request, services: ServicesDep) -> Response:
+    """Streams what each model is at: all of them, then every change, with bytes while one is fetched."""
+    models = services.models.allowed(rights_of(request, services).models)
+    return EventStreamResponse(_events(models, services), lambda: None, {}, ping_seconds=PING_SECONDS)
+
+
+@router.post("/sleep", summary="Free a model's memory", responses=QUERIES)
+async def sleep(
+    request: Request,
+    services: ServicesDep,
+    model: Name = None,
+    level: Annotated[int, Query(ge=1, le=2, description="1 or 2: both free all of it.")] = 1,
+) -> Success:
+    """Ends the model's workers once they have answered what they have. Requests get 503 until `/wake_up`."""
+    await services.models.unload(_operated(model, request, services), "sleeping")
+    return Success()
+
+
+@router.post("/wake_up", summary="Load a model that sleeps", responses=QUERIES)
+async def wake_up(
+    request: Request,
+    services: ServicesDep,
+    model: Name = None,
+    tags: Annotated[list[str] | None, Query(description="Must be left out.")] = None,
+) -> Success:
+    """Answers once the model is loaded again."""
+    if tags:
+        raise InvalidRequestError(
+            "A model wakes up as a whole: leave 'tags' out.", param="tags", code="unsupported_parameter"
+        )
+    await _load(_operated(model, request, services), request, services)
+    return Success()
+
+
+@router.get("/is_sleeping", summary="Whether a model sleeps", responses=QUERIES)
+async def is_sleeping(request: Request, services: ServicesDep, model: Name = None) -> SleepStatus:
+    """Answers true from `/sleep` to `/wake_up`."""
+    asked = check_model(model, request, services)
+    return SleepStatus(is_sleeping=asked.condition.status == "sleeping")
+
+
+def _operated(name: str | None, request: Request, services: Services) -> ServedModel:
+    """Returns the model, unless the key has no right to load and unload."""
+    model = check_model(name, request, services)
+    if not rights_of(request, services).may_operate:
+        raise PermissionDeniedError(
+            "This key may not load or unload models. The word 'operate' after a key in the file of "
+            "api_key_file gives it that right."
+        )
+    services.check_not_draining()
+    return model
+
+
+async def _load(model: ServedModel, request: Request, services: Services) -> None:
+    await while_wanted(request, services.models.load(model))
+
+
+async def _events(models: list[ServedModel], services: Services) -> AsyncIterator[bytes]:
+    told: dict[str, ModelEvent] = {}
+    while not services.is_draining:
+        for model in models:
+            event = ModelEvent(model=model.name, status=model_status(model))
+            if told.get(model.name) != event:
+                told[model.name] = event
+                yield data_event(event)
+        await services.models.news(LOOK_SECONDS)
