@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from truedraft.engine.core.needs import Needs
 from truedraft.engine.core.step import StepPlan, StepResult
 
 
@@ -11,10 +10,6 @@ class Runner(Protocol):
     """``run`` returns the step's rounds and leaves the sequences as they are, but for what their block tables
     count as computed: at least every token but the pending one, and perhaps rejected drafts, which the commit
     truncates."""
-
-    @property
-    def supports(self) -> Needs:
-        """Returns what rows may need for this runner to execute their step."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one round, or several up to ``plan.max_rounds`` where they are short."""

@@ -9,6 +9,7 @@ knows what they were drawn from.
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from truedraft.engine.cuda.triton_sampling import Sampling
@@ -32,7 +33,7 @@ class DeviceOps(TorchOps):
         super().__init__(rules)
         self.sampling = sampling
         self.max_drafts = max_drafts
-        self.places = torch.arange(max_drafts + 1, device=device).split(1)
+        self.places = torch.arange(max_drafts + 1, device=device)[:, None].unbind()
         self._counts: WeakKeyDictionary[Row, _Counts] = WeakKeyDictionary()
 
     def draw(self, step: StepRows, logits: torch.Tensor, offset: int) -> DraftDraw:
@@ -40,7 +41,10 @@ class DeviceOps(TorchOps):
         # The kernel keeps no distributions of greedy rows, which only a trace asks for.
         if step.traced or not is_usual or offset >= self.max_drafts:
             return super().draw(step, logits, offset)
-        numbers = self._numbers(step)
+        if step.columns is None:  # the kernel draws as long as it is asked to
+            everything = [self.max_drafts] * len(step.rows)
+            step.columns = self._send(step, everything, everything)
+        numbers = step.columns
         probs = logits.new_empty(len(step.rows), step.vocab_size, dtype=torch.float32)
         self.sampling.draw_drafts(logits.float().contiguous(), probs, numbers, self.places[offset])
         return DraftDraw(numbers[:, DRAFTS_AT + offset], probs if step.uses_draft_probs else None)
@@ -49,10 +53,15 @@ class DeviceOps(TorchOps):
         num_rows, width = len(step.rows), drafts.token_ids.shape[1]
         if not num_rows or width > self.max_drafts:
             return super().judge(step, logits, drafts)
-        numbers = self._numbers(step)
         drawn = [0] * num_rows if drafts.probs is None else drafts.lengths
-        numbers[:, Field.NUM_DRAFTS : Field.NUM_DRAWN + 1] = on_device([drafts.lengths, drawn], step.device).T
-        numbers[:, DRAFTS_AT : DRAFTS_AT + width] = drafts.token_ids
+        if step.columns is None:
+            numbers = self._send(step, drafts.lengths, drawn, drafts.known or ())
+        else:
+            numbers = step.columns
+            counts = on_device([drafts.lengths, drawn], step.device)
+            numbers[:, Field.NUM_DRAFTS : Field.NUM_DRAWN + 1] = counts.T
+        if drafts.known is None or numbers is step.columns:
+            numbers[:, DRAFTS_AT : DRAFTS_AT + width] = drafts.token_ids
         padded = pad_rows(logits.float(), drafts.lengths, width + 1).contiguous()
         probs = padded.new_zeros(num_rows, 0, step.vocab_size) if drafts.probs is None else drafts.probs
         verdicts = numbers.new_zeros(num_rows, 3 + self.max_drafts)
@@ -67,17 +76,17 @@ class DeviceOps(TorchOps):
                 self._counts[row] = _Counts(vocab_size, device)
         return torch.stack([self._counts[row].of(row) for row in rows], dim=1)
 
-    def _numbers(self, step: StepRows) -> torch.Tensor:
-        """Returns the rows' columns on the device, with room for drafts: int64 [rows, ...]. A row draws as
-        long as it is asked to."""
-        if step.columns is None:
-            lines = step.table.numbers[step.lines, :DEVICE_WIDTH]
-            lines[:, Field.NUM_DRAWN] = self.max_drafts
-            step.columns = torch.zeros(
-                len(lines), DRAFTS_AT + self.max_drafts, dtype=torch.int64, device=step.device
-            )
-            step.columns[:, :DEVICE_WIDTH] = send(torch.from_numpy(lines), step.device)
-        return step.columns
+    def _send(
+        self, step: StepRows, num_drafts: list[int], num_drawn: list[int], known: Sequence[Sequence[int]] = ()
+    ) -> torch.Tensor:
+        """Returns the rows' columns on the device, with ``known`` drafts and room for others: int64 [rows,
+        ...]."""
+        numbers = np.zeros((len(step.rows), DRAFTS_AT + self.max_drafts), dtype=np.int64)
+        numbers[:, :DEVICE_WIDTH] = step.table.numbers[step.lines, :DEVICE_WIDTH]
+        numbers[:, Field.NUM_DRAFTS], numbers[:, Field.NUM_DRAWN] = num_drafts, num_drawn
+        for line, ids in zip(numbers, known, strict=False):
+            line[DRAFTS_AT : DRAFTS_AT + len(ids)] = ids
+        return send(torch.from_numpy(numbers), step.device)
 
 
 class _Counts:

@@ -89,7 +89,7 @@ def _drawn_and_judged(
     """Returns everything that is written, but for distributions that no rule asks for."""
     num_rows, device = len(numbers), logits.device
     drawn_from = torch.zeros(CHECK_DRAFTS, num_rows, logits.shape[2], device=device)
-    for number, place in enumerate(torch.arange(CHECK_DRAFTS, device=device).split(1)):
+    for number, place in enumerate(torch.arange(CHECK_DRAFTS, device=device)[:, None].unbind()):
         sampling.draw_drafts(draft_logits[:, number].contiguous(), drawn_from[number], numbers, place)
     probs = drawn_from.transpose(0, 1).contiguous()
     verdicts = torch.zeros(num_rows, 3 + CHECK_DRAFTS, dtype=torch.int64, device=device)

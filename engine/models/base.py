@@ -33,7 +33,8 @@ class FastPass(Protocol):
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns logits and states as in ``ForwardOutput``; None if there is no such pass for ``spans``."""
+        """Returns logits and states as in ``ForwardOutput``; None if there is no such pass for ``spans``. The
+        logits may be where the next pass writes its own."""
         ...
 
 

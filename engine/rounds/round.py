@@ -177,7 +177,7 @@ class RoundRunner:
 
     def _score(self, plan: StepPlan, sampler: Sampler, drafts: Drafts) -> "_Scored":
         """The target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
-        is_late = not self.ops.reads_drafts and any(drafts.lengths)
+        is_late = not self.ops.reads_drafts and drafts.known is None and any(drafts.lengths)
         if is_late and reads_drafts(sampler.rows, self.target.model.rules):
             drafts.send_early()
             sampler.read_drafts = lambda: drafts.ids

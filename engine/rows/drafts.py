@@ -16,13 +16,14 @@ class Drafts:
     """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
-    deterministic or no row asks for them. ``sent``: a copy of the ids to the host has begun, and this waits
-    for it.
+    deterministic or no row asks for them. ``known`` holds each row's ids where the host has chosen them; None
+    if they were drawn. ``sent`` waits for a copy of the ids to the host, if one has begun.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
     probs: torch.Tensor | None  # float32 [B, K, V]
     lengths: list[int]
+    known: list[list[int]] | None = None
     sent: Callable[[], torch.Tensor] | None = None
 
     @classmethod
@@ -32,6 +33,8 @@ class Drafts:
     @cached_property
     def ids(self) -> list[list[int]]:
         """Each row's drafted ids, without padding, in one copy from the device."""
+        if self.known is not None:
+            return self.known
         if not any(self.lengths):
             return [[] for _ in self.lengths]
         token_ids = self.token_ids if self.sent is None else self.sent()

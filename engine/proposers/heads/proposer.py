@@ -137,7 +137,7 @@ class HeadProposer(Proposer):
             if len(hidden) > len(spans):
                 ends = [end - 1 for end in accumulate(len(span.token_ids) for span in spans)]
                 hidden = hidden.index_select(0, on_device(ends, hidden.device))
-            drafting, states = rows, hidden.flatten(1).split(1)
+            drafting, states = rows, hidden.flatten(1)[:, None].unbind()
             return self.head.in_width(logits, self.vocab_size)
 
         drafts = drawn_drafts(lengths, sampler, next_logits)

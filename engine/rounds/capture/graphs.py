@@ -180,13 +180,7 @@ class ScorePass:
         pieces = graphs.pieces(spans, max(len(span.token_ids) for span in spans))
         if pieces is None:
             return None
-        outputs, end = [], 0
-        for shape, members in pieces:
-            start, end = end, end + sum(len(span.token_ids) for span in members)
-            ids = None if ids_on_device is None else ids_on_device[start:end]
-            outputs.append(self.run(shape, members, ids))
-        logits, hidden = zip(*outputs, strict=True)
-        return outputs[0] if len(outputs) == 1 else ForwardOutput(torch.cat(logits), _joined(hidden))
+        return _in_pieces(self.run, pieces, ids_on_device, lambda span: len(span.token_ids))
 
     def _is_mostly_padding(self, spans: list[Span]) -> bool:
         """Tells whether pieces of prompts would make a pass over rows much larger."""
@@ -201,6 +195,7 @@ class ScorePass:
     def run(
         self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
     ) -> ForwardOutput:
+        """Returns logits that may be where the next pass writes its own."""
         graphs, rows = self.graphs, self.graphs.rows
         assert shape.queries is not None
         rows.begin()
@@ -215,19 +210,22 @@ class ScorePass:
             rows.set_states(TARGET, place, span.table, span.certain)
             first, end = place * shape.queries, place * shape.queries + length
             index += range(end - span.num_logits, end)
-            tokens += range(first, end)
-            at = place * rows.width + IDS_AT + 1
-            ids += range(at, at + length)
+            if graphs.tapped is not None:
+                tokens += range(first, end)
+            if ids_on_device is not None:
+                at = place * rows.width + IDS_AT + 1
+                ids += range(at, at + length)
         rows.send(shape.rows)
-        sizes = len(index), len(tokens), len(ids)
+        index = [] if (dense := _as_slice(index)) else index
         numbers = on_device([*index, *tokens, *ids], graphs.logits.device)
-        of_logits, of_tokens, of_ids = numbers.split_with_sizes(sizes)
+        of_logits, of_tokens, of_ids = numbers.split_with_sizes((len(index), len(tokens), len(ids)))
         if ids_on_device is not None:
             known = rows.numbers.view(-1)
             graphs.capture.launch(lambda: known.index_copy_(0, of_ids, ids_on_device))
         graphs.replay(shape)
         hidden = None if graphs.tapped is None else graphs.tapped.index_select(0, of_tokens)
-        return ForwardOutput(graphs.logits.index_select(0, of_logits), hidden)
+        logits = graphs.logits[dense] if dense else graphs.logits.index_select(0, of_logits)
+        return ForwardOutput(logits, hidden)
 
 
 class DrawingPass:
@@ -241,7 +239,7 @@ class DrawingPass:
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
         self._tables: list[BlockTable] = []
-        self._places: list[int] = []
+        self._index: slice | torch.Tensor = slice(0)  # the places of its rows
         self._ends: list[int] = []
         self._shape: Shape | None = None
         self._message = -1
@@ -264,24 +262,22 @@ class DrawingPass:
         rows = self.graphs.rows
         rows.begin()
         self._tables = [span.table for span in spans]
-        self._places = rows.places_of(DRAFT, self._tables, shape.rows)
+        places = rows.places_of(DRAFT, self._tables, shape.rows)
+        self._index = _as_slice(places) or on_device(places, self.graphs.draft_logits.device)
         self._shape, self._message = shape, rows.num_messages
-        return self._places
+        return places
 
     def replay(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> torch.Tensor:
-        """Replays the pass that has been begun. Returns where its rows are."""
+        """Replays the pass that has been begun. Returns its rows' logits, which may be where the next pass
+        writes its own."""
         graphs, shape = self.graphs, self._shape
         assert shape is not None
         self._ends = [span.end for span in spans]
-        places = on_device(self._places, graphs.draft_logits.device)
         if ids_on_device is not None:
-            last_ids = graphs.rows.ids(shape.rows)[:, 1]
-            graphs.capture.launch(lambda: last_ids.index_copy_(0, places, ids_on_device))
+            last_ids, index = graphs.rows.ids(shape.rows)[:, 1], self._index
+            graphs.capture.launch(lambda: last_ids.__setitem__(index, ids_on_device))
         graphs.replay(shape)
-        return places
-
-    def logits(self, places: torch.Tensor) -> torch.Tensor:
-        return self.graphs.draft_logits.index_select(0, places)
+        return graphs.draft_logits[self._index]
 
 
 class DraftPass(DrawingPass):
@@ -291,7 +287,7 @@ class DraftPass(DrawingPass):
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
     ) -> ForwardOutput | None:
         if self.goes_on(spans, ids_on_device):
-            return ForwardOutput(self.logits(self.replay(spans, ids_on_device)))
+            return ForwardOutput(self.replay(spans, ids_on_device))
         drawing = [span for span in spans if span.num_logits]
         if taps or not drawing or any(span.num_logits > 1 for span in drawing):
             return None
@@ -302,12 +298,8 @@ class DraftPass(DrawingPass):
         if lacking:
             assert self.graphs.draft is not None
             self.graphs.draft.forward([_beginning(span, DRAFT_TOKENS) for span in lacking])
-        logits, end = [], 0
-        for shape, members in pieces:
-            start, end = end, end + len(members)
-            ids = None if ids_on_device is None else ids_on_device[start:end]
-            logits.append(self.run(shape, [_end(span, DRAFT_TOKENS) for span in members], ids).logits)
-        return ForwardOutput(logits[0] if len(logits) == 1 else torch.cat(logits))
+        pieces = [(shape, [_end(span, DRAFT_TOKENS) for span in members]) for shape, members in pieces]
+        return _in_pieces(self.run, pieces, ids_on_device, lambda _: 1)
 
     def run(
         self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
@@ -319,7 +311,7 @@ class DraftPass(DrawingPass):
             rows.set_table(DRAFT, place, span.table)
             rows.set_states(DRAFT, place, span.table, span.certain)
         rows.send(shape.rows)
-        return ForwardOutput(self.logits(self.replay(spans, ids_on_device)))
+        return ForwardOutput(self.replay(spans, ids_on_device))
 
 
 class HeadPass(DrawingPass):
@@ -347,14 +339,11 @@ class HeadPass(DrawingPass):
         lacking = [span for span in spans if len(span.token_ids) > longest]
         if lacking:
             self.passes.runner.forward([_beginning(span, 1) for span in lacking])
-        outputs, end = [], 0
-        for shape, members in pieces:
-            start, end = end, end + len(members)
-            ids = None if ids_on_device is None else ids_on_device[start:end]
-            ends = [_end(span, 1) if len(span.token_ids) > longest else span for span in members]
-            outputs.append(self.run(shape, ends, ids))
-        logits, hidden = zip(*outputs, strict=True)
-        return ForwardOutput(torch.cat(logits), _joined(hidden))
+        pieces = [
+            (shape, [_end(span, 1) if len(span.token_ids) > longest else span for span in members])
+            for shape, members in pieces
+        ]
+        return _in_pieces(self.run, pieces, ids_on_device, lambda _: 1)
 
     def run(
         self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
@@ -370,14 +359,14 @@ class HeadPass(DrawingPass):
         if shape.fed > 1:
             self.passes.feed(places, spans)
         elif states is not None:  # where costs are measured there are none
-            self.passes.own.index_copy_(0, on_device(places, states.device), states)
+            self.passes.own[self._index] = states
         return self._output(self.replay(spans, ids_on_device))
 
-    def _output(self, places: torch.Tensor) -> ForwardOutput:
-        head, logits = self.passes.head, self.logits(places)
+    def _output(self, logits: torch.Tensor) -> ForwardOutput:
+        head = self.passes.head
         if head.token_ids is not None:
             logits = logits.index_select(1, head.token_ids)
-        own = self.passes.own.index_select(0, places)
+        own = self.passes.own[self._index].clone()
         return ForwardOutput(logits[:, : head.model.vocab_size], own[:, None])
 
 
@@ -393,6 +382,31 @@ def _end(span: Span, num_last: int) -> Span:
     """Returns a span's last tokens, after its beginning has been computed."""
     states = None if span.states is None else span.states[-num_last:]
     return replace(span, token_ids=span.token_ids[-num_last:], states=states)
+
+
+def _as_slice(places: list[int]) -> slice | None:
+    """Returns ``places`` as a slice, where they follow each other."""
+    first, end = places[0], places[0] + len(places)
+    return slice(first, end) if places == [*range(first, end)] else None
+
+
+def _in_pieces(
+    run: Callable[[Shape, list[Span], torch.Tensor | None], ForwardOutput],
+    pieces: list[tuple[Shape, list[Span]]],
+    ids_on_device: torch.Tensor | None,
+    num_ids: Callable[[Span], int],
+) -> ForwardOutput:
+    """Runs a batch's ``pieces`` one after the other. Each has its part of ``ids_on_device``, which holds
+    ``num_ids`` for each span, and overwrites the logits of the one before."""
+    outputs, end = [], 0
+    for shape, members in pieces:
+        start, end = end, end + sum(map(num_ids, members))
+        output = run(shape, members, None if ids_on_device is None else ids_on_device[start:end])
+        if len(pieces) == 1:
+            return output
+        outputs.append(ForwardOutput(output.logits.clone(), output.hidden))
+    logits, hidden = zip(*outputs, strict=True)
+    return ForwardOutput(torch.cat(logits), _joined(hidden))
 
 
 def _joined(hidden: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
