@@ -27,8 +27,8 @@ class Delta:
 
 
 class Logprob(TokenLogprob, frozen=True, array_like=True):
-    """Log-probability of one token as the engine gives it, with the texts of that token and of those in
-    ``top``. A token that is a part of a character has its bytes as ``\\xf0\\x9f``."""
+    r"""Adds to a token's log-probability, as the engine gives it, the texts of the token and of those in
+    ``top``. A token that is a part of a character is shown by its bytes, as in ``\xf0\x9f``."""
 
     text: str = ""
     top_texts: list[str] = []
