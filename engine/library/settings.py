@@ -1,13 +1,13 @@
-"""Has the keyword arguments of ``LLM`` and their types, for editors and type checkers.
+"""The keyword arguments of ``LLM`` and their types, for editors and type checkers.
 
-``python -m tools.write_configuration`` writes it from ``EngineConfig``; a test compares the two.
+Written from ``EngineConfig`` by ``python -m tools.write_configuration``; a test compares the two.
 """
 
 from typing import Literal, TypedDict
 
 
 class LLMSettings(TypedDict, total=False):
-    """Lists settings of ``truedraft serve`` that concern models, speculation, batching and caches.
+    """Settings of ``truedraft serve`` that concern models, speculation, batching and caches.
 
     Each is explained in docs/configuration.md.
     """

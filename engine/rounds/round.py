@@ -1,9 +1,10 @@
-"""Shows the algorithm in plain sight: propose, score, verify, observe (Leviathan et al. 2211.17192,
-algorithm 1).
+"""Shows the algorithm in plain sight: propose, score, verify, observe (Leviathan et al. 2211.17192, algorithm
+1).
 
-On any device, whatever rows need. What a round draws is a function of the rows' own seeds, parameters and
-positions. Where rounds are short, a plan stands for several: they share a step, and emit what they would emit
-one by one. ``NativeLoop`` runs such rounds as one call of C, where rows need nothing else.
+It runs on any device, and covers all needs of rows. The draws of a round are a function of the rows' own
+seeds, parameters and positions. Where rounds are short, a plan stands for several: they share a step, and
+emit what they would emit one by one. ``NativeLoop`` runs such rounds as one call of C, where rows need
+nothing else.
 """
 
 import time
@@ -32,13 +33,14 @@ from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
 
 # Rows with other needs have one round a step.
 SHARED = EVERY_NEED - {Need.PROMPT, Need.LONG_PROMPT, Need.PROPOSER, Need.CATCH_UP, Need.TRACE}
-# Does as ``ModelRunner.forward``, with the taps of those who follow the target.
+# A function of this type does what ``ModelRunner.forward`` does, with the taps of those who follow the
+# target.
 TargetPass: TypeAlias = Callable[[list[Span]], ForwardOutput]
 
 
 class PhaseRunner:
-    """``proposers`` draft during a step. Other drafts are known when it is planned. No round begins that
-    would probably end later than ``step_seconds`` after the step's first one has begun."""
+    """Runs rounds by phases. ``proposers`` draft during a step; other drafts are known when it is planned. No
+    round begins that would probably end later than ``step_seconds`` after the step's first one has begun."""
 
     supports = EVERY_NEED
 
@@ -61,8 +63,8 @@ class PhaseRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, forward: TargetPass | None = None) -> StepResult:
-        """Runs one round, or several where the plan stands for more. ``forward`` takes the place of the
-        target's pass; whoever gives it counts its time."""
+        """Runs one round, or several where the plan stands for more. ``forward`` replaces the target's pass;
+        its caller counts its time."""
         rows = self.table.rows_of([part.sequence for part in plan.rows])
         if self.loop is not None and plan.rows and self.loop.runs(plan) and not self._is_followed(plan):
             prompt_seconds = None if plan.is_decode_only else self._prefill(plan)
@@ -83,14 +85,14 @@ class PhaseRunner:
         return StepResult(rounds, {"phases": len(rounds) * len(rows)})
 
     def _prefill(self, plan: StepPlan) -> PhaseSeconds:
-        """Proposers store prompts before they are rows of the loop."""
+        """Lets proposers store prompts before these are rows of the loop."""
         clock = _Clock()
         for proposer in self.proposers:
             proposer.prefill([part for part in plan.prompts if part.is_prefilled_by(proposer.name)])
         return PhaseSeconds(clock.lap(), 0.0, 0.0)
 
     def _later_rounds(self, plan: StepPlan, rows: list[Row], last: Round) -> list[Round]:
-        """Runs what else the plan stands for. Sequences have what was emitted until the step ends."""
+        """Runs the plan's further rounds. Sequences keep the emitted tokens until the step ends."""
         started, longest = time.perf_counter(), sum(last.seconds)
         rounds: list[Round] = []
         while len(rounds) + 1 < plan.max_rounds and not _has_ended(plan, last):
@@ -105,7 +107,7 @@ class PhaseRunner:
         return rounds
 
     def _next_plan(self, plan: StepPlan, last: Round) -> StepPlan:
-        """Returns the plan of the next round, after what the last one has emitted."""
+        """Returns the plan of the next round, after the tokens of the last one."""
         parts = []
         for part, emitted in zip(plan.rows, last.emitted, strict=True):
             sequence, draft = part.sequence, part.draft
@@ -129,7 +131,7 @@ class PhaseRunner:
         return replace(plan, scheduled=parts, rows=parts)
 
     def _round(self, plan: StepPlan, rows: list[Row], forward: TargetPass | None) -> Round:
-        """Propose, score, adjust, judge, and let those that follow the target observe."""
+        """Proposes, scores, adjusts, verifies, and lets those that follow the target observe."""
         clock = _Clock()
         sampler = Sampler(rows, self.target.vocab_size, self.target.device, self.ops)
         drafts = self._propose(plan, sampler)
@@ -145,7 +147,8 @@ class PhaseRunner:
         return self._done(plan, sampler, drafts, scored.logits, verdicts, seconds)
 
     def _propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
-        """The proposers' drafts, and those that are known already. Proposers follow prompts, too."""
+        """Returns the proposers' drafts, merged with those that are known already. Proposers follow prompts,
+        too."""
         parts = []
         for proposer in self.proposers:
             if any(part.draft.source == proposer.name for part in plan.rows):
@@ -160,7 +163,7 @@ class PhaseRunner:
         )
 
     def _score(self, plan: StepPlan, drafted: list[list[int]], forward: TargetPass | None) -> "_Scored":
-        """The target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
+        """Runs the target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
         drafts = iter(drafted)
         spans, num_row_logits = [], []
         for part in plan.scheduled:
@@ -197,8 +200,8 @@ class PhaseRunner:
         )
 
     def observe(self, standing: list[Observation]) -> None:
-        """Tells those who follow the target what of its pass stands, each with the layers that it taps:
-        ``standing`` has the states of all ``taps``."""
+        """Tells those who follow the target which tokens of its pass stand, each with the layers that it
+        taps: ``standing`` has the states of all ``taps``."""
         for proposer in self.observers:
             places = [self.taps.index(tap) for tap in self._taps_of[proposer.name]]
             told = [
@@ -241,7 +244,7 @@ class PhaseRunner:
         logits: torch.Tensor,
         verdicts: list[RowVerdict],
     ) -> list[RoundTrace] | None:
-        """One by row, if any row wants its own."""
+        """Returns a trace for each row, if any row wants one."""
         if Need.TRACE not in plan.needs or not sampler.traced:
             return None
         target_probs, draft_probs, next_probs = (
@@ -272,15 +275,17 @@ class PhaseRunner:
         ]
 
     def _trace_source(self, source: str) -> str:
-        """A replay must know that a draft model's translated text was not drawn."""
+        """Returns the source for traces: a replay must know that a draft model's translated text was not
+        drawn."""
         names = {proposer.name: proposer.trace_source for proposer in self.proposers}
         return names.get(source, source)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Holds the target's pass: its spans, as scheduled; ``logits`` of every row's pending token and its
-    drafts, packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all tokens."""
+    """Holds the results of the target's pass: its spans, as scheduled; ``logits`` of every row's pending
+    token and its drafts, packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all
+    tokens."""
 
     spans: list[Span]
     logits: torch.Tensor
@@ -301,7 +306,7 @@ class _Clock:
         self._since = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last one."""
+        """Returns the seconds since the last call."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
@@ -315,7 +320,7 @@ def _columns(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 
 def _standing(plan: StepPlan, scored: _Scored, verdicts: list[RowVerdict]) -> Iterator[Observation]:
-    """Yields what has been computed of each sequence, without the drafts that were rejected."""
+    """Yields the computed tokens of each sequence, without rejected drafts."""
     verdict, end = iter(verdicts), 0
     for part, span in zip(plan.scheduled, scored.spans, strict=True):
         start, end = end, end + len(span.token_ids)
@@ -334,7 +339,7 @@ def _standing(plan: StepPlan, scored: _Scored, verdicts: list[RowVerdict]) -> It
 def _output_logprobs(
     plan: StepPlan, drafts: Drafts, logits: torch.Tensor, emitted: list[list[int]]
 ) -> list[list[TokenLogprob] | None] | None:
-    """Returns those of the tokens that rows emitted, where they ask for them, from the raw logits."""
+    """Returns the log-probabilities of emitted tokens, for rows that ask for them, from the raw logits."""
     if Need.LOGPROBS not in plan.needs:
         return None
     result: list[list[TokenLogprob] | None] = []
@@ -354,7 +359,7 @@ def _output_logprobs(
 def _take_prompt_logprobs(
     scheduled: list[ScheduledSequence], spans: list[Span], num_row_logits: list[int], logits: torch.Tensor
 ) -> torch.Tensor:
-    """Keep the prompts' log-probabilities with their sequences; return the logits of rows alone."""
+    """Stores the prompts' log-probabilities with their sequences; returns the logits of rows alone."""
     of_rows = []
     for part, rows, num_logits in zip(
         scheduled, torch.split(logits, [span.num_logits for span in spans]), num_row_logits, strict=True
@@ -362,7 +367,7 @@ def _take_prompt_logprobs(
         sequence = part.sequence
         if sequence.wants_prompt_logprobs and len(rows):
             first = sequence.target_blocks.num_computed_tokens - len(rows)
-            # The row of token i predicted token i + 1.
+            # The logits after token i predicted token i + 1.
             known = sequence.token_ids[first + 1 : min(first + 1 + len(rows), sequence.num_prompt_tokens)]
             assert sequence.params.prompt_logprobs is not None
             sequence.add_prompt_logprobs(

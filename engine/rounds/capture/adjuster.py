@@ -1,7 +1,8 @@
-"""Adjusts the logits of rows that ask for more, between a captured pass and its verdicts, on the device.
+"""Adjusts the logits of rows that ask for it, between a captured pass and its verdicts, on the device.
 
-Drafts of such rows are drawn without adjustments, which is exact: the verdict knows what they were drawn
-from. Only masks and rules need the drafted ids on the host, which reads them once for all rows.
+Drafts of such rows are drawn without adjustments, which is exact: the verdict knows the distributions that
+they were drawn from. Only masks and rules need the drafted ids on the host, which reads them once for all
+rows.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from truedraft.engine.sampling.adjust import adjust_logits
 
 
 class KeptLogits(NamedTuple):
-    """Holds a row's raw logits [drafts + 1, V], and which log-probabilities of each are asked for."""
+    """Holds a row's raw logits [drafts + 1, V], and says which log-probabilities of each are asked for."""
 
     logits: torch.Tensor
     num_top: int
@@ -35,8 +36,8 @@ class Adjuster:
     def adjust(
         self, shape: Shape, rows: Sequence[Row], places: list[int], lengths: list[int]
     ) -> list[KeptLogits | None]:
-        """Adjusts what the pass of this shape has left of ``rows`` in these places. Returns the raw logits of
-        rows that ask for log-probabilities."""
+        """Adjusts the logits that the pass of this shape has left for ``rows`` in these places. Returns the
+        raw logits of rows that ask for log-probabilities."""
         logits = self.graphs.logits_of(shape)
         kept: list[KeptLogits | None] = [None] * len(rows)
         for i, (row, place, length) in enumerate(zip(rows, places, lengths, strict=True)):
@@ -74,8 +75,8 @@ class _Counts:
         self._num_counted = 0
 
     def of(self, row: Row) -> torch.Tensor:
-        """Returns how often each token stands in the prompt and in the output, which goes on where it ended
-        before: [2, V]."""
+        """Returns how often each token stands in the prompt and in the output, which has only grown since the
+        last call: [2, V]."""
         text, end, vocab_size = row.token_ids, row.num_prompt_tokens, self._counts.shape[1]
         first = max(self._num_counted, row.first_token)
         places = [vocab_size * (place >= end) + text[place] for place in range(first, len(text))]

@@ -1,10 +1,10 @@
-"""Drafting, and scoring with the verdict, as captured work: a few launches in place of hundreds.
+"""Captures drafting, and scoring with the verdict: a few launches in place of hundreds.
 
-On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. One graph for
-each number of rows is a draft model's pass, one for each number of rows and tokens is the target's. What is
-drawn from their logits, and judged by them, is captured apart: between a pass and its verdict the logits of
-rows that ask for more are adjusted. What no captured shape holds runs by phases,
-through the same caches.
+On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. There is one
+graph of a draft model's pass for each number of rows, and one of the target's for each number of rows and
+tokens. Draws from their logits, and verdicts, are captured apart: between a pass and its verdict the logits
+of rows that ask for more are adjusted. Batches that no captured shape holds run by phases, through the same
+caches.
 
 The smallest and the largest pass of each kind are compared with the usual one on a short text, and their
 verdicts with those of the same operations uncaptured. If one deviates or cannot be captured, none is used,
@@ -43,16 +43,16 @@ from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.rows.table import RowTable
 from truedraft.engine.sampling.probes import PARAMS
 
-# Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
+# A comparison has this many tokens in the cache: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
 
 logger = logging.getLogger(__name__)
 
 
 class RoundGraphs:
-    """The captured passes of a target and of its draft model or ``head``, if any, over their caches. ``rows``
-    are what they read and, where drafts are drawn, write; ``sampling`` draws and judges. The target's passes
-    leave the states after the layers ``taps``, too. ``enabled`` is for comparisons."""
+    """Holds the captured passes of a target and of its draft model or ``head``, if any, over their caches.
+    The passes read ``rows`` and, where drafts are drawn, write to them; ``sampling`` draws and verifies. The
+    target's passes leave the states after the layers ``taps``, too. Comparisons switch ``enabled``."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RoundGraphs:
                 runner.model.rotary.reach_all()
         device, vocab_size = target.device, target.vocab_size
         num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
-        # In one place for all, as their pool is overwritten by every replay.
+        # All passes leave results in one place, as every replay overwrites their pool.
         self.logits = torch.zeros(num_tokens, vocab_size, device=device)
         self.tapped: torch.Tensor | None = None  # [tokens, taps, hidden size]
         if taps:
@@ -107,7 +107,8 @@ class RoundGraphs:
         return self._passes[key]
 
     def find(self, num_rows: int, queries: int | None) -> Stage | None:
-        """Returns the captured draws or verdicts for a batch, whose pass is captured, too; None without."""
+        """Returns the captured draws or verdicts for a batch whose pass is captured, too; None if there are
+        none."""
         if not self.enabled:
             return None
         key = num_rows, queries
@@ -116,7 +117,7 @@ class RoundGraphs:
         return self._stages[key]
 
     def most_queries(self, num_rows: int, queries: int) -> int:
-        """Returns how many of ``queries`` tokens a row can be judged at once; 0 if not even one."""
+        """Returns how many of a row's ``queries`` tokens can be verified at once; 0 if not even one."""
         return next((n for n in range(queries, 0, -1) if self.find(num_rows, n)), 0)
 
     def replay(self, item: Captured) -> None:
@@ -124,7 +125,7 @@ class RoundGraphs:
         self.replays[item]()
 
     def replay_drafts(self, stage: Stage, num_drafts: int) -> None:
-        """Launches the passes and draws of so many drafts."""
+        """Launches the passes and draws of this many drafts."""
         for number in range(num_drafts):
             is_later = self.head is not None and number > 0
             self.replay(stage.shape.later if is_later else stage.shape)
@@ -132,16 +133,16 @@ class RoundGraphs:
 
     def add(self, item: Captured) -> None:
         """Captures one more; a stage's pass must be captured already. Raises whatever the device's library
-        does."""
+        raises."""
         shape = shape_of(item)
         self.rows.begin()
-        self.rows.send(shape.rows)  # the runs before the capture are real: over no rows
+        self.rows.send(shape.rows)  # The runs before the capture are real ones, over no rows.
         self.replays[item] = self.capture.record(lambda: self.run(item))
         self._passes.clear()
         self._stages.clear()
 
     def run(self, item: Captured) -> None:
-        """Runs what is captured: no Python decision here or below depends on the numbers."""
+        """Runs the captured function: no Python decision here or below depends on the numbers."""
         if isinstance(item, Shape) and item.queries is None and self.head is not None:
             self.head.run(item, self.draft_logits[: item.rows])
         elif isinstance(item, Shape):
@@ -150,16 +151,16 @@ class RoundGraphs:
             (self._judge if item.shape.queries else self._draw)(item)
 
     def _draft(self, shape: Shape) -> None:
-        """Passes over the last two tokens of rows that still draft."""
+        """Runs a pass over the last two tokens of rows that still draft."""
         assert self.draft is not None
         model, rows, num_rows = self.draft.model, self.rows, shape.rows
         assert isinstance(model, FusedDecoder)
         number, ids = rows.pass_number, rows.ids(num_rows)
         drafts_still = number < rows.field(num_rows, Field.NUM_DRAWN)
         last = number + torch.arange(DRAFT_TOKENS, device=ids.device)
-        # Tokens that only the target knows have a stand-in.
+        # A stand-in replaces tokens that only the target knows.
         token_ids = ids.index_select(1, last).clamp(max=model.vocab_size - 1)
-        # From the second pass on the first of both is stored.
+        # From the second pass on, the first of both is stored already.
         num_skipped = torch.maximum(rows.field(num_rows, Field.NUM_SKIPPED), number.clamp(max=1))
         counts = torch.where(drafts_still, DRAFT_TOKENS, 0)
         first = rows.field(num_rows, Field.NUM_STORED) - 1 + number
@@ -174,11 +175,11 @@ class RoundGraphs:
         num_rows, number = stage.shape.rows, self.rows.pass_number
         numbers = self.rows.numbers[:num_rows]
         self.sampling.draw_drafts(self.draft_logits[:num_rows], self.draft_probs[:num_rows], numbers, number)
-        # It stays within the tensors however often this runs: warm-ups are no rounds.
+        # The index stays within the tensors however often this runs, as warm-ups are no rounds.
         number.add_(1).remainder_(self.max_drawn)
 
     def _score(self, shape: Shape) -> None:
-        """Passes over pending tokens and drafts with the target."""
+        """Runs the target over pending tokens and drafts."""
         assert shape.queries is not None
         model, rows, num_rows = self.target.model, self.rows, shape.rows
         assert isinstance(model, FusedDecoder)
@@ -197,8 +198,8 @@ class RoundGraphs:
             self.tapped[: shape.num_tokens].copy_(hidden)
 
     def set_spans(self, shape: Shape, spans: Sequence[Span], rows: Iterable[int]) -> list[range]:
-        """Says what the target's pass of this shape is to score in these rows, of spans whose tokens are
-        known; returns where each of them will be."""
+        """Tells the target's pass of this shape what to score in these rows, given spans whose tokens are
+        known; returns the places of their results."""
         assert shape.queries is not None
         places: list[range] = []
         for row, span in zip(rows, spans, strict=True):
@@ -210,7 +211,7 @@ class RoundGraphs:
         return places
 
     def output_of(self, spans: Sequence[Span], places: Sequence[range]) -> ForwardOutput:
-        """Returns what the last pass has left of spans in these places."""
+        """Returns the results of the last pass for spans in these places."""
         index = [
             place
             for span, own in zip(spans, places, strict=True)
@@ -235,15 +236,15 @@ class RoundGraphs:
         return self.tapped[: shape.num_tokens].view(shape.rows, shape.queries, *self.tapped.shape[1:])
 
     def _judge(self, stage: Stage) -> None:
-        """Decides what becomes of the drafts, and which token follows them."""
+        """Decides how many drafts are accepted, and which token follows them."""
         logits, num_rows = self.logits_of(stage.shape), stage.shape.rows
         numbers, verdicts = self.rows.numbers[:num_rows], self.verdicts[:num_rows]
         self.sampling.judge(logits, self.draft_probs[:num_rows], numbers, verdicts)
 
 
 class ScorePass:
-    """The target's passes over a few tokens of each row, for callers that need their logits, or the tapped
-    states as well."""
+    """Runs the target's captured passes over a few tokens of each row, for callers that need their logits, or
+    the tapped states as well."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
@@ -272,7 +273,7 @@ class ScorePass:
 
 
 class DraftPass:
-    """The draft model's passes over one or two tokens of each row, likewise."""
+    """Runs the draft model's captured passes over one or two tokens of each row for such callers."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
@@ -309,7 +310,8 @@ class DraftPass:
 
 
 class HeadPass:
-    """The head's passes over one token of each row, likewise; comparisons run those over several."""
+    """Runs the head's captured passes over one token of each row for such callers; comparisons run passes
+    over several tokens."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         assert graphs.head is not None
@@ -342,7 +344,7 @@ class HeadPass:
         states = states_of(spans)
         if shape.fed > 1:
             self.passes.feed(range(num_rows), spans)
-        elif states is not None:  # where costs are measured there are none
+        elif states is not None:  # A pass that only measures costs has none.
             self.passes.own[:num_rows].copy_(states)
         if ids_on_device is not None:
             last_ids = rows.ids(num_rows)[:, 1]
@@ -356,8 +358,8 @@ class HeadPass:
 def capture_rounds(
     graphs: RoundGraphs, planned: Sequence[Captured], num_blocks: int, deadline: float, min_free: int
 ) -> bool:
-    """Captures what is ``planned``, in order, until ``deadline`` (monotonic) or until fewer than ``min_free``
-    bytes are free. The caches are unused, and have a block behind ``num_blocks``.
+    """Captures the ``planned`` items, in order, until ``deadline`` (monotonic) or until fewer than
+    ``min_free`` bytes are free. The caches are unused, and have a block after ``num_blocks``.
 
     Returns False, with a line in the log, if anything goes wrong or no round was captured.
     """
@@ -371,7 +373,7 @@ def capture_rounds(
             if item in checked and not _is_right(graphs, item, num_blocks, number):
                 logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", item)
                 return False
-    except Exception as error:  # drivers and kernels fail in many ways; the usual passes need none of this
+    except Exception as error:  # Drivers and kernels fail in many ways; the usual passes need none of this.
         logger.warning("CUDA graphs cannot be captured and are not used: %s", error, exc_info=True)
         return False
     took = time.monotonic() - started
@@ -390,8 +392,8 @@ def _to_check(planned: Sequence[Captured]) -> set[Captured]:
 
 
 def _is_right(graphs: RoundGraphs, item: Captured, num_blocks: int, number: int) -> bool:
-    """Compares what was captured with the same work uncaptured; ``number`` makes texts differ from those
-    before."""
+    """Compares captured work with the same work uncaptured; ``number`` makes texts differ from earlier
+    ones."""
     if isinstance(item, Stage):
         return _says_the_same(graphs, item)
     return _has_the_same_logits(graphs, item, num_blocks, number)
@@ -399,7 +401,7 @@ def _is_right(graphs: RoundGraphs, item: Captured, num_blocks: int, number: int)
 
 def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
     """Compares draws and verdicts bit for bit: over the logits of the last pass, by every rule. Each row
-    drafts as much as there is place for, or one token less."""
+    drafts as many tokens as fit, or one less."""
     rows, shape = graphs.rows, stage.shape
     num_drafts = graphs.max_drawn if shape.queries is None else shape.queries - 1
     found = []
@@ -418,7 +420,7 @@ def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
         written = rows.ids(shape.rows), graphs.draft_probs[: shape.rows], graphs.verdicts[: shape.rows]
         found.append([tensor.clone() for tensor in written])
     rows.forget()
-    del probes  # their rows end with them
+    del probes  # Their rows end with them.
     return all(map(torch.equal, *found))
 
 
@@ -427,8 +429,7 @@ def _probe(row: int) -> LoneText:
 
 
 def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:
-    """Compares logits over rows of different lengths, in every other comparison a row less than there is
-    place for."""
+    """Compares logits over rows of different lengths; every other comparison has a row less than fits."""
     drafting = graphs.draft if graphs.head is None else graphs.head.runner
     model = drafting if shape.queries is None else graphs.target
     assert model is not None
@@ -440,14 +441,14 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
     num_rows = min(max(1, shape.rows - number % 2), num_blocks // blocks_each)
     num_rows = min([num_rows, *(len(layer.inputs) for layer in layers)])
     if context < 1 or num_rows == 0:
-        return True  # no text fits
+        return True  # No text fits.
 
     def stored() -> list[Span]:
-        """Stores the beginnings of texts, and returns what comes after them."""
+        """Stores the beginnings of texts, and returns their continuations."""
         spans = []
         for row in range(num_rows):
             table = BlockTable()
-            # Not in order, so that a slot must come from the table.
+            # The blocks are not in order, so that a slot must come from the table.
             first = num_blocks - 1 - row * blocks_each
             table.block_ids = [first - i for i in range(blocks_each)]
             table.state_slot = num_rows - 1 - row if layers else None
@@ -465,7 +466,7 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
         return spans
 
     spans = stored()
-    # First, as the usual pass stores what this one should have stored.
+    # The usual pass runs first, and stores the tokens that this one should have stored.
     kind = ScorePass if shape.queries else DraftPass if head is None else HeadPass
     replayed = kind(graphs).run(shape, spans)
     # States have been folded by that.
@@ -483,6 +484,6 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
 
 
 def _states_to_check(head: HeadPasses, num_tokens: int, row: int) -> torch.Tensor:
-    """Returns states that are alike in no two places."""
+    """Returns states that differ in all places."""
     numbers = torch.arange(num_tokens * head.own.shape[1], device=head.own.device, dtype=torch.float32)
     return (numbers * (0.37 + 0.01 * row)).sin().view(num_tokens, -1).to(head.own.dtype)

@@ -1,8 +1,8 @@
-"""One pass of the target over prompts together with rows, whose drafts only the device may know.
+"""Runs one pass of the target over prompts together with rows, whose drafts only the device may know.
 
-Prompts have any length, so no graph holds them. Drafts are drawn by graphs before this pass, which reads
-their ids on the device, and verdicts are given by graphs after it, which find the rows' logits where a
-captured pass leaves them: the weights are read once, and the host does not wait.
+Prompts have any length, so no graph holds them. Graphs draw drafts before this pass, which reads their ids on
+the device, and graphs give verdicts after it, which find the rows' logits in the place where a captured pass
+leaves them: the weights are read once, and the host does not wait.
 """
 
 from truedraft.engine.memory.batch import Span
@@ -21,17 +21,17 @@ def score_together(
     rows: list[int],
     num_drawn: list[int],
 ) -> ForwardOutput:
-    """Passes over ``others`` and over the ``spans`` of ``rows``, of whose tokens the last ``num_drawn`` are
-    known on the device alone. What it makes of rows lies where a captured pass of ``shape`` leaves it;
-    what it makes of others is returned."""
+    """Runs a pass over ``others`` and over the ``spans`` of ``rows``, whose last ``num_drawn`` tokens only
+    the device knows. The rows' results lie where a captured pass of ``shape`` leaves them; those of the
+    others are returned."""
     assert shape.queries is not None
     drawn = graphs.rows.numbers
     token_ids = [token_id for span in (*others, *spans) for token_id in span.token_ids]
     end = sum(len(span.token_ids) for span in others)
-    # Drawn tokens come from these places in the rows' numbers, and go to those in the packed tokens.
+    # Drawn tokens come from these places in the rows' numbers, and go to these in the packed tokens.
     sources: list[int] = []
     places: list[int] = []
-    index: list[int] = []  # where the rows' logits go
+    index: list[int] = []  # These are the places of the rows' logits.
     for span, row, number in zip(spans, rows, num_drawn, strict=True):
         end += len(span.token_ids)
         places += range(end - number, end)

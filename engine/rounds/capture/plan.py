@@ -1,7 +1,7 @@
-"""What is to be captured, with how much time and memory.
+"""Plans which passes to capture, with how much time and memory.
 
-Decided before the caches are sized, because the graphs need memory too; done when the caches are there,
-because a graph knows their addresses.
+This is decided before the caches are sized, because the graphs need memory too; the capture itself follows
+when the caches exist, because a graph knows their addresses.
 """
 
 import logging
@@ -31,16 +31,16 @@ from truedraft.engine.rounds.capture.shapes import (
     with_head,
 )
 
-# What the driver keeps for one pass of some thousand kernels, and for one stage of a few or some hundred:
-# guesses, which have not been measured.
+# The driver keeps this much for one pass of some thousand kernels, and this much for one stage of a few or
+# some hundred: guesses, which have not been measured.
 GRAPH_BYTES, STAGE_BYTES = 8 << 20, 2 << 20
-# What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
-# by rounding up: a guess as well.
+# Libraries set this much aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common
+# pool by rounding up: a guess as well.
 FIXED_BYTES = 128 << 20
-# The most that graphs may take of the memory that is free once the models are loaded.
+# Graphs may take at most this share of the memory that is free once the models are loaded.
 MAX_SHARE = 0.25
-# Bytes of numbers that are alive together, for each position and token of the vocabulary, where they are
-# judged: by a kernel, which keeps distributions, and by torch's operations.
+# Verdicts need this many bytes at once for each position and token of the vocabulary: by a kernel, which
+# keeps distributions, and by torch's operations.
 KERNEL_BYTES, TORCH_BYTES = 4, 76
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,14 @@ class GraphPlan:
 
     @property
     def num_scored(self) -> int:
-        """Returns the most tokens whose logits a captured verdict looks at."""
+        """Returns the most tokens whose logits a captured verdict reads."""
         return max(item.num_tokens for item in self.planned if isinstance(item, Shape))
 
     def captured(
         self, target: ModelRunner, draft: ModelRunner | None, head: ModelRunner | None, num_blocks: int
     ) -> tuple[ModelRunner, ModelRunner | None, ModelRunner | None, RoundGraphs | None]:
-        """Captures the graphs and returns the models as they run from then on. All caches must have one
-        block after the ``num_blocks`` that their pools know."""
+        """Captures the graphs and returns the models with them. All caches must have one block after the
+        ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
@@ -111,8 +111,9 @@ class GraphPlan:
 def plan_graphs(
     config: EngineConfig, target: Model, draft: Model | None, max_model_len: int, head: Head | None = None
 ) -> GraphPlan | None:
-    """None where nothing can be captured: on a CPU, and for models without the kernels of this package. The
-    states that a ``head`` reads are captured even if its own passes cannot be."""
+    """Plans the graphs. Returns None where nothing can be captured: on a CPU, and for models without the
+    kernels of this package. The states that a ``head`` reads are captured even if its own passes cannot
+    be."""
     capture = make_capture(target.device) if config.cuda_graphs and _can_be_captured(target) else None
     if capture is None:
         return None
@@ -130,7 +131,7 @@ def plan_graphs(
     if head is not None:
         planned = with_head(planned, drawn)
     max_blocks = -(-max_model_len // config.block_size)
-    tables = 4 * 8 * num_rows * max_blocks  # both models have them twice: on the device, and as sent
+    tables = 4 * 8 * num_rows * max_blocks  # Both models have them twice: on the device, and as sent.
     limit = int(MAX_SHARE * free_memory(target.device)) - tables - _tapped_bytes(target, planned, taps)
     planned = _affordable(target, planned, drawn, judged_bytes, limit)
     if not any(isinstance(item, Shape) for item in planned):
@@ -145,13 +146,13 @@ def plan_graphs(
 
 
 def _can_be_captured(model: Model) -> bool:
-    """Says whether a pass takes no decision on the host, which would be frozen as it was at the capture."""
+    """Tells whether a pass makes no decision on the host, which the capture would freeze."""
     return isinstance(model, FusedDecoder) and model.reads_in_place and not model.needs_host
 
 
 def _tapped_bytes(target: Model, planned: list[Captured], taps: list[int]) -> int:
     """Returns the bytes of tapped states: in place, as one pass has them twice, and as a round keeps them.
-    Those that a head is fed, and makes, are fewer than one of these."""
+    The inputs and outputs of a head are fewer than one of these."""
     if not taps:
         return 0
     num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
@@ -161,7 +162,7 @@ def _tapped_bytes(target: Model, planned: list[Captured], taps: list[int]) -> in
 def _affordable(
     model: Model, planned: list[Captured], max_drawn: int, judged_bytes: int, limit: int
 ) -> list[Captured]:
-    """Leaves out what needs most by itself, until the rest needs no more than ``limit`` bytes."""
+    """Leaves out the most expensive items, until the rest needs no more than ``limit`` bytes."""
     while planned and _memory(model, planned, max_drawn, judged_bytes) > limit:
         sizes = {item: (_own_bytes(model, item, judged_bytes), isinstance(item, Shape)) for item in planned}
         largest = max(planned, key=lambda item: sizes[item])
@@ -175,14 +176,14 @@ def _own_bytes(model: Model, item: Captured, judged_bytes: int) -> int:
         return item.shape.num_tokens * judged_bytes * model.vocab_size
     logits = 2 * item.num_tokens * model.vocab_size * model.dtype.itemsize
     if isinstance(model, FusedDecoder) and model.is_quantised:
-        logits += 4 * item.num_tokens * model.vocab_size  # products before they are joined
+        logits += 4 * item.num_tokens * model.vocab_size  # These are products before they are joined.
     activations = 4 * item.num_tokens * model.config.intermediate_size * model.dtype.itemsize
     return int(logits + activations + item.num_tokens * bytes_of_parts(model))
 
 
 def _memory(model: Model, planned: list[Captured], max_drawn: int, judged_bytes: int) -> int:
-    """Returns bytes, from above: what lies next to the graphs, the largest one's tensors in the common pool,
-    and what the driver keeps for each."""
+    """Returns an upper bound in bytes: memory next to the graphs, the largest one's tensors in the common
+    pool, and what the driver keeps for each."""
     passes = [item for item in planned if isinstance(item, Shape)]
     if not passes:
         return 0

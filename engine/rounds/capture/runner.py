@@ -1,4 +1,4 @@
-"""Rounds as captured passes: one message to the device, two launches for each drafted token, two for the
+"""Runs rounds as captured passes: one message to the device, two launches for each drafted token, two for the
 target's pass and the verdicts, and one read.
 
 Penalties, biases, masks and rules of rows change their logits between the pass and the verdicts, and
@@ -40,16 +40,16 @@ from truedraft.engine.sampling.logprobs import token_logprobs
 
 T = TypeVar("T")
 
-# What a sequence has in the cache of a draft model that is not there.
+# A draft model that does not exist counts as having this in its cache for a sequence.
 NO_TABLE = BlockTable()
-# A verdict that nobody reads is given of such a row.
+# Such a row gets a verdict that nobody reads.
 UNJUDGED = LoneText(SamplingParams(max_tokens=1, temperature=0), Rule.EXACT_MATCH, seed=0)
 
 
-@dataclass(slots=True)  # not frozen: one is made in every round
+@dataclass(slots=True)  # The class is not frozen, as one is made in every round.
 class _Held:
-    """What graphs hold of a round: so many drafts of each row, of which the draft model draws so many. The
-    target's pass holds ``guests``, too, which are judged elsewhere."""
+    """Describes the part of a round that graphs hold: the number of drafts of each row, and how many of them
+    the draft model draws. The target's pass includes ``guests``, whose verdicts are given elsewhere."""
 
     lengths: list[int]
     drawn: list[int]
@@ -58,7 +58,7 @@ class _Held:
     guests: list[Span]
 
     def stored(self, parts: list[ScheduledSequence]) -> list[tuple[BlockTable, int, int]]:
-        """Returns how many tokens the pass stores for each, and how many are certain after it."""
+        """Returns for each row how many tokens the pass stores, and how many are certain after it."""
         rows = [
             (part.sequence.target_blocks, 1 + length, len(part.sequence))
             for part, length in zip(parts, self.lengths, strict=True)
@@ -67,7 +67,8 @@ class _Held:
 
 
 class CudaRunner:
-    """``phases`` runs what is not captured. ``drafting`` is whose model's passes are, if any are."""
+    """Runs captured rounds. ``phases`` runs everything that is not captured. ``drafting`` is the proposer
+    whose model's passes are captured, if any."""
 
     supports = frozenset(
         {
@@ -135,11 +136,12 @@ class CudaRunner:
         return self._drafts(part) and draft.num_tokens <= self.graphs.max_drawn
 
     def _drafts(self, part: ScheduledSequence) -> bool:
-        """Tells whether the captured draft model or the head drafts for it, or catches up."""
+        """Tells whether the captured draft model or the head drafts for the row, or catches up."""
         return self.drafting is not None and part.draft.first_source == self.drafting.name
 
     def _groups(self, parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]] | None:
-        """Returns the rows as captured passes hold them, all together if one does; None if none does."""
+        """Returns the rows in groups that captured passes hold, all together if one does; None if none
+        does."""
         draws_drafts = any(part.draft.num_tokens and not part.draft.known for part in parts)
         models = [1, None] if draws_drafts else [1]
         if all(self.graphs.find(len(parts), queries) for queries in models):
@@ -149,8 +151,8 @@ class CudaRunner:
         return None if None in halves else [group for some in halves for group in some or []]
 
     def _launch(self, parts: list[ScheduledSequence], others: list[Span] | None = None) -> "_Launched":
-        """Launches a round of rows that captured passes hold. If there are ``others``, the target's pass is
-        one over them, too, and not captured where no graph holds them all."""
+        """Launches a round of rows that captured passes hold. If there are ``others``, the target's pass
+        covers them, too, and is not captured where no graph holds them all."""
         graphs, held = self.graphs, self._held(parts, others or [])
         score, of_others = held.verdicts.shape, None
         started = graphs.capture.mark()
@@ -178,8 +180,8 @@ class CudaRunner:
         return _Launched(graphs, score, rows, held.lengths, kept, started, drafted, of_others)
 
     def _held(self, parts: list[ScheduledSequence], guests: list[Span]) -> "_Held":
-        """Returns what graphs hold of a round: as many drafts as they can, and all ``guests``, or none where
-        that would take a pass that is mostly padding."""
+        """Returns the part of a round that graphs hold: as many drafts as fit, and all ``guests``, or none of
+        them where the pass would be mostly padding."""
         graphs = self.graphs
         wanted = [_num_wanted(part, self.head) for part in parts]
         most = graphs.most_queries(len(parts), max(wanted) + 1) - 1
@@ -197,7 +199,8 @@ class CudaRunner:
         return _Held(lengths, drawn, *found, [])
 
     def _stages(self, num_rows: int, queries: int, draws: bool) -> tuple[Stage, Stage | None] | None:
-        """Returns verdicts and, if any row ``draws`` drafts, draws for so many rows; None without."""
+        """Returns verdicts and, if any row ``draws`` drafts, draws for this many rows; None if they are not
+        captured."""
         verdicts = self.graphs.find(num_rows, queries)
         draft = self.graphs.find(num_rows, None) if draws else None
         return None if verdicts is None or (draws and draft is None) else (verdicts, draft)
@@ -205,11 +208,11 @@ class CudaRunner:
     def _send(
         self, parts: list[ScheduledSequence], table_rows: list[Row], held: "_Held"
     ) -> tuple[list[int], list[range]]:
-        """Sends the rows' message. Returns where the rows of ``parts`` are, and where the guests' tokens will
-        be."""
+        """Sends the rows' message. Returns the places of the rows of ``parts``, and those of the guests'
+        tokens."""
         rows, score = self.graphs.rows, held.verdicts.shape
         num_rows = [score.rows] if held.draft is None else [score.rows, held.draft.shape.rows]
-        # The row of a guest is nobody's in the next round.
+        # A guest's row belongs to nobody in the next round.
         keys = [*(part.sequence for part in parts), *(object() for _ in held.guests)]
         places = rows.rows_for(keys, min(num_rows))
         ours, theirs = places[: len(parts)], [row for row, _ in places[len(parts) :]]
@@ -226,8 +229,8 @@ class CudaRunner:
         return [row for row, _ in ours], guests
 
     def _set_row(self, part: ScheduledSequence, row: int, length: int, num_drawn: int) -> None:
-        """Says what a row scores: ``length`` drafts, of which the model draws all or none. What it stores of
-        them in its own cache is counted."""
+        """Sets what a row scores: ``length`` drafts, all of which the model draws, or none. The number of
+        drafts in the model's own cache is updated."""
         sequence, rows = part.sequence, self.graphs.rows
         last = len(sequence.token_ids) - 1
         before = sequence.token_ids[last - 1] if last else 0
@@ -246,7 +249,7 @@ class CudaRunner:
             table.num_folded_tokens = folded_after(table, len(sequence))
 
     def _feed_head(self, parts: list[ScheduledSequence], rows: list[int], held: "_Held") -> None:
-        """Gives the head what waits of the rows that draw, if it is a head that draws."""
+        """Gives the head the waiting states of the rows that draw, if it is a head that draws."""
         head, passes = self.head, self.graphs.head
         if head is None or passes is None or held.draft is None:
             return
@@ -260,7 +263,8 @@ class CudaRunner:
         return NO_TABLE if self.model is None else self.model.cache.table(sequence)
 
     def _catch_up(self, parts: list[ScheduledSequence]) -> None:
-        """Compute what the draft's cache misses but for the last two tokens, or what the planner asks for."""
+        """Computes the tokens that the draft's cache lacks except the last two, or those that the planner
+        asks for."""
         spans = []
         for part in parts:
             if self.model is None or not self._drafts(part):
@@ -279,7 +283,7 @@ class CudaRunner:
 
 
 class _Launched:
-    """A round that the device is at work on. ``of_others`` is what its pass made of what went along."""
+    """Is a round on which the device is at work. ``of_others`` are its pass's results for other rows."""
 
     def __init__(
         self,
@@ -327,7 +331,7 @@ class _Launched:
 
 
 def _num_wanted(part: ScheduledSequence, head: HeadProposer | None) -> int:
-    """Returns how many drafts a row is to have: none where the head is to draw them and knows too little."""
+    """Returns how many drafts a row should have: none where the head is to draw them and lacks states."""
     draft = part.draft
     if head is not None and draft.num_tokens and not draft.known and not head.is_told(part.sequence):
         return 0
@@ -337,7 +341,7 @@ def _num_wanted(part: ScheduledSequence, head: HeadProposer | None) -> int:
 def _standing(
     parts: list[ScheduledSequence], done: Round, launched: Iterable[_Launched]
 ) -> Iterator[Observation]:
-    """Yields what the rounds of these parts have computed, without the drafts that were rejected."""
+    """Yields the computed tokens of these parts' rounds, without rejected drafts."""
     tapped = (None if each.tapped is None else each.tapped[row] for each in launched for row in each.rows)
     failed = done.failed or repeat(False)
     for part, emitted, hidden, has_failed in zip(parts, done.emitted, tapped, failed, strict=False):
@@ -366,7 +370,7 @@ def _joined(rounds: list[Round]) -> Round:
 
 
 def _merged(is_ours: list[bool], ours: Round, theirs: Round) -> Round:
-    """One round of all rows, in order, from that of some and that of the others."""
+    """Returns one round of all rows, in order, made of those of some rows and of the others."""
 
     def column(first: Iterable[T], second: Iterable[T]) -> list[T]:
         ours, theirs = iter(first), iter(second)
