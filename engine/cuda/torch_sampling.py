@@ -1,8 +1,8 @@
-"""Draws and verifies rows with torch's operations, without reading a number on the host. ``sampling_kernels``
-must do the same bit for bit, and a CUDA graph holds this where they cannot be used.
+"""Draws and verifies rows with torch's operations, without reading a number on the host.
 
-The rules are those of ``engine.sampling``, of whose parts these are made. A row gets what its own rule says;
-what other rules would have said of it is computed and dropped.
+``sampling_kernels`` must do the same bit for bit; a CUDA graph captures these operations where the kernels
+cannot be used. The rules are those of ``engine.sampling``, of whose parts these are made. All rules are
+computed for all rows; each row keeps the result of its own.
 """
 
 import torch
@@ -46,7 +46,7 @@ def draw_drafts(
 def judge(
     logits: torch.Tensor, draft_probs: torch.Tensor, numbers: torch.Tensor, verdicts: torch.Tensor
 ) -> None:
-    """Does as ``sampling_kernels.judge``."""
+    """Computes what ``sampling_kernels.judge`` does."""
     vocab_size, num_positions = logits.shape[2], logits.shape[1]
     num_drafts = numbers[:, Field.NUM_DRAFTS]
     is_draft = torch.arange(num_positions - 1, device=logits.device) < num_drafts[:, None]

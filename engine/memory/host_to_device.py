@@ -1,4 +1,4 @@
-"""Moves numbers between host and device without a wait until the device has done what it was given before."""
+"""Moves numbers between host and device without waiting for the device's earlier work."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,12 +11,13 @@ NUMPY_TYPES = {torch.int64: np.int64, torch.float32: np.float32}
 def on_device(
     values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """``torch.tensor(values, device=device)``, as ``send`` sends it. numpy reads lists three times faster."""
+    """Returns ``torch.tensor(values, device=device)``, sent by ``send``. numpy reads lists three times
+    faster."""
     return send(torch.from_numpy(np.array(values, dtype=NUMPY_TYPES[dtype])), device)
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor.to(device)``, which for a GPU would copy from pageable memory, and wait."""
+    """Returns ``tensor.to(device)``, which for a GPU would copy from pageable memory, and wait."""
     if device.type == "cpu":
         return tensor
     if device.type != "cuda":

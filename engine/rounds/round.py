@@ -122,7 +122,7 @@ class RoundRunner:
         return PhaseSeconds(time.perf_counter() - started, 0.0, 0.0)
 
     def _later_rounds(self, plan: StepPlan, rows: list[Row], last: Round) -> list[Round]:
-        """Runs what else the plan stands for. Sequences have what was emitted until the step ends."""
+        """Runs the plan's further rounds. Sequences keep the emitted tokens until the step ends."""
         started, longest = time.perf_counter(), sum(last.seconds)
         rounds: list[Round] = []
         while len(rounds) + 1 < plan.max_rounds and not _has_ended(plan, last):
@@ -137,7 +137,7 @@ class RoundRunner:
         return rounds
 
     def _next_plan(self, plan: StepPlan, last: Round) -> StepPlan:
-        """Returns the plan of the next round, after what the last one has emitted."""
+        """Returns the plan of the next round, after the tokens of the last one."""
         parts = []
         for part, emitted in zip(plan.rows, last.emitted, strict=True):
             sequence, draft = part.sequence, part.draft
@@ -161,7 +161,8 @@ class RoundRunner:
         return replace(plan, scheduled=parts, rows=parts)
 
     def _propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
-        """The proposers' drafts, and those that are known already. Proposers follow prompts, too."""
+        """Returns the proposers' drafts, merged with those that are known already. Proposers follow prompts,
+        too."""
         parts = []
         for proposer in self.proposers:
             if any(part.draft.source == proposer.name for part in plan.rows):
@@ -225,8 +226,8 @@ class RoundRunner:
         )
 
     def observe(self, standing: list[Observation]) -> None:
-        """Tells those who follow the target what of its pass stands, each with the layers that it taps:
-        ``standing`` has the states of all ``taps``."""
+        """Tells those who follow the target which tokens of its pass stand, each with the layers that it
+        taps: ``standing`` has the states of all ``taps``."""
         for proposer in self.observers:
             places = [self.taps.index(tap) for tap in self._taps_of[proposer.name]]
             told = [
@@ -269,7 +270,7 @@ class RoundRunner:
         logits: torch.Tensor,
         verdicts: list[RowVerdict],
     ) -> list[RoundTrace] | None:
-        """One by row, if any row wants its own."""
+        """Returns a trace for each row, if any row wants one."""
         if Need.TRACE not in plan.needs or not sampler.traced:
             return None
         target_probs, draft_probs, next_probs = (
@@ -300,15 +301,17 @@ class RoundRunner:
         ]
 
     def _trace_source(self, source: str) -> str:
-        """A replay must know that a draft model's translated text was not drawn."""
+        """Returns the source for traces: a replay must know that a draft model's translated text was not
+        drawn."""
         names = {proposer.name: proposer.trace_source for proposer in self.proposers}
         return names.get(source, source)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Holds the target's pass: its spans, as scheduled; ``logits`` of every row's pending token and its
-    drafts, packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all tokens."""
+    """Holds the results of the target's pass: its spans, as scheduled; ``logits`` of every row's pending
+    token and its drafts, packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all
+    tokens."""
 
     spans: list[Span]
     logits: torch.Tensor
@@ -395,7 +398,7 @@ def _standing(
 def _output_logprobs(
     plan: StepPlan, drafts: Drafts, logits: torch.Tensor, emitted: list[list[int]]
 ) -> list[list[TokenLogprob] | None] | None:
-    """Returns those of the tokens that rows emitted, where they ask for them, from the raw logits."""
+    """Returns the log-probabilities of emitted tokens, for rows that ask for them, from the raw logits."""
     if Need.LOGPROBS not in plan.needs:
         return None
     result: list[list[TokenLogprob] | None] = []
@@ -415,7 +418,7 @@ def _output_logprobs(
 def _take_prompt_logprobs(
     scheduled: list[ScheduledSequence], spans: list[Span], num_row_logits: list[int], logits: torch.Tensor
 ) -> torch.Tensor:
-    """Keep the prompts' log-probabilities with their sequences; return the logits of rows alone."""
+    """Stores the prompts' log-probabilities with their sequences; returns the logits of rows alone."""
     of_rows = []
     for part, rows, num_logits in zip(
         scheduled, torch.split(logits, [span.num_logits for span in spans]), num_row_logits, strict=True
@@ -423,7 +426,7 @@ def _take_prompt_logprobs(
         sequence = part.sequence
         if sequence.wants_prompt_logprobs and len(rows):
             first = sequence.target_blocks.num_computed_tokens - len(rows)
-            # The row of token i predicted token i + 1.
+            # The logits after token i predicted token i + 1.
             known = sequence.token_ids[first + 1 : min(first + 1 + len(rows), sequence.num_prompt_tokens)]
             assert sequence.params.prompt_logprobs is not None
             sequence.add_prompt_logprobs(

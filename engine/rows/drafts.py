@@ -1,4 +1,4 @@
-"""Carries what rows have drafted, and what becomes of it."""
+"""Carries what rows have drafted, and the verdicts on it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from truedraft.engine.memory.host_to_device import on_device, to_host
 
 @dataclass
 class Drafts:
-    """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
+    """Holds a proposer's drafts for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
     deterministic or no row asks for them. ``known`` holds each row's ids where the host has chosen them; None
@@ -46,15 +46,15 @@ class Drafts:
 
 
 class DraftDraw(NamedTuple):
-    """One drafted token of each row."""
+    """Holds one drafted token of each row."""
 
     ids: torch.Tensor  # [B]
-    probs: torch.Tensor | None  # [B, V], the distributions drawn from, if a row asks for them
+    probs: torch.Tensor | None  # [B, V], the distributions that they were drawn from, if a row asks for them
 
 
 class RowVerdict(NamedTuple):
-    """Holds one row's verdict: how many drafts stand, and the token after them. ``failed``: the row met
-    logits that are no distribution (NaN, nothing allowed)."""
+    """Holds one row's verdict: how many drafts are accepted, and the token after them. ``failed`` says that
+    logits were no distribution (NaN, nothing allowed)."""
 
     num_accepted: int
     next_token: int
@@ -64,8 +64,8 @@ class RowVerdict(NamedTuple):
 def merge_drafts(
     parts: list[Drafts], num_rows: int, vocab_size: int, device: torch.device, with_probs: bool
 ) -> Drafts:
-    """Merges ``parts``, which are of all rows, to one draft for each row: at most one of them has drafted for
-    it, and the others hold zeros there. ``with_probs``: some row asks for distributions."""
+    """Merges ``parts``, each of all rows, to one draft for each row: at most one part has drafted for a row,
+    and the others hold zeros there. ``with_probs`` says that some row asks for distributions."""
     drafting = [part for part in parts if any(part.lengths)]
     if not drafting:
         return Drafts.empty(num_rows, device)

@@ -1,10 +1,10 @@
-"""What is added to or taken from raw logits before temperature: bias, penalties, the minimum length.
+"""Adjusts raw logits before temperature: bias, penalties, the minimum length.
 
-In this order: logit_bias, repetition penalty, frequency and presence penalties, then stop tokens are
-forbidden below ``min_tokens``, a mask forbids all that it does not allow, and the checkpoint's own rules have
-the last word. Frequency and presence penalties count the output alone, the repetition penalty asks whether a
-token stands in prompt or output. Every position sees the output as it would stand there: with the drafted
-tokens before it, each counted once.
+The order is: logit_bias, repetition penalty, frequency and presence penalties, then stop tokens are forbidden
+below ``min_tokens``, a mask forbids all that it does not allow, and the checkpoint's own rules have the last
+word. Frequency and presence penalties count the output alone; the repetition penalty asks whether a token
+stands in prompt or output. Every position sees the output as it would be there: with the drafted tokens
+before it, each counted once.
 """
 
 import math
@@ -17,7 +17,7 @@ from truedraft.engine.memory.host_to_device import on_device, send
 from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
-# Rows are penalised in so many slices at the most: what a slice needs in between is a small share of the
+# Rows are penalised in at most this many slices: the temporary memory of a slice is a small share of the
 # logits.
 MOST_SLICES = 16
 
@@ -96,9 +96,9 @@ def _forbid_stop_tokens(logits: torch.Tensor, row: Row, offset: int) -> None:
 
 
 def replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows [..., V] with NaN, infinity or nothing allowed become flat, and are named: [...]; None if there
-    are none."""
-    # Elsewhere the question would cost a wait.
+    """Makes rows [..., V] with NaN, infinity or nothing allowed flat, and returns which they are: [...]; None
+    if there are none."""
+    # On other devices the question would cost a wait.
     if logits.device.type == "cpu" and all(map(math.isfinite, logits.amax(-1).flatten().tolist())):
         return logits, None
     broken = ~logits.amax(-1).isfinite()
@@ -106,8 +106,8 @@ def replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def _forbid_masked(logits: torch.Tensor, mask: torch.Tensor) -> None:
-    """``logits`` [positions, V] of one row, changed in place; ``mask`` may have fewer positions."""
-    # The words go to the device as they are: 32 tokens in each.
+    """Changes ``logits`` [positions, V] of one row in place; ``mask`` may have fewer positions."""
+    # The words are sent to the device as they are, with 32 tokens in each.
     mask = send(mask, logits.device)
     bits = mask[..., None] >> torch.arange(32, device=mask.device) & 1
     allowed = bits.bool().flatten(1)[:, : logits.shape[1]]
@@ -118,8 +118,8 @@ def _forbid_masked(logits: torch.Tensor, mask: torch.Tensor) -> None:
 def _apply_rules(
     logits: torch.Tensor, row: Row, rules: GenerationRules, drafted: list[int], offset: int
 ) -> None:
-    """``logits`` [positions, V] of one row, changed in place."""
-    ends = not row.params.ignore_eos  # else there is no end to force
+    """Changes ``logits`` [positions, V] of one row in place."""
+    ends = not row.params.ignore_eos  # Without ``max_tokens`` there is no end to force.
     last = row.num_prompt_tokens + row.params.max_tokens - 1 - len(row.token_ids)
     for position, each in enumerate(logits, start=offset):
         rules.apply(each, row.text + drafted[:position], ends and position == last)
@@ -127,15 +127,15 @@ def _apply_rules(
 
 def _text_counts(rows: Sequence[Row], vocab_size: int, device: torch.device) -> torch.Tensor:
     """Returns how often each token stands in the prompts, and how often in the outputs: float32 [2, rows, V].
-    Of an encoder-decoder's prompt only what begins the output counts."""
+    Of an encoder-decoder's prompt only the beginning of the output counts."""
     texts = [row.prompt for row in rows] + [row.output for row in rows]
     counts = [torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size) for ids in texts]
     return send(torch.stack(counts).float().view(2, len(rows), vocab_size), device)
 
 
 def _counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, num_positions: int) -> torch.Tensor:
-    """Returns how often each token is output before each position, float32 [rows, positions, V], from how
-    often it stands in the outputs so far, ``base`` [rows, V]."""
+    """Returns how often each token is output before each position, float32 [rows, positions, V], given the
+    counts in the outputs so far, ``base`` [rows, V]."""
     counts = base[:, None].repeat(1, num_positions, 1)
     number = torch.arange(offset + num_positions - 1, device=base.device)
     position = torch.arange(offset, offset + num_positions, device=base.device)
@@ -147,7 +147,8 @@ def _counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, num_position
 def _penalise(
     logits: torch.Tensor, rows: Sequence[Row], in_prompt: torch.Tensor, in_output: torch.Tensor
 ) -> torch.Tensor:
-    """Repetition as Keskar et al. 2019 (1909.05858) define it; frequency and presence as OpenAI does.
+    """Applies repetition penalties as Keskar et al. 2019 (1909.05858) define them; frequency and presence as
+    OpenAI does.
 
     ``in_prompt`` [rows, V] and ``in_output`` [rows, positions, V] count tokens; both ``logits`` and
     ``in_output`` are overwritten.

@@ -1,6 +1,6 @@
-"""The rows of one step, with the operations that draft and verify them.
+"""Combines the rows of one step with the operations that draft and verify them.
 
-Knows nothing of models and schedules: logits come in, token ids go out.
+It knows nothing of models and schedules: logits come in, token ids go out.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ TORCH = TorchOps()
 
 
 class Sampler(StepRows):
-    """``ops`` compute: torch's operations, or those that repeat them."""
+    """Draws and verifies for rows. ``ops`` are torch's operations, or others that repeat them."""
 
     def __init__(
         self, rows: Sequence[Row], vocab_size: int, device: torch.device, ops: RoundOps = TORCH
@@ -39,7 +39,7 @@ class Sampler(StepRows):
         return self.ops.draw(self, logits, offset)
 
     def adjust(self, logits: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        """Returns what ``judge`` is given, from the target's raw logits [sum of (length + 1), V]."""
+        """Returns the logits for ``judge``, made of the target's raw logits [sum of (length + 1), V]."""
         counts = [length + 1 for length in drafts.lengths]
         return self.ops.adjust(self, logits, drafts.token_ids, 0, counts)
 

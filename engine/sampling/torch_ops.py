@@ -1,4 +1,4 @@
-"""The three operations of a round in torch, on any device. They define what C and Triton repeat.
+"""Has the three operations of a round in torch, on any device. C and Triton repeat what they define.
 
 Each row follows one rule: exact match (temperature 0), coupled, rejection or block. Rows of one rule are
 handled together, and all of it is a function of each row's own columns, text, drafts and positions.
@@ -40,10 +40,11 @@ class RoundOps(Protocol):
     def adjust(
         self, step: StepRows, logits: torch.Tensor, drafted: torch.Tensor, offset: int, counts: list[int]
     ) -> torch.Tensor:
-        """Returns logits after biases, penalties, minimum lengths, masks and rules, for rows that ask.
+        """Returns logits after biases, penalties, minimum lengths, masks and rules, for rows that ask for
+        them.
 
-        ``logits`` [sum of counts, V] are of ``counts[b]`` positions of row b: position j predicts what
-        follows the row's text and ``drafted[b, : offset + j]``.
+        ``logits`` [sum of counts, V] are of ``counts[b]`` positions of row b: position j predicts the token
+        that follows the row's text and ``drafted[b, : offset + j]``.
         """
 
     def draw(self, step: StepRows, logits: torch.Tensor, offset: int) -> DraftDraw:
@@ -54,7 +55,7 @@ class RoundOps(Protocol):
 
 
 class TorchOps:
-    """``rules`` are what the checkpoint forbids or forces, whatever a request says."""
+    """Computes with torch. ``rules`` are the checkpoint's, whatever a request says."""
 
     reads_drafts = True
 
@@ -101,8 +102,8 @@ class TorchOps:
         return DraftDraw(ids, probs)
 
     def judge(self, step: StepRows, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
-        """The host reads ``drafts.ids`` and one tensor per rule; on a GPU top-p takes one more
-        (``processors``)."""
+        """Verifies the drafts. The host reads ``drafts.ids`` and one tensor per rule; on a GPU top-p takes
+        one more read (``processors``)."""
         if step.all_greedy and not step.adjusted:
             return verify_greedy(logits, drafts.ids)
         padded, broken = replace_broken(pad_rows(logits, drafts.lengths, drafts.token_ids.shape[1] + 1))
@@ -115,7 +116,7 @@ class TorchOps:
         self, step: StepRows, logits: torch.Tensor, drafts: Drafts, verdicts: list[RowVerdict]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns for the trace both models' processed probability of each drafted token, [B, K] each, and
-        the target's of the token that follows, [B]; ``logits`` as in ``judge``."""
+        the target's of the token that follows, [B]; ``logits`` are as in ``judge``."""
         padded, _ = replace_broken(pad_rows(logits, drafts.lengths, drafts.token_ids.shape[1] + 1))
         target_probs = self._probs(step, padded, list(range(len(step.rows))))
         greedy = torch.tensor([row.rule is Rule.EXACT_MATCH for row in step.rows], device=step.device)
@@ -139,10 +140,10 @@ class TorchOps:
         logits: torch.Tensor,
         offset: int,
     ) -> DraftDraw:
-        """Draws for rows of one rule that draft alike; ``logits`` [members, V], adjusted.
+        """Draws for rows of one rule that draft alike; ``logits`` [members, V] are adjusted.
 
-        Any way is exact, as the verdict knows the distribution: of a greedy draft it is one-hot. With the
-        coupled rule a random draft shares the target's noise.
+        Any way of drawing is exact, as the verdict knows the distribution: that of a greedy draft is one-hot.
+        With the coupled rule a random draft shares the target's noise.
         """
         if greedily:
             ids = argmax(logits)
@@ -166,7 +167,7 @@ class TorchOps:
         broken: torch.Tensor | None,
         drafts: Drafts,
     ) -> list[RowVerdict]:
-        """Judges the rows ``indices``, which follow one rule."""
+        """Verifies the rows ``indices``, which follow one rule."""
         members = step.index(indices)
         logits, broken = take(logits, members), None if broken is None else take(broken, members)
         if not rule.uses_draft_probs:
@@ -194,8 +195,8 @@ class TorchOps:
     def _gumbel_argmax(
         self, step: StepRows, probs: torch.Tensor, indices: list[int], offset: int
     ) -> torch.Tensor:
-        """Returns what the rows ``indices`` draw from ``probs`` [members, n, V] from ``offset`` on:
-        [members, n]."""
+        """Returns the tokens that the rows ``indices`` draw from ``probs`` [members, n, V], from position
+        ``offset`` on: [members, n]."""
         members = step.index(indices)
         noise = step.noise.setdefault(tuple(indices), KeptNoise())
         seeds, positions = take(step.seeds, members), take(step.positions, members)
@@ -204,7 +205,8 @@ class TorchOps:
     def _probs(
         self, step: StepRows, logits: torch.Tensor, indices: list[int], is_draft: bool = False
     ) -> torch.Tensor:
-        """Processed distributions of the rows ``indices``, whose logits are [members, positions, V]."""
+        """Returns the processed distributions of the rows ``indices``, whose logits are [members, positions,
+        V]."""
         cuts = step.cuts(indices)
         # A draft model's next pass must not wait for the host.
         if is_draft and step.device.type != "cpu":
@@ -212,18 +214,19 @@ class TorchOps:
         return to_probs(logits, cuts)
 
     def _draft_probs(self, step: StepRows, drafts: Drafts, members: slice | torch.Tensor) -> torch.Tensor:
-        """The distributions the members' drafts were drawn from; one-hot for deterministic drafts."""
+        """Returns the distributions that the members' drafts were drawn from; one-hot for deterministic
+        drafts."""
         if drafts.probs is not None:
             return take(drafts.probs, members)
         return F.one_hot(take(drafts.token_ids, members), step.vocab_size).float()
 
     def _seeds(self, step: StepRows, members: slice | torch.Tensor) -> torch.Tensor:
-        """Returns seeds for drafting and accepting, which are each round's own."""
+        """Returns each round's own seeds for drafting and accepting."""
         return round_seeds(take(step.seeds, members), take(step.positions, members))
 
 
 def pad_rows(logits: torch.Tensor, lengths: list[int], num_positions: int) -> torch.Tensor:
-    """[B, num_positions, V]; rows with shorter drafts repeat their last position."""
+    """Returns [B, num_positions, V]; rows with shorter drafts repeat their last position."""
     if all(length + 1 == num_positions for length in lengths):
         return logits.view(len(lengths), num_positions, logits.shape[-1])
     index, start = [], 0

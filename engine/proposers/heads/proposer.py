@@ -1,8 +1,8 @@
 """Drafts with a head: first from the target's states, then from its own.
 
 The head's cache has a place for each token that the target has stored; place p holds the state of token p and
-the token after it. It is filled by what ``observe`` is told, in the next pass that drafts. What a draft has
-stored from the head's own states is computed again from the target's: it is never taken over.
+the token after it. ``observe`` is told the states, and the next pass that drafts stores them. Places that a
+draft has filled from the head's own states are computed again from the target's states: they are never kept.
 """
 
 from collections.abc import Sequence as Sequences
@@ -27,13 +27,13 @@ from truedraft.engine.proposers.heads.waiting import Waiting
 from truedraft.engine.rows.drafts import Drafts
 from truedraft.engine.sampling.sampler import Sampler
 
-# What a place holds depends on the token after it.
+# The content of a place depends on the token after it.
 LOOKAHEAD = 1
 
 
 class HeadProposer(Proposer):
-    """``runner`` runs the head's model over its own cache, ``pool`` is as large as the target's, and
-    ``vocab_size`` the target's."""
+    """Drafts with a head. ``runner`` runs its model over its own cache; ``pool`` is as large as the target's,
+    and ``vocab_size`` is the target's."""
 
     can_lag = False
     need = Need.HEAD
@@ -46,7 +46,7 @@ class HeadProposer(Proposer):
         self.cache = ProposerCache(pool)
         self.vocab_size = vocab_size
         self.taps = head.taps
-        # Rounds in C and steps by phases, which may come in any order, share what waits.
+        # Rounds in C and steps by phases, which may come in any order, share the waiting states.
         self._waiting: WeakKeyDictionary[Sequence, Waiting] = WeakKeyDictionary()
 
     @property
@@ -81,7 +81,7 @@ class HeadProposer(Proposer):
         for seen, part in zip(observations, parts, strict=True):
             waiting = self.waiting(seen.sequence, seen.first)
             if waiting.num_tokens + len(part) > MAX_CATCH_UP_TOKENS:
-                # The last one is left for the next draft, whose logits it gives.
+                # The last state is left for the next draft, whose logits it gives.
                 known = torch.cat((waiting.known, part))
                 spans.append(self._span(seen, known[:-1]))
                 waiting.num_tokens, part = 0, known[-1:]
@@ -90,8 +90,8 @@ class HeadProposer(Proposer):
             self.runner.forward(spans)
 
     def waiting(self, sequence: Sequence, num_told: int) -> Waiting:
-        """Returns the states that wait of a sequence's first ``num_told`` tokens. After a preemption none
-        do."""
+        """Returns the waiting states of a sequence's first ``num_told`` tokens. After a preemption none
+        wait."""
         waiting, table = self._waiting.get(sequence), self.cache.table(sequence)
         if waiting is None:
             model = self.head.model
@@ -103,15 +103,15 @@ class HeadProposer(Proposer):
         return waiting
 
     def _span(self, seen: Observation, states: torch.Tensor) -> Span:
-        """Returns what the cache is to store: ``states``, the last of which is that of the last token but one
+        """Returns the tokens to store with their ``states``; the last state belongs to the last token but one
         that has been seen."""
         table = self.cache.table(seen.sequence)
         known = [*seen.sequence.token_ids[table.num_computed_tokens : seen.first], *seen.token_ids]
         return Span(table, known[1:], 0, states=states)
 
     def is_told(self, sequence: Sequence) -> bool:
-        """Tells whether the states of all tokens but the pending one are known: those of a text's first token
-        are not before it has been computed."""
+        """Tells whether the states of all tokens but the pending one are known: the first token of a text has
+        none before it is computed."""
         num_told = sequence.target_blocks.num_computed_tokens
         return num_told == len(sequence) - 1 and self.waiting(sequence, num_told).num_tokens > 0
 
@@ -145,7 +145,7 @@ class HeadProposer(Proposer):
         return drafts
 
     def first_spans(self, sequences: Sequences[Sequence]) -> list[Span]:
-        """Returns what a draft's first pass gets: the states that wait, and the tokens after them."""
+        """Returns the input of a draft's first pass: the waiting states, and the tokens after them."""
         tables = [self.cache.table(sequence) for sequence in sequences]
         return [
             Span(
@@ -158,7 +158,7 @@ class HeadProposer(Proposer):
         ]
 
     def take_back(self, sequences: Sequences[Sequence]) -> None:
-        """Takes back what drafts have stored from the head's own states; nothing waits any more."""
+        """Removes the places that drafts have filled from the head's own states; nothing waits any more."""
         for sequence in sequences:
             self.cache.table(sequence).num_computed_tokens = len(sequence) - 1
             self._waiting[sequence].num_tokens = 0

@@ -35,7 +35,7 @@ from truedraft.engine.rounds.capture.shapes import (
 )
 from truedraft.engine.rows.columns import IDS_AT, Field
 
-# Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
+# A comparison has this many tokens in the cache: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class RoundGraphs:
         rows.go_on(num_rows)
 
     def _score(self, shape: Shape) -> None:
-        """Passes over pending tokens and drafts with the target."""
+        """Runs the target over pending tokens and drafts."""
         assert shape.queries is not None
         model, rows, num_rows = self.target.model, self.rows, shape.rows
         assert isinstance(model, FusedDecoder)
@@ -417,8 +417,8 @@ def _joined(hidden: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 def capture_rounds(
     graphs: RoundGraphs, planned: Sequence[Shape], num_blocks: int, deadline: float, min_free: int
 ) -> bool:
-    """Captures what is ``planned``, in order, until ``deadline`` (monotonic) or until fewer than ``min_free``
-    bytes are free. The caches are unused, and have a block behind ``num_blocks``.
+    """Captures the ``planned`` items, in order, until ``deadline`` (monotonic) or until fewer than
+    ``min_free`` bytes are free. The caches are unused, and have a block after ``num_blocks``.
 
     Returns False, with a line in the log, if anything goes wrong or nothing was captured.
     """
@@ -432,7 +432,7 @@ def capture_rounds(
             if shape in checked and not _is_right(graphs, shape, num_blocks, number):
                 logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", shape)
                 return False
-    except Exception as error:  # drivers and kernels fail in many ways; the usual passes need none of this
+    except Exception as error:  # Drivers and kernels fail in many ways; the usual passes need none of this.
         logger.warning("CUDA graphs cannot be captured and are not used: %s", error, exc_info=True)
         return False
     took = time.monotonic() - started
@@ -464,14 +464,14 @@ def _is_right(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -
     num_rows = min(max(1, shape.rows - number % 2), num_blocks // blocks_each)
     num_rows = min([num_rows, *(len(layer.inputs) for layer in layers)])
     if context < 1 or num_rows == 0:
-        return True  # no text fits
+        return True  # No text fits.
 
     def stored() -> list[Span]:
-        """Stores the beginnings of texts, and returns what comes after them."""
+        """Stores the beginnings of texts, and returns their continuations."""
         spans = []
         for row in range(num_rows):
             table = BlockTable()
-            # Not in order, so that a slot must come from the table.
+            # The blocks are not in order, so that a slot must come from the table.
             first = num_blocks - 1 - row * blocks_each
             table.block_ids = [first - i for i in range(blocks_each)]
             table.state_slot = num_rows - 1 - row if layers else None
@@ -489,7 +489,7 @@ def _is_right(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -
         return spans
 
     spans = stored()
-    # First, as the usual pass stores what this one should have stored.
+    # The usual pass runs first, and stores the tokens that this one should have stored.
     kind = ScorePass if shape.queries else DraftPass if head is None else HeadPass
     replayed = kind(graphs).run(shape, spans)
     # States have been folded by that.
@@ -507,6 +507,6 @@ def _is_right(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -
 
 
 def _states_to_check(head: HeadPasses, num_tokens: int, row: int) -> torch.Tensor:
-    """Returns states that are alike in no two places."""
+    """Returns states that differ in all places."""
     numbers = torch.arange(num_tokens * head.own.shape[1], device=head.own.device, dtype=torch.float32)
     return (numbers * (0.37 + 0.01 * row)).sin().view(num_tokens, -1).to(head.own.dtype)

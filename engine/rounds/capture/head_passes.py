@@ -1,7 +1,7 @@
-"""A head's captured passes: over the target's states that wait, and then over its own states.
+"""Runs a head's captured passes: over the target's states that wait, and then over its own states.
 
-Like a draft model's they read on the device what has been drawn. The host says once a round how many states
-wait in each row, and which tokens come after them.
+Like a draft model's they read the drawn tokens on the device. The host says once a round how many states wait
+in each row, and which tokens come after them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +19,8 @@ from truedraft.engine.rows.columns import Field
 
 
 class HeadPasses:
-    """``runner`` runs the head's model over its own cache. A first pass is fed up to ``max_fed`` states of a
-    row, later ones are fed one, which the pass before has left."""
+    """Runs the passes. ``runner`` runs the head's model over its own cache. A first pass is fed up to
+    ``max_fed`` states of a row, later ones are fed the one that the pass before has left."""
 
     def __init__(
         self, head: Head, runner: ModelRunner, rows: DeviceRows, max_fed: int, capture: Capture
@@ -32,7 +32,7 @@ class HeadPasses:
         size, dtype, device = head.hidden_size, head.model.dtype, runner.device
         self.states = torch.zeros(rows.max_rows, max_fed, size, dtype=dtype, device=device)
         self.own = torch.zeros(rows.max_rows, size, dtype=dtype, device=device)
-        # It holds for each row how many states wait, then the tokens that come after them.
+        # Its columns for each row are the number of waiting states, then the tokens that come after them.
         self.sent = SentNumbers(rows.max_rows * (1 + max_fed), device, capture)
         self.fed = self.sent.numbers.view(rows.max_rows, 1 + max_fed)
         self._host = self.sent.host.view(rows.max_rows, 1 + max_fed).numpy()

@@ -1,7 +1,7 @@
-"""What is to be captured, with how much time and memory.
+"""Plans which passes to capture, with how much time and memory.
 
-Decided before the caches are sized, because the graphs need memory too; done when the caches are there,
-because a graph knows their addresses.
+This is decided before the caches are sized, because the graphs need memory too; the capture itself follows
+when the caches exist, because a graph knows their addresses.
 """
 
 import logging
@@ -28,7 +28,7 @@ GRAPH_BYTES = 8 << 20
 # What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
 # by rounding up: a guess as well.
 FIXED_BYTES = 128 << 20
-# The most that graphs may take of the memory that is free once the models are loaded.
+# Graphs may take at most this share of the memory that is free once the models are loaded.
 MAX_SHARE = 0.25
 # Bytes of numbers that are alive together, for each position and token of the vocabulary, where they are
 # judged: two copies of the logits and, by a kernel, their distributions, or what torch's operations make.
@@ -58,8 +58,8 @@ class GraphPlan:
     def captured(
         self, target: ModelRunner, draft: ModelRunner | None, head: ModelRunner | None, num_blocks: int
     ) -> tuple[ModelRunner, ModelRunner | None, ModelRunner | None, RoundGraphs | None]:
-        """Captures the graphs and returns the models as they run from then on. All caches must have one
-        block after the ``num_blocks`` that their pools know."""
+        """Captures the graphs and returns the models with them. All caches must have one block after the
+        ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
@@ -90,8 +90,9 @@ class GraphPlan:
 def plan_graphs(
     config: EngineConfig, target: Model, draft: Model | None, max_model_len: int, head: Head | None = None
 ) -> GraphPlan | None:
-    """None where nothing can be captured: on a CPU, and for models without the kernels of this package. The
-    states that a ``head`` reads are captured even if its own passes cannot be."""
+    """Plans the graphs. Returns None where nothing can be captured: on a CPU, and for models without the
+    kernels of this package. The states that a ``head`` reads are captured even if its own passes cannot
+    be."""
     capture = make_capture(target.device) if config.cuda_graphs and _can_be_captured(target) else None
     if capture is None:
         return None
@@ -109,7 +110,7 @@ def plan_graphs(
     if head is not None:
         planned = with_head(planned, drawn)
     max_blocks = -(-max_model_len // config.block_size)
-    tables = 4 * 8 * num_rows * max_blocks  # both models have them twice: on the device, and as sent
+    tables = 4 * 8 * num_rows * max_blocks  # Both models have them twice: on the device, and as sent.
     limit = int(MAX_SHARE * free_memory(target.device)) - tables - _tapped_bytes(target, planned, taps)
     planned = _affordable(target, planned, drawn, judged_bytes, limit)
     if not planned:
@@ -122,13 +123,13 @@ def plan_graphs(
 
 
 def _can_be_captured(model: Model) -> bool:
-    """Says whether a pass takes no decision on the host, which would be frozen as it was at the capture."""
+    """Tells whether a pass makes no decision on the host, which the capture would freeze."""
     return isinstance(model, FusedDecoder) and model.reads_in_place and not model.needs_host
 
 
 def _tapped_bytes(target: Model, planned: list[Shape], taps: list[int]) -> int:
     """Returns the bytes of tapped states: in place, as one pass has them twice, and as a round keeps them.
-    Those that a head is fed, and makes, are fewer than one of these."""
+    The inputs and outputs of a head are fewer than one of these."""
     if not taps:
         return 0
     num_tokens = max(shape.num_tokens for shape in planned)

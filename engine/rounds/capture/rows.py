@@ -16,21 +16,21 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.rounds.capture.capture import Capture, SentNumbers
 from truedraft.engine.rows.columns import DRAFTS_AT, IDS_AT, NUM_STATE_FIELDS, Field
 
-TARGET, DRAFT = 0, 1  # whose block tables
+TARGET, DRAFT = 0, 1  # the owner of the block tables
 
 
 @dataclass(slots=True)
 class _KnownTable:
-    """Holds what was last sent of a row's table, and when that was."""
+    """Holds the last sent state of a row's table, and the time when it was sent."""
 
     block_ids: list[int] = field(default_factory=list)
     table: BlockTable | None = None
     num_cuts: int = 0
-    length: int = -1  # counts what will not be used, too
+    length: int = -1  # counts reserved blocks that will not be used, too
 
 
 class DeviceRows:
-    """Up to ``max_rows`` of them, each with up to ``max_drafts``, and ``max_blocks`` of either cache. Slot
+    """Holds up to ``max_rows`` rows, each with up to ``max_drafts``, and ``max_blocks`` of either cache. Slot
     ``scratch_slot`` belongs to no sequence: padding is stored there."""
 
     def __init__(
@@ -60,7 +60,7 @@ class DeviceRows:
         self._row_of: list[dict[BlockTable, int]] = [{}, {}]  # each cache has one
         self.num_messages = 0
 
-    # On the host.
+    # The functions below run on the host.
 
     def places_of(self, cache: int, tables: Sequence[BlockTable], num_rows: int) -> list[int]:
         """Returns a row below ``num_rows`` for each of the tables of a cache, and keeps it from one call to
@@ -72,7 +72,7 @@ class DeviceRows:
         return list(now.values())
 
     def begin(self) -> None:
-        """A message in which there are no rows."""
+        """Starts a message without rows."""
         self.sent.wait()
         self.changes.wait()
         self._host[:, : Field.SEED] = 0
@@ -89,23 +89,23 @@ class DeviceRows:
         host[IDS_AT : IDS_AT + len(token_ids)] = token_ids
 
     def set_states(self, cache: int, row: int, table: BlockTable, num_certain_tokens: int) -> None:
-        """Says where the row's states are, if there are some, and how far they are folded: before the pass,
-        and after it, when so many tokens are certain."""
+        """Sets the slot of the row's states, if there are some, and how far they are folded: before the pass,
+        and after it, given the number of certain tokens."""
         if table.state_slot is not None:
             first = Field.STATE_SLOT + NUM_STATE_FIELDS * cache
             folded = table.num_folded_tokens, folded_after(table, num_certain_tokens)
             self._host[row, first : first + NUM_STATE_FIELDS] = table.state_slot, *folded
 
     def set_table(self, cache: int, row: int, table: BlockTable) -> None:
-        """Sends what the row's table on the device lacks. Of a table that has only grown nothing else is
-        looked at: texts may be long."""
+        """Sends the entries that the row's table on the device lacks. If a table has only grown, only its end
+        is compared: texts may be long."""
         block_ids, known = table.block_ids, self._known.get((cache, row))
         if known is None:
             known = self._known[cache, row] = _KnownTable()
         has_only_grown = known.table is table and known.num_cuts == table.num_cuts
         if has_only_grown and known.length == len(block_ids):
             return
-        end = min(len(block_ids), self.tables.shape[2])  # more may be reserved, and will not be used
+        end = min(len(block_ids), self.tables.shape[2])  # More blocks may be reserved than will be used.
         first = min(len(known.block_ids), end)
         if not has_only_grown and known.block_ids[:first] != block_ids[:first]:
             first = 0
@@ -127,14 +127,15 @@ class DeviceRows:
             places, entries = self.changes.numbers[:half], self.changes.numbers[half:end]
             self.changes.capture.launch(lambda: self.tables.view(-1).index_copy_(0, places, entries))
 
-    # On the device. Static shapes, and nothing that depends on the numbers: these are captured.
+    # The functions below run on the device. Shapes are static, and nothing depends on the numbers: these are
+    # captured.
 
     def field(self, num_rows: int, field: Field) -> torch.Tensor:
-        """[rows]."""
+        """Returns a column, [rows]."""
         return self.numbers[:num_rows, field]
 
     def ids(self, num_rows: int) -> torch.Tensor:
-        """int64 [rows, 2 + most drafts], as sent, or drawn since."""
+        """Returns int64 [rows, 2 + most drafts], as sent, or drawn since."""
         return self.numbers[:num_rows, IDS_AT:]
 
     def batch(
@@ -146,15 +147,15 @@ class DeviceRows:
         counts: torch.Tensor,
         logits_index: torch.Tensor,
     ) -> ForwardBatch:
-        """``token_ids`` [rows, n], of which the first ``counts`` [rows] are there; they stand at
-        ``first_positions`` [rows] and after. The first ``num_skipped`` are stored already."""
+        """Makes a batch of ``token_ids`` [rows, n], of which the first ``counts`` [rows] are real; their
+        positions begin at ``first_positions`` [rows]. The first ``num_skipped`` are stored already."""
         num_rows, num_tokens = token_ids.shape
         place = torch.arange(num_tokens, device=token_ids.device)
         is_there = place < counts[:, None]
         positions = first_positions[:, None] + place
         is_stored = is_there & (place >= num_skipped[:, None]) & (positions >= 0)
         positions = torch.where(is_there, positions, 0).clamp(min=0)
-        # What is not there may be any row's, even a token that only the other model has.
+        # Padding may be any row's token, even one that only the other model has.
         token_ids = torch.where(is_there, token_ids, 0)
         tables = self.tables[cache, :num_rows]
         blocks = tables.gather(1, positions // self.block_size)

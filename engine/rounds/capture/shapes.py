@@ -9,23 +9,26 @@ from dataclasses import dataclass, replace
 
 from truedraft.engine.core.step import PROPOSER_LIMIT
 
-# Tokens that a draft model's pass takes of a row: after a full acceptance it lacks the one before the last.
+# A draft model's pass takes this many tokens of a row: after a full acceptance it lacks the one before the
+# last.
 DRAFT_TOKENS = 2
-# A scored row has so many tokens where the draft length is open: the pending one and its drafts.
+# A scored row has one of these numbers of tokens where the draft length is open: the pending one and its
+# drafts.
 OPEN_QUERIES = (1, 3, 5, 9, 17)
-# Up to about here a pass costs what it takes to read the weights; beyond, padding costs what it computes.
+# Up to about this many tokens a pass costs what it takes to read the weights; beyond, padding costs as much
+# as real tokens.
 MAX_TOKENS = 320
-# A pass over so many tokens reads quantised weights once.
+# A pass over this many tokens reads quantised weights once.
 MAX_READ_ONCE = 64
 MAX_PASSES = 64
-# Largest numbers of rows between powers of two: a batch of 17 rows should not pay for 32.
+# These numbers of rows lie between powers of two: a batch of 17 rows should not pay for 32.
 FINE_ROWS = (24, 48, 96)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``queries`` tokens of each of ``rows``: scored by the target, or None for a pass of the draft model or
-    head, which is fed up to ``fed`` of a row."""
+    """Describes a pass over ``queries`` tokens of each of ``rows``: scored by the target, or None for a pass
+    of the draft model or head, which is fed up to ``fed`` tokens of a row."""
 
     rows: int
     queries: int | None = None
@@ -37,12 +40,12 @@ class Shape:
 
     @property
     def later(self) -> "Shape":
-        """Returns that of a head's passes over its own states, after a first one of this shape."""
+        """Returns the shape of a head's passes over its own states, after a first one of this shape."""
         return replace(self, fed=1)
 
 
 def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int, int]:
-    """The longest drafts that are captured: of any source, and of the draft model."""
+    """Returns the longest drafts that are captured: of any source, and of the draft model."""
     if isinstance(num_speculative_tokens, int):
         return num_speculative_tokens, num_speculative_tokens if has_draft else 0
     return OPEN_QUERIES[-1] - 1, PROPOSER_LIMIT if has_draft else 0
@@ -74,7 +77,7 @@ def with_head(planned: Sequence[Shape], longest: int) -> list[Shape]:
 
 
 def _column(queries: int | None, max_rows: int) -> list[Shape]:
-    """Returns the passes of so many tokens a row: that of most rows, then the others in rising order."""
+    """Returns the passes of this many tokens a row: that of most rows, then the others in rising order."""
     sizes = {1 << i for i in range((max_rows - 1).bit_length())} | {n for n in FINE_ROWS if n < max_rows}
     rising = sorted(sizes | {max_rows})
     fitting = [shape for rows in rising if (shape := Shape(rows, queries)).num_tokens <= MAX_TOKENS]
