@@ -1,4 +1,4 @@
-"""What can be seen of a model's folder or file before anything is loaded, in one sentence each."""
+"""Says in one sentence what is wrong with a model's folder or file, as far as it shows before loading."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ LARGE_FILES, POINTER = (*WEIGHTS, "*.json", "*.model"), b"version https://git-lf
 
 
 def check_path(path: str, *, allow_pickle: bool = False) -> None:
-    """``ModelLoadError`` if no model can be loaded from the file or folder ``path``."""
+    """Raises ``ModelLoadError`` if no model can be loaded from the file or folder ``path``."""
     place = Path(path).expanduser()
     if is_gguf(path) and not place.is_dir():
         if not place.exists():
@@ -29,8 +29,8 @@ def check_path(path: str, *, allow_pickle: bool = False) -> None:
 
 
 def context_of(path: str) -> int | None:
-    """Returns how many tokens a checkpoint's config.json allows; None where it is not said, or other settings
-    stretch it."""
+    """Returns the number of tokens that a checkpoint's config.json allows; None where it says none, or other
+    settings stretch it."""
     try:
         config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)

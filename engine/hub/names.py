@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from truedraft.engine.formats.gguf_file import is_gguf
 
 HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
-# Parts of an address between the repository and the revision.
+# An address has one of these parts between the repository and the revision.
 VIEWS = ("tree", "blob", "resolve", "raw")
 WORD = r"[A-Za-z0-9][\w.-]*"
 NAME = re.compile(rf"(?P<repo>{WORD}(?:/{WORD})?)(?:@(?P<revision>[\w./-]+))?(?::(?P<quant>[\w.-]+))?")
@@ -18,7 +18,7 @@ FILE = re.compile(rf"(?P<repo>{WORD}/{WORD})(?:@(?P<revision>[\w.-]+))?/(?P<file
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of the hub, and what is wanted of it."""
+    """Names a repository of the hub, and the files of it that are wanted."""
 
     repo: str  # owner/name; a few old repositories have no owner
     revision: str | None = None  # branch, tag or commit; None: the main branch

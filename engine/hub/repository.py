@@ -14,13 +14,13 @@ LABEL = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32))(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
-# These GGUF files belong to a model and are none by themselves.
+# GGUF files with these names belong to a model and are no models themselves.
 COMPANIONS = re.compile(r"(^|[-_.])(mmproj|imatrix|control-vector)([-_.]|$)", re.IGNORECASE)
-# Files and repositories of what drafts for a model.
+# Files and repositories with these names have drafts for a model.
 DRAFTER = re.compile(r"(^|[-_./])(mtp|eagle3?|dflash|dspark|medusa|assistant|draft)([-_.]|$)", re.IGNORECASE)
-# Text files that a checkpoint in safetensors needs.
+# A checkpoint in safetensors needs these text files.
 SETTINGS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-# Folders of what comes after a model that makes vectors have these.
+# A model that makes vectors has its further modules in folders with these names.
 MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)$")
 
 
@@ -32,11 +32,11 @@ class RepoFile:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is fetched. ``entry`` is the GGUF file to load, None for a folder of safetensors."""
+    """Lists the files to fetch. ``entry`` is the GGUF file to load, None for a folder of safetensors."""
 
     files: Sequence[RepoFile]
     entry: str | None
-    note: str = ""  # what a person should know about the choice
+    note: str = ""  # notes for a person about the choice
 
     @property
     def size(self) -> int:
@@ -66,7 +66,8 @@ def choose(
     allow_pickle: bool = False,
     with_code: bool = False,
 ) -> Choice:
-    """Returns the files to fetch; ``ModelLoadError`` lists what there is where the name fits nothing.
+    """Returns the files to fetch; raises ``ModelLoadError``, which lists the alternatives, where the name
+    fits nothing.
 
     A file that is named is taken. A repository with safetensors is taken as that checkpoint, unless a
     quantisation is named. Of GGUF files the named quantisation is taken, by default Q4_K_M, and the largest
@@ -121,7 +122,7 @@ def drafters(files: Iterable[RepoFile]) -> list[Variant]:
 def checkpoint_files(
     files: Iterable[RepoFile], *, allow_pickle: bool = False, with_code: bool = False
 ) -> list[RepoFile]:
-    """Returns the files of a checkpoint at the top of a repository, and of modules in their folders."""
+    """Returns the files of a checkpoint at the top of a repository, and those of modules in their folders."""
     names = {file.name for file in files}
     is_indexed = "model.safetensors.index.json" in names or "model.safetensors" in names
     wanted = []
@@ -184,7 +185,8 @@ def _choice(variant: Variant, note: str = "") -> Choice:
 
 
 def _label(stem: str) -> str:
-    """Returns the label of a file's quantisation, else the file's name without what all names end with."""
+    """Returns the label of a file's quantisation; without one, the file's name less the ending that all names
+    share."""
     labels = LABEL.findall(stem.rpartition("/")[2])
     return labels[-1].upper() if labels else stem.rpartition("/")[2].removesuffix(".gguf")
 
@@ -196,7 +198,7 @@ def _is_weights(name: str, allow_pickle: bool) -> bool:
 
 
 def _what(files: Sequence[RepoFile]) -> str:
-    """Lists what a repository has, its GGUF files by quantisation."""
+    """Lists the contents of a repository, GGUF files by quantisation."""
     found = variants(files)
     if found:
         return f"It has {', '.join(map(str, found))}"
