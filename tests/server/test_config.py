@@ -211,7 +211,7 @@ def test_mistakes_on_the_command_line(
     [
         (["--max-model-len", "1000000"], "max_model_len is 1000000, the target's context only 1024."),
         (["--draft", "nowhere.gguf"], "There is no file nowhere.gguf."),
-        (["nowhere/nor/here"], "There is no file or folder nowhere/nor/here."),
+        (["nowhere/nor/here"], "There is no file or folder nowhere/nor/here; a model of the hub is owner/repository, "),
         (["--device", "cuda"], "device is 'cuda', but the installed torch"),
     ],
 )
