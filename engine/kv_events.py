@@ -53,12 +53,11 @@ class KvEvents:
 
     def removed(self, block_hash: BlockHash) -> None:
         """Notes a block that cannot be found any more."""
-        if block_hash not in self._told:
-            return
-        self._told.remove(block_hash)
-        if not self._events or self._events[-1]["type"] != "BlockRemoved":
-            self._events.append({"type": "BlockRemoved", "block_hashes": [], "medium": "GPU"})
-        self._events[-1]["block_hashes"].append(_number(block_hash))
+        if block_hash in self._told:
+            self._told.remove(block_hash)
+            if not self._events or self._events[-1]["type"] != "BlockRemoved":
+                self._events.append({"type": "BlockRemoved", "block_hashes": [], "medium": "GPU"})
+            self._events[-1]["block_hashes"].append(_number(block_hash))
 
     def cleared(self) -> None:
         """Notes that no block can be found any more."""
@@ -82,12 +81,10 @@ def _socket(endpoint: str) -> Any:
     try:
         import zmq
     except ImportError as error:
-        raise ModelLoadError(
-            "kv_events_endpoint needs the package pyzmq, of the extra 'kv-events'"
-        ) from error
+        raise ModelLoadError("kv_events_endpoint needs pyzmq, of the extra 'kv-events'") from error
     socket = zmq.Context.instance().socket(zmq.PUB)
     socket.set_hwm(MOST_WAITING)
-    socket.linger = 0
+    socket.linger, socket.ipv6 = 0, "::" in endpoint
     binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
     try:
         (socket.bind if binds else socket.connect)(endpoint)
