@@ -27,6 +27,7 @@ from truedraft.engine.cuda.triton_sampling import Sampling
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.repository import shown_size
 from truedraft.engine.hub.siblings import MOST, siblings, weights_size
+from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes, free_memory
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
@@ -141,7 +142,16 @@ def build_engine(
         proposer.attach(memory.target)
     _check_proposers(all_proposers, models.target)
     runner = make_runner(config, memory, all_proposers)
-    return make_core(config, models, memory, all_proposers, runner)
+    core = make_core(config, models, memory, all_proposers, runner)
+    if config.kv_events_endpoint is not None:
+        pool = memory.target_pool
+        if not core.scheduler.prefix_caching or pool.states is not None:
+            raise ModelLoadError(
+                "kv_events_endpoint is for models that can begin with any blocks of their cache"
+            )
+        pool.events = KvEvents(config.kv_events_endpoint, config.kv_events_topic, pool.block_size)
+        core.when_stepped = pool.events.send
+    return core
 
 
 def drafting_method(draft: str) -> Method:

@@ -86,7 +86,7 @@ FLOORS = {
         {"config"},
         {"hub"},
         {"memory"},
-        {"rows"},
+        {"rows", "kv_events"},
         {"layers", "sampling"},
         {"core", "native", "cuda"},
         {"checkpoints", "speculation"},
