@@ -1,8 +1,8 @@
 """Loads a model that makes vectors or scores: an encoder, or a decoder whose states are taken after the last
 norm.
 
-Encoders are read by transformers, described by layers of ours, and compared with transformers' own states of
-a few texts, the fastest kernels first. Decoders are loaded as those that write are.
+Encoders are read by transformers, described by our layers, and compared with transformers' own states of a
+few texts; the fastest kernels are tried first. Decoders are loaded in the way of models that write text.
 """
 
 import logging
@@ -55,11 +55,11 @@ logger = logging.getLogger(__name__)
 
 # A decoder's texts have at most this many tokens unless max_model_len says more: a pass has whole texts.
 DECODER_TOKENS = 8192
-# Lengths of the texts whose states are compared at load, and how much longer than a window one of them is.
+# States of texts of these lengths are compared at load; one is this much longer than a window.
 PROBE_LENGTHS, BEYOND, LONGEST_PROBE = (48, 9), 24, 600
-# Tensors of an encoder that vectors do not depend on.
+# Vectors do not depend on these tensors of an encoder.
 UNUSED = ("pooler.",)
-# What a model that scores by the next token is asked, and the tokens that answer.
+# A model that scores by the next token is asked this, and answers with one of these tokens.
 ASKED = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -72,7 +72,7 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Is what a worker needs: ``max_tokens`` is the most that a text may have."""
+    """Holds what a worker needs. A text may have at most ``max_tokens`` tokens."""
 
     task: Task
     model: TextModel
@@ -160,7 +160,8 @@ def _vectors(
 
 
 def _activation(path: str) -> str:
-    """Returns the function that makes a score of a classifier's number, as sentence-transformers keeps it."""
+    """Returns the function that turns a classifier's number into a score, as sentence-transformers keeps
+    it."""
     config = {} if is_gguf(path) else read_json(Path(path).expanduser() / "config.json")
     said = (config.get("sentence_transformers") or {}).get("activation_fn")
     name = class_name(said or config.get("sbert_ce_default_activation_function") or "Sigmoid")
@@ -195,7 +196,7 @@ def _max_tokens(
     return min(int(said), longest)
 
 
-# Encoders.
+# The functions below load encoders.
 
 
 def _load_encoder(
@@ -233,7 +234,7 @@ def _read_encoder(
         )
     made_by = AutoModelForSequenceClassification if is_scored else AutoModel
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # what is missing is said below
+    transformers_logging.set_verbosity_error()  # The check below reports what is missing.
     try:
         with stage(path, "weights"):
             module, found = made_by.from_pretrained(
@@ -298,7 +299,7 @@ def _describe(module: Any, backend: Backend, options: LoadOptions) -> TextModel:
 
 @torch.inference_mode()
 def _agrees(model: TextModel, module: Any, backend: Backend) -> bool:
-    """Tells whether the states of a few texts are those of transformers' ``module``, each by itself."""
+    """Tells whether the states of a few texts are those of transformers' ``module``, each text by itself."""
     config, longest = module.config, model.embeddings.longest or module.config.max_position_embeddings
     lengths = [*PROBE_LENGTHS, *(bound + BEYOND for bound in boundaries(config) if bound < LONGEST_PROBE)]
     if (window := getattr(config, "sliding_window", None)) and window < LONGEST_PROBE:
@@ -323,11 +324,12 @@ def _agrees(model: TextModel, module: Any, backend: Backend) -> bool:
     return True
 
 
-# Decoders.
+# The functions below load decoders.
 
 
 class BareCheckpoint(Checkpoint):
-    """Has the tensors of a base model, which was saved without an output layer, as those of a whole one."""
+    """Gives the tensors of a base model, which was saved without an output layer, the names of a whole
+    model's."""
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__({f"model.{name}": file for name, file in source.files.items()})
@@ -350,7 +352,7 @@ def _load_decoder(path: str, options: LoadOptions) -> FusedDecoder:
         if not any(name.startswith("model.") for name in checkpoint.files):
             checkpoint = BareCheckpoint(checkpoint)
         if "lm_head.weight" not in checkpoint.files:
-            found.config.tie_word_embeddings = True  # no text is written, so that any output layer will do
+            found.config.tie_word_embeddings = True  # The model writes no text, so any output layer will do.
         found = replace(found, own_checkpoint=checkpoint)
     with stage(path, "building the model"):
         skeleton = fused_skeleton(found, options.dtype)
@@ -402,7 +404,7 @@ def _says_tied(path: str) -> bool:
 
 
 def _answers(path: str) -> LogitScore:
-    """Finds the tokens of a model that says yes or no."""
+    """Returns the tokens with which the model answers yes or no."""
     tokenizer = load_pretrained_tokenizer(path)
     found = [tokenizer.encode(word, add_special_tokens=False) for word in ANSWERS]
     if any(len(ids) != 1 for ids in found):
@@ -411,7 +413,7 @@ def _answers(path: str) -> LogitScore:
 
 
 def _pair_template(path: str) -> str:
-    """Returns how a decoder is asked about a pair; raises ``ModelLoadError`` where that is not known."""
+    """Returns the text that asks a decoder about a pair; raises ``ModelLoadError`` where it is not known."""
     kind = read_json(Path(path).expanduser() / "config.json").get("model_type")
     if kind != "qwen3":
         raise ModelLoadError(
