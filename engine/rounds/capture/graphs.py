@@ -371,7 +371,7 @@ def capture_rounds(
                 break
             graphs.add(item)
             if item in checked and not _is_right(graphs, item, num_blocks, number):
-                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", item)
+                logger.warning("Not using CUDA graphs: the results of %s differ from the usual pass", item)
                 return False
     except Exception as error:  # Drivers and kernels fail in many ways; the usual passes need none of this.
         logger.warning("CUDA graphs cannot be captured and are not used: %s", error, exc_info=True)
