@@ -21,9 +21,13 @@ from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.core.step import AUTO_LIMITS
+from truedraft.engine.cuda import torch_sampling
+from truedraft.engine.cuda.device_ops import DeviceOps
+from truedraft.engine.cuda.triton_sampling import Sampling
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.repository import shown_size
 from truedraft.engine.hub.siblings import MOST, siblings, weights_size
+from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes, free_memory
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
@@ -50,11 +54,10 @@ from truedraft.engine.proposers.translated.proposer import TranslatedDraftPropos
 from truedraft.engine.rounds.calibrate import calibrate
 from truedraft.engine.rounds.capture.graphs import RoundGraphs
 from truedraft.engine.rounds.capture.plan import GraphPlan, plan_graphs
-from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rounds.draft_trial import LENGTH, ROOM, Trial, accepted_by_place, beginnings, trial_of
 from truedraft.engine.rounds.draft_vocabulary import choose_output
 from truedraft.engine.rounds.native_loop import NativeLoop
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
@@ -111,6 +114,7 @@ class Memory:
     draft_pool: BlockPool
     head_pool: BlockPool
     graphs: RoundGraphs | None
+    sampling: Sampling
 
     @property
     def native(self) -> NativeDecoder | None:
@@ -138,7 +142,16 @@ def build_engine(
         proposer.attach(memory.target)
     _check_proposers(all_proposers, models.target)
     runner = make_runner(config, memory, all_proposers)
-    return make_core(config, models, memory, all_proposers, runner)
+    core = make_core(config, models, memory, all_proposers, runner)
+    if config.kv_events_endpoint is not None:
+        pool = memory.target_pool
+        if not core.scheduler.prefix_caching or pool.states is not None:
+            raise ModelLoadError(
+                "kv_events_endpoint is for models that can begin with any blocks of their cache"
+            )
+        pool.events = KvEvents(config.kv_events_endpoint, config.kv_events_topic, pool.block_size)
+        core.when_stepped = pool.events.send
+    return core
 
 
 def drafting_method(draft: str) -> Method:
@@ -281,7 +294,8 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     target_pool = _pool(num_blocks, config.block_size, num_state_slots, target)
     draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
-    return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs)
+    sampling = torch_sampling if planned is None else planned.sampling
+    return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs, sampling)
 
 
 def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRunner | None) -> BlockPool:
@@ -292,22 +306,14 @@ def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRu
 
 
 def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
-    """Makes the runner of rounds: captured passes on a GPU, a loop in C for small models on a CPU."""
-    target = memory.target
-    ops = _ops(config, target)
-    phases = PhaseRunner(target, proposers, ops, config.step_seconds if memory.native is not None else 0.0)
+    """Makes what runs rounds: over captured passes on a GPU, with a loop in C for small models on a CPU."""
+    ops = _ops(config, memory)
+    step_seconds = config.step_seconds if memory.native is not None else 0.0
+    runner = RoundRunner(memory.target, proposers, ops, step_seconds, memory.graphs)
     if memory.native is not None and isinstance(ops, NativeOps):
         draft = next((own for own in proposers if _draws_in_c(own)), None)
-        phases.loop = NativeLoop(memory.native, draft, phases.table, config.step_seconds)
-        return phases
-    observers = [proposer for proposer in proposers if not proposer.can_lag]
-    kinds = HeadProposer, DraftModelProposer
-    drafting = next((own for own in proposers if isinstance(own, kinds)), None)
-    if any(observer is not drafting for observer in observers):
-        return phases
-    if memory.graphs is not None and (memory.draft is None or drafting is not None):
-        return CudaRunner(memory.graphs, drafting, phases)
-    return phases
+        runner.loop = NativeLoop(memory.native, draft, runner.table, config.step_seconds)
+    return runner
 
 
 def _draws_in_c(proposer: Proposer) -> TypeGuard[DraftModelProposer]:
@@ -463,9 +469,11 @@ def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
             )
 
 
-def _ops(config: EngineConfig, target: ModelRunner) -> RoundOps:
-    """Returns the operations of every round: adjusting logits, drawing tokens and verifying drafts."""
-    rules = target.model.rules
+def _ops(config: EngineConfig, memory: Memory) -> RoundOps:
+    """Returns what adjusts, draws and judges in every round."""
+    target, rules = memory.target, memory.target.model.rules
+    if memory.graphs is not None:
+        return DeviceOps(memory.sampling, memory.graphs.rows.max_drafts, target.device, rules)
     native = native_ops(rules) if config.native_kernels and target.device.type == "cpu" else None
     return native or TorchOps(rules)
 

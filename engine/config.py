@@ -220,6 +220,13 @@ class BatchingSettings(BaseModel):
     prefix_caching: bool = Field(
         True, description="Reuse what earlier requests with the same beginning have computed."
     )
+    kv_events_endpoint: str | None = Field(
+        None,
+        description="ZeroMQ address at which gateways hear which tokens the target's cache holds, in vLLM's "
+        "form, such as tcp://*:5557. It has the tokens of all prompts without a cache_salt and asks for no "
+        "key. Needs the extra 'kv-events'.",
+    )
+    kv_events_topic: str = Field("", description="First frame of those messages, by which gateways choose.")
     cache_dtype: Literal["auto", "float32", "float16"] = Field(
         "auto",
         description="What keys and values are kept in on a CPU. auto: float32 with dtype float32; else "
@@ -262,6 +269,8 @@ class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
                 self.draft = str(BUNDLED_PAIR / "draft")
         if self.draft == "none":
             self.draft = None
+        if self.kv_events_endpoint is not None and not self.prefix_caching:
+            raise ValueError("kv_events_endpoint tells of what prefix_caching keeps; switch that on")
         if self.draft is not None and self.draft.startswith("self:") and self.draft not in SELF_DRAFTS:
             raise ValueError(
                 f"draft is {self.draft}; the target's own weights are {' or '.join(SELF_DRAFTS)}"

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from truedraft.engine.core.needs import Needs
 from truedraft.engine.core.step import StepPlan, StepResult
 
 
@@ -11,10 +10,6 @@ class Runner(Protocol):
     """Executes steps. ``run`` returns the step's rounds and changes nothing of the sequences except the
     number of computed tokens in their block tables: at least every token but the pending one, and perhaps
     rejected drafts, which the commit truncates."""
-
-    @property
-    def supports(self) -> Needs:
-        """Returns the needs that rows may have for this runner to execute their step."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one round, or several up to ``plan.max_rounds`` where they are short."""

@@ -350,25 +350,24 @@ def draw(target, draft, scale, end, certain, uniform, total, VOCAB: tl.constexpr
 @triton.jit
 def draw_row(
     logits,  # float32 [rows, NUM_LOGITS]: tokens from there to the vocabulary's end cannot be drawn
-    probs,  # float32 [rows, MAX_DRAWN, VOCAB]
+    probs,  # float32 [rows, VOCAB]
     kept,  # float32 [rows, TILE]
     numbers,  # int64 [rows, WIDTH]
-    pass_number,  # int64 [1]
+    place_of_draft,  # int64 [1]
     VOCAB: tl.constexpr,
     NUM_LOGITS: tl.constexpr,
-    MAX_DRAWN: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     row = numbers + place * WIDTH
-    number = tl.load(pass_number)
+    number = tl.load(place_of_draft)
     if number < tl.load(row + _NUM_DRAWN):
         logits += place * NUM_LOGITS
         drawn, highest, is_broken = most_likely(logits, VOCAB, NUM_LOGITS, TILE)
         rule = tl.load(row + _RULE)
         if rule != _EXACT_MATCH:
-            probs += (place * MAX_DRAWN + number) * VOCAB
+            probs += place * VOCAB
             kept += place * TILE
             units = distribute(probs, kept, logits, row, highest, is_broken, VOCAB, NUM_LOGITS, TILE)
             seed, first = tl.load(row + _SEED), tl.load(row + _NUM_STORED) + 1
@@ -414,17 +413,17 @@ def judge_position(
         tl.store(found + 2, is_broken.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "most_drawn"])  # they change from round to round
 def judge_row(
     # int64 [rows, VERDICT_WIDTH]: number of accepted drafts, next token, whether it failed, the drafts
     verdicts,
-    found,  # int64 [rows, QUERIES, 3]
-    probs,  # float32 [rows, QUERIES, VOCAB]
-    draft_probs,  # float32 [rows, MAX_DRAWN, VOCAB]
+    found,  # int64 [rows, queries, 3]
+    probs,  # float32 [rows, queries, VOCAB]
+    draft_probs,  # float32 [rows, most_drawn, VOCAB]
     numbers,  # int64 [rows, WIDTH]
+    queries,
+    most_drawn,
     VOCAB: tl.constexpr,
-    QUERIES: tl.constexpr,
-    MAX_DRAWN: tl.constexpr,
     WIDTH: tl.constexpr,
     VERDICT_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
@@ -433,10 +432,10 @@ def judge_row(
     row = numbers + place * WIDTH
     num_drafts = tl.load(row + _NUM_DRAFTS).to(tl.int32)
     if num_drafts >= 0:
-        found += place * QUERIES * 3
+        found += place * queries * 3
         verdicts += place * VERDICT_WIDTH
-        probs += place * QUERIES * VOCAB
-        draft_probs += place * MAX_DRAWN * VOCAB
+        probs += place * queries * VOCAB
+        draft_probs += place * most_drawn * VOCAB
         drafts = row + _DRAFTS
         is_drawn = tl.load(row + _NUM_DRAWN) > 0
         end = tl.where(is_drawn, VOCAB, 0)
@@ -508,13 +507,13 @@ def draw_drafts(
     logits: torch.Tensor,
     probs: torch.Tensor,
     numbers: torch.Tensor,
-    pass_number: torch.Tensor,
+    place: torch.Tensor,
     tile: int = TILE,
 ) -> None:
-    """Draws the next draft token of each row that still drafts: its id goes to ``numbers`` int64 [rows,
-    fields and ids], and the distribution that it was drawn from to ``probs`` float32 [rows, most drafts, V],
-    except under the rule of exact match, which never asks for it. ``logits`` are float32 [rows, the draft's
-    vocabulary]; ``pass_number`` int64 [1] counts from 0. All tensors are contiguous."""
+    """Draws the draft at ``place`` int64 [1], which counts from 0, of those rows that have one there: its id
+    goes to ``numbers`` int64 [rows, fields and ids], and the distribution drawn from, which the rule of
+    exact match never asks for, to ``probs`` float32 [rows, V]. ``logits`` float32 [rows, the draft's
+    vocabulary]. All are contiguous."""
     kept = torch.empty(len(logits), tile, device=logits.device)
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
@@ -523,10 +522,9 @@ def draw_drafts(
             probs,
             kept,
             numbers,
-            pass_number,
-            VOCAB=probs.shape[2],
+            place,
+            VOCAB=probs.shape[1],
             NUM_LOGITS=logits.shape[1],
-            MAX_DRAWN=probs.shape[1],
             WIDTH=numbers.shape[1],
             TILE=tile,
             num_warps=NUM_WARPS,
@@ -561,8 +559,8 @@ def judge(
             probs,
             draft_probs,
             numbers,
-            QUERIES=queries,
-            MAX_DRAWN=draft_probs.shape[1],
+            queries,
+            draft_probs.shape[1],
             VERDICT_WIDTH=verdicts.shape[1],
             **sizes,
             **options,

@@ -22,26 +22,25 @@ from truedraft.engine.sampling.verify import (
 
 
 def draw_drafts(
-    logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, pass_number: torch.Tensor
+    logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, place: torch.Tensor
 ) -> None:
-    """Computes what ``sampling_kernels.draw_drafts`` does, and keeps greedy rows' distributions, too."""
-    vocab_size = probs.shape[2]
+    """Does as ``sampling_kernels.draw_drafts``, and keeps greedy rows' distributions, too."""
+    vocab_size = probs.shape[1]
     logits, _ = _replace_broken(in_width(logits, vocab_size))
     drawn_from = to_probs(logits[:, None], SamplingTensors.on_device(numbers))[:, 0]
     rule, seeds = numbers[:, Field.RULE], numbers[:, Field.SEED]
     first = numbers[:, Field.NUM_STORED] + 1
-    positions = first + pass_number
+    positions = first + place
     spent = round_seeds_on_device(seeds, first)
     ids = inverse_cdf(drawn_from, uniform_on_device(spent, positions, Stream.DRAFT))
     coupled = (drawn_from / noise_on_device(seeds, positions, vocab_size)).argmax(-1)
     ids = torch.where(rule == Rule.COUPLED.code, coupled, ids)
     ids = torch.where(rule == Rule.EXACT_MATCH.code, logits.argmax(-1), ids)
     drafts = numbers[:, DRAFTS_AT:]
-    before = drafts.index_select(1, pass_number).squeeze(1)
-    drafts_still = pass_number < numbers[:, Field.NUM_DRAWN]
-    drafts.index_copy_(1, pass_number, torch.where(drafts_still, ids, before)[:, None])
-    kept = probs.index_select(1, pass_number)
-    probs.index_copy_(1, pass_number, torch.where(drafts_still[:, None, None], drawn_from[:, None], kept))
+    before = drafts.index_select(1, place).squeeze(1)
+    draws = place < numbers[:, Field.NUM_DRAWN]
+    drafts.index_copy_(1, place, torch.where(draws, ids, before)[:, None])
+    probs.copy_(torch.where(draws[:, None], drawn_from, probs))
 
 
 def judge(

@@ -1,4 +1,4 @@
-"""Finds the operations that draw and verify captured rows: kernels, where they do exactly what torch does."""
+"""Finds what draws and judges rows on a device: kernels, where they do exactly what torch does."""
 
 import logging
 from importlib import import_module
@@ -24,7 +24,7 @@ class Sampling(Protocol):
     """Is the interface of the modules ``sampling_kernels`` and ``torch_sampling``, which tests replace."""
 
     def draw_drafts(
-        self, logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, pass_number: torch.Tensor
+        self, logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, place: torch.Tensor
     ) -> None: ...
 
     def judge(
@@ -88,11 +88,10 @@ def _drawn_and_judged(
 ) -> list[torch.Tensor]:
     """Returns everything that is written, except distributions for which no rule asks."""
     num_rows, device = len(numbers), logits.device
-    probs = torch.zeros(num_rows, CHECK_DRAFTS, logits.shape[2], device=device)
-    for number in range(CHECK_DRAFTS):
-        sampling.draw_drafts(
-            draft_logits[:, number].contiguous(), probs, numbers, torch.tensor([number], device=device)
-        )
+    drawn_from = torch.zeros(CHECK_DRAFTS, num_rows, logits.shape[2], device=device)
+    for number, place in enumerate(torch.arange(CHECK_DRAFTS, device=device)[:, None].unbind()):
+        sampling.draw_drafts(draft_logits[:, number].contiguous(), drawn_from[number], numbers, place)
+    probs = drawn_from.transpose(0, 1).contiguous()
     verdicts = torch.zeros(num_rows, 3 + CHECK_DRAFTS, dtype=torch.int64, device=device)
     sampling.judge(logits, probs, numbers, verdicts)
     is_asked_for = (numbers[:, Field.RULE] != Rule.EXACT_MATCH.code) & (numbers[:, Field.NUM_DRAWN] > 0)

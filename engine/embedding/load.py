@@ -6,6 +6,7 @@ few texts; the fastest kernels are tried first. Decoders are loaded in the way o
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from truedraft.engine.families.encoders import ENCODERS, describe_encoder, looks
 from truedraft.engine.families.linear import join, weight_of
 from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.gguf.encoders import GgufEncoder, holds_encoder, open_encoder
 from truedraft.engine.hub.folders import check_path
 from truedraft.engine.layers.decoder import Attention
 from truedraft.engine.layers.torch_run import TorchRun
@@ -90,10 +92,21 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
         raise ModelLoadError(
             f"{path} does not write text, and is not spread over devices: leave out device_map"
         )
-    if is_gguf(path):
-        model: TextModel | FusedDecoder = load_gguf(path, options, may_pool=True)
-        files = VectorFiles(pooling=_pooling_of_gguf(path, task))
-        head = None
+    head: Head | None = None
+    if is_gguf(path) and holds_encoder(path):
+        files = VectorFiles(pooling=_pooling_of_gguf(path))
+        with stage(path, ""):
+            stored = open_encoder(path)
+        model: TextModel | FusedDecoder
+        model, head = _load_encoder(path, stored.config, options, partial(_from_gguf, stored, task, options))
+    elif is_gguf(path):
+        if task == "rerank":
+            raise ModelLoadError(
+                f"{path} is a GGUF file of a decoder, which does not rerank here: take the folder of "
+                "safetensors"
+            )
+        files = VectorFiles(pooling=_pooling_of_gguf(path))
+        model = load_gguf(path, options, may_pool=True)
     else:
         with stage(path, ""):
             check_path(path, allow_pickle=options.allow_pickle)
@@ -101,7 +114,8 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
         with stage(path, "config.json"):
             described = AutoConfig.from_pretrained(path)
         if looks_ahead(described):
-            model, head = _load_encoder(path, described, task, options)
+            read = partial(_read_encoder, path, described, task, options)
+            model, head = _load_encoder(path, described, options, read)
         else:
             model = _load_decoder(path, options)
             head = _decoder_head(path, model, files) if task == "rerank" else None
@@ -186,15 +200,16 @@ def _max_tokens(
 
 
 def _load_encoder(
-    path: str, described: Any, task: Task, options: LoadOptions
+    path: str, described: Any, options: LoadOptions, read: Callable[[Backend], tuple[Any, Head | None]]
 ) -> tuple[TextModel, Head | None]:
+    """``read`` returns transformers' base model with its weights, and the classifier."""
     if (words := unknown_part(described)) is not None:
         raise ModelLoadError(f"{path} cannot be served: {words}")
     if options.quantize != "none":
         raise ModelLoadError(f"{path} is an encoder, which is not quantised: leave out quantize")
     size = described.hidden_size // described.num_attention_heads
     for backend in backends(options, {int(getattr(described, "head_dim", None) or size)}):
-        module, head = _read_encoder(path, described, task, backend, options)
+        module, head = read(backend)
         model = _describe(module, backend, options)
         if _agrees(model, module, backend):
             return model, head
@@ -202,10 +217,16 @@ def _load_encoder(
     raise ModelLoadError(f"{path} cannot be served: its states are not those of transformers' model")
 
 
-def _read_encoder(
-    path: str, described: Any, task: Task, backend: Backend, options: LoadOptions
+def _from_gguf(
+    stored: GgufEncoder, task: Task, options: LoadOptions, backend: Backend
 ) -> tuple[Any, Head | None]:
-    """Returns transformers' base model with its weights, and the classifier."""
+    head = stored.head(options.device) if task == "rerank" else None
+    return stored.module(backend.dtype).requires_grad_(False).to(options.device), head
+
+
+def _read_encoder(
+    path: str, described: Any, task: Task, options: LoadOptions, backend: Backend
+) -> tuple[Any, Head | None]:
     is_scored = task == "rerank"
     if is_scored and not _is_classifier(described):
         raise ModelLoadError(
@@ -287,7 +308,7 @@ def _agrees(model: TextModel, module: Any, backend: Backend) -> bool:
     texts = [
         Text(
             [first + (7 * i * i + 3 * i + 11 * number) % (config.vocab_size - first) for i in range(length)],
-            length // 2 if number == 1 and config.model_type == "bert" else None,
+            length // 2 if number == 1 and getattr(config, "type_vocab_size", 0) > 1 else None,
         )
         for number, length in enumerate(min(length, longest) for length in lengths)
     ]
@@ -401,10 +422,6 @@ def _pair_template(path: str) -> str:
     return ASKED
 
 
-def _pooling_of_gguf(path: str, task: Task) -> tuple[str, ...]:
+def _pooling_of_gguf(path: str) -> tuple[str, ...]:
     pooling = gguf_pooling(path)
-    if task == "rerank":
-        raise ModelLoadError(
-            f"{path} is a GGUF file, which does not rerank here: take the folder of safetensors"
-        )
     return () if pooling in (None, "rank") else (str(pooling),)

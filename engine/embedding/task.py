@@ -7,6 +7,7 @@ from typing import Any
 from truedraft.engine.embedding.files import class_name, read_json
 from truedraft.engine.families.encoders import ENCODERS
 from truedraft.engine.formats.gguf_file import is_gguf, read_gguf
+from truedraft.engine.formats.gguf_word_pieces import ENCODER_TYPES
 from truedraft.engine.messages import Task
 
 # GGUF files name the way of pooling by these numbers.
@@ -18,7 +19,9 @@ def task_of(path: str) -> Task:
     """Returns the task of the folder or file at ``path``."""
     if is_gguf(path):
         pooling = gguf_pooling(path)
-        return "generate" if pooling is None else "rerank" if pooling == "rank" else "embed"
+        if pooling is None and read_gguf(path).architecture not in ENCODER_TYPES:
+            return "generate"
+        return "rerank" if pooling == "rank" else "embed"
     folder = Path(path).expanduser()
     config = read_json(folder / "config.json")
     architecture = str((config.get("architectures") or [""])[0])

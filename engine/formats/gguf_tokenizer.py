@@ -11,6 +11,7 @@ from typing import Any
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_splits import BEGINS, WHOLE_WORDS, pre_tokenizer
+from truedraft.engine.formats.gguf_word_pieces import ENCODER_TYPES, KIND, word_pieces
 
 KEY = "tokenizer.ggml"
 # Values must be of these types; lists must hold such values.
@@ -60,10 +61,12 @@ FILL_TEXTS = {
 OLD_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 # These named tokens end a generation.
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-OTHER_NAMES = ("bos", "unknown", "padding", "seperator", "mask")  # Keys are spelt as in the files.
+# Keys are spelt as in the files.
+OTHER_NAMES = ("bos", "unknown", "padding", "seperator", "mask", "cls")
 # These are the defaults of files that name no such tokens. In a byte-level vocabulary the default is
 # Falcon's, and only ends texts.
 DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"eos": 11}, "gemma4": {}}
+DEFAULT_IDS[KIND] = {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103}
 # Texts begin with the first token in vocabularies of these kinds.
 BEGINNING_KINDS = ("llama", "gemma4")
 
@@ -96,8 +99,10 @@ def read_vocabulary(file: GgufFile) -> Vocabulary | None:
     if not tokens:
         return None
     kind, rules = metadata.get(f"{KEY}.model"), metadata.get(f"{KEY}.pre")
-    if kind not in DEFAULT_IDS:
-        raise GgufError(f"{path} has a tokenizer of the kind {kind}; {', '.join(DEFAULT_IDS)} are supported")
+    known = [each for each in DEFAULT_IDS if (each == KIND) == (file.architecture in ENCODER_TYPES)]
+    if kind not in known:
+        of = f"of {file.architecture}, {', '.join(known)} are supported"
+        raise GgufError(f"{path} has a tokenizer of the kind {kind}; {of}")
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     by_text = {token: index for index, token in enumerate(tokens)}
     if len(by_text) < len(tokens):
@@ -146,7 +151,7 @@ def _check_types(file: GgufFile) -> None:
             is_right = isinstance(value, list) and all(type(each) in LISTS[key] for each in value)
         if not is_right:
             raise GgufError(f"{file.path} is damaged: its {key} is of another type than it must be")
-        if key in NOT_SERVED and value:
+        if key in NOT_SERVED and value and file.architecture not in ENCODER_TYPES:
             raise GgufError(f"{file.path} asks for {key} = {value}, which is not served")
 
 
@@ -190,6 +195,8 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     if missing := [token for token, index in fast.get_vocab().items() if index >= len(vocabulary.tokens)]:
         raise GgufError(f"{file.path} lacks the token {min(missing)}, which its tokenizer needs")
     named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    # What stands around a text is in the tokenizer already where pairs of texts have such tokens.
+    adds = {"add_bos_token": vocabulary.add_bos, "add_eos_token": vocabulary.add_eos}
     # The default end of a byte-level vocabulary is an ordinary token in a text.
     special = {
         f"{ours}_token": vocabulary.tokens[vocabulary.ids[name]]
@@ -199,8 +206,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=fast,
         chat_template=file.metadata.get("tokenizer.chat_template"),
-        add_bos_token=vocabulary.add_bos,
-        add_eos_token=vocabulary.add_eos,
+        **({} if vocabulary.kind == KIND else adds),
         **special,
     )
     tokenizer.fill_ids = {name: vocabulary.ids[name] for name in FILL_TEXTS if name in vocabulary.ids}
@@ -301,4 +307,10 @@ def _swallowing(fast: Any) -> Any:
     return Tokenizer.from_str(json.dumps(described))
 
 
-BUILDERS = {"llama": _sentencepiece, "gpt2": _byte_level, "gemma4": _marked_blanks}
+def _word_pieces(file: GgufFile, vocabulary: Vocabulary) -> Any:
+    numbered = enumerate(vocabulary.types[: len(vocabulary.tokens)])
+    shown_whole = {index for index, kind in numbered if kind in (CONTROL, USER_DEFINED)}
+    return word_pieces(file, vocabulary.tokens, shown_whole, vocabulary.ids)
+
+
+BUILDERS = {"llama": _sentencepiece, "gpt2": _byte_level, "gemma4": _marked_blanks, KIND: _word_pieces}

@@ -138,7 +138,7 @@ class GgufCheckpoint(Checkpoint):
         data = blocks.data[number * rows : (number + 1) * rows]
         return QuantisedBlocks(blocks.type, data, blocks.in_features)
 
-    def _stored(self, theirs: str) -> torch.Tensor:
+    def stored(self, theirs: str) -> torch.Tensor:
         """Returns a tensor as it lies in the file."""
         blocks, place = self._blocks(theirs), self.file.tensors[theirs]
         if blocks is not None and self._library is not None:
@@ -148,10 +148,10 @@ class GgufCheckpoint(Checkpoint):
     def _read(self, name: str) -> torch.Tensor:
         if name in self.stacks:
             stack = self.stacks[name]
-            return stack.join([self._stored(part) for part in stack.parts])
+            return stack.join([self.stored(part) for part in stack.parts])
         if (heads := self.heads.get(name)) is not None:
-            return heads.join(self._stored(heads.keys), self._stored(heads.values))
-        tensor = torch.cat([self._stored(part) for part in self._parts(name)])
+            return heads.join(self.stored(heads.keys), self.stored(heads.values))
+        tensor = torch.cat([self.stored(part) for part in self._parts(name)])
         if name.endswith(ONE_ROW):
             return tensor.view(1, -1)
         tensor = from_file(name, tensor, self.file.path)

@@ -20,7 +20,15 @@ from urllib.request import getproxies
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.folders import check_path
 from truedraft.engine.hub.names import HubName, hub_name
-from truedraft.engine.hub.repository import Choice, RepoFile, Variant, choose, drafters, shown_size
+from truedraft.engine.hub.repository import (
+    Choice,
+    RepoFile,
+    Variant,
+    choose,
+    drafters,
+    missing_parts,
+    shown_size,
+)
 from truedraft.engine.hub.siblings import most_likely
 from truedraft.engine.machine.limits import free_memory
 
@@ -70,6 +78,11 @@ def find_model(
         return Found(name)
     files, folder = _files(wanted)
     choice = choose(wanted, files, free_memory(), allow_pickle=allow_pickle, with_code=with_code)
+    if missing := missing_parts(choice.files):
+        raise ModelLoadError(
+            f"{wanted.repo} lacks {missing} of the parts of {choice.entry}"
+            + ("" if folder is None else " in the local cache, and the hub cannot be reached")
+        )
     first = _fetch(wanted, choice, tell) if folder is None else folder / choice.files[0].name
     names = [f"{wanted.repo}/{variant.parts[0].name}" for variant in drafters(files)]
     if choice.entry is None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.hub.names import FORMS, PATH_BEGINS
 
 WEIGHTS = ("*.safetensors", "*.bin")
 # Files that git-lfs leaves as pointers where it has not downloaded them, and how a pointer begins.
@@ -23,7 +24,8 @@ def check_path(path: str, *, allow_pickle: bool = False) -> None:
             f"{path} is a file; a folder with config.json and safetensors, or a .gguf file, is needed"
         )
     if not place.is_dir():
-        raise ModelLoadError(f"there is no file or folder {path}")
+        hint = "" if path.startswith(PATH_BEGINS) else f"; a model of the hub is {FORMS}"
+        raise ModelLoadError(f"there is no file or folder {path}{hint}")
     _check_pointers(place)
     _check_files(path, place, allow_pickle)
 

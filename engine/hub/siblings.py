@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truedraft.engine.formats.gguf_file import PART, is_gguf
-from truedraft.engine.hub.repository import COMPANIONS, DRAFTER, LABEL, is_drafter
+from truedraft.engine.hub.repository import DRAFTER, LABEL, is_companion, is_drafter, series_of
 
 # At most this many siblings are tried.
 MOST = 4
@@ -114,7 +114,7 @@ def _entries(folder: Path) -> Iterator[Path]:
     for entry in entries:
         part = PART.search(entry.name)
         if is_gguf(entry.name) and entry.is_file():
-            if not COMPANIONS.search(entry.name) and (part is None or int(part[1]) == 1):
+            if not is_companion(entry.name) and (part is None or int(part[1]) == 1):
                 yield entry
         elif entry.is_dir() and (entry / "config.json").is_file():
             yield entry
@@ -124,6 +124,6 @@ def weights_size(place: Path) -> int:
     """Returns the bytes of the weights in a folder, or of a GGUF file with its other parts."""
     if place.is_dir():
         return sum(file.stat().st_size for file in place.glob("*.safetensors"))
-    stem = PART.sub(r"\3", place.name)
-    parts = [file for file in place.parent.glob("*.gguf") if PART.sub(r"\3", file.name) == stem]
+    series = series_of(place.name)
+    parts = [file for file in place.parent.glob("*.gguf") if series_of(file.name) == series]
     return sum(file.stat().st_size for file in parts)

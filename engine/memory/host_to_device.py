@@ -1,6 +1,6 @@
-"""Sends numbers from the host to a device without waiting for its earlier work."""
+"""Moves numbers between host and device without waiting for the device's earlier work."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,3 +23,19 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Starts a copy to the host; what is returned waits for it, but not for what is launched after this."""
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> torch.Tensor:
+        event.synchronize()
+        return copied
+
+    return read

@@ -23,6 +23,7 @@ class ForwardOutput(NamedTuple):
     ``logits`` [sum of num_logits, vocab] are float32, of each span's last tokens, in span order. ``hidden``
     [tokens, taps, hidden size] are the states after the tapped layers, of all tokens; None without taps. The
     states that the last norm gets have the last layer's number; the norm's output has the number of layers.
+    A fast pass that a head drafts with returns the states of each span's last token alone.
     """
 
     logits: torch.Tensor
@@ -35,7 +36,8 @@ class FastPass(Protocol):
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns logits and states as in ``ForwardOutput``; None if there is no such pass for ``spans``."""
+        """Returns logits and states as in ``ForwardOutput``; None if there is no such pass for ``spans``. The
+        logits may be where the next pass writes its own."""
         ...
 
 
@@ -97,7 +99,7 @@ class Model(ABC):
         taps: Sequence[int] = (),
     ) -> ForwardOutput:
         """Computes the spans and stores their tokens in ``cache``, where blocks are reserved.
-        ``ids_on_device``, int64 [spans], are the ids of spans of one token each that were drawn on the
+        ``ids_on_device``, int64 [tokens], are the ids of all spans' tokens, some of which were drawn on the
         device: the host does not read them."""
         return self.compute(
             ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device), cache, taps

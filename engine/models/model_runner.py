@@ -10,12 +10,13 @@ from truedraft.engine.models.base import FastPass, ForwardOutput, Model
 
 
 class ModelRunner:
-    """Runs target and draft alike."""
+    """Runs target and draft alike. ``num_fast`` counts the fast passes."""
 
     def __init__(self, model: Model, cache: KVCache, fast_pass: FastPass | None = None) -> None:
         self.model = model
         self.cache = cache
         self.fast_pass = fast_pass
+        self.num_fast = 0
         self.vocab_size = model.vocab_size
         self.device = model.device
 
@@ -44,6 +45,7 @@ class ModelRunner:
             output = self.model.forward(spans, self.cache, ids_on_device, taps)
         else:
             output = ForwardOutput(*fast)
+            self.num_fast += 1
         for span, end in zip(spans, ends, strict=True):
             span.table.num_computed_tokens = end
         for span, num_folded in zip(spans, folded or (), strict=folded is not None):

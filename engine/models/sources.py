@@ -25,6 +25,7 @@ from truedraft.engine.families.fit import (
 from truedraft.engine.families.table import FAMILIES
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
 from truedraft.engine.gguf.checkpoint import open_gguf
+from truedraft.engine.gguf.encoders import holds_encoder, open_encoder
 from truedraft.engine.hub.folders import check_path
 from truedraft.engine.models.architecture import (
     Architecture,
@@ -48,6 +49,10 @@ def way_of(path: str) -> str:
     """Returns which forward would compute the model at ``path``: fused layers or transformers' modules. No
     weights are read. Raises ``ModelLoadError`` where the model is known not to be served."""
     options = LoadOptions()
+    if is_gguf(path) and holds_encoder(path):
+        with stage(path, ""):
+            open_encoder(path)
+        return "fused"
     if is_gguf(path):
         open_gguf_file(path, options)
         return "fused"

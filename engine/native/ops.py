@@ -38,6 +38,8 @@ def native_ops(rules: GenerationRules = NO_RULES) -> "NativeOps | None":
 class NativeOps:
     """Is a ``RoundOps``. Tokens that the checkpoint forbids or forces by ``rules`` are left to torch."""
 
+    reads_drafts = True
+
     def __init__(self, library: ctypes.CDLL, rules: GenerationRules = NO_RULES) -> None:
         self.library = library
         self.torch = TorchOps(rules)

@@ -228,6 +228,8 @@ def keep_loaded() -> None:
 def _serve_vectors(config: EngineConfig, task: Task, connection: Connection, heartbeat: Heartbeats) -> int:
     """Serves a model that makes vectors or scores, until the front end ends it."""
     connection.send(Loading("the target model"))
+    if config.kv_events_endpoint is not None:
+        raise ModelLoadError("kv_events_endpoint is for models that can begin with any blocks of their cache")
     num_threads = config.num_threads or usual_num_threads()
     set_num_threads(num_threads)
     loaded = load_vectors(config, task)

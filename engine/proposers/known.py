@@ -18,4 +18,4 @@ def known_drafts(draft_ids: list[list[int]], device: torch.device) -> Drafts:
     if width == 0:
         return Drafts.empty(len(draft_ids), device)
     token_ids = on_device([ids + [0] * (width - len(ids)) for ids in draft_ids], device)
-    return Drafts(token_ids, None, [len(ids) for ids in draft_ids])
+    return Drafts(token_ids, None, [len(ids) for ids in draft_ids], draft_ids)

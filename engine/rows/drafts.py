@@ -1,5 +1,6 @@
 """Carries what rows have drafted, and the verdicts on it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -7,20 +8,23 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.memory.host_to_device import on_device
+from truedraft.engine.memory.host_to_device import on_device, to_host
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drafts:
     """Holds a proposer's drafts for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
-    ``probs`` holds the distributions that the tokens were drawn from; None if every draft is deterministic or
-    no row asks for them.
+    ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
+    deterministic or no row asks for them. ``known`` holds each row's ids where the host has chosen them; None
+    if they were drawn. ``sent`` waits for a copy of the ids to the host, if one has begun.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
     probs: torch.Tensor | None  # float32 [B, K, V]
     lengths: list[int]
+    known: list[list[int]] | None = None
+    sent: Callable[[], torch.Tensor] | None = None
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
@@ -28,8 +32,17 @@ class Drafts:
 
     @cached_property
     def ids(self) -> list[list[int]]:
-        """Returns each row's drafted ids, without padding, in one copy from the device."""
-        return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths, strict=True)]
+        """Each row's drafted ids, without padding, in one copy from the device."""
+        if self.known is not None:
+            return self.known
+        if not any(self.lengths):
+            return [[] for _ in self.lengths]
+        token_ids = self.token_ids if self.sent is None else self.sent()
+        return [ids[:length] for ids, length in zip(token_ids.tolist(), self.lengths, strict=True)]
+
+    def send_early(self) -> None:
+        """Starts to copy the ids to the host, before the device gets more to do."""
+        self.sent = to_host(self.token_ids)
 
 
 class DraftDraw(NamedTuple):

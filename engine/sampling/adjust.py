@@ -44,43 +44,46 @@ def adjust_in_place(
     offset: int,
     rules: GenerationRules = NO_RULES,
     counts: torch.Tensor | None = None,
-    places: Sequence[int] | None = None,
+    draft_ids: list[list[int]] | None = None,
 ) -> None:
-    """Adjusts float32 ``logits`` [rows, positions, V]; those of ``rows`` are in ``places``, or are all of
-    them.
+    """Adjusts float32 ``logits`` [rows, positions, V].
 
     Position j of a row predicts the token that follows its text and ``drafted[row, : offset + j]``;
-    ``drafted`` is [rows, at least offset + positions - 1]. ``counts`` [2, penalised rows, V] says how often
-    each token stands in their prompts and in their outputs, where that is known already.
+    ``drafted`` is [rows, at least offset + positions - 1]. ``counts`` [2, penalised rows, V]: how often
+    each token stands in their prompts and in their outputs, where that is known already. ``draft_ids`` are
+    the rows' drafts where the host has them already.
     """
-    places = range(len(rows)) if places is None else places
-    for place, row in zip(places, rows, strict=True):
+    for place, row in enumerate(rows):
         if bias := row.params.logit_bias:
             ids = on_device(list(bias), logits.device)
             logits[place, :, ids] += on_device(list(bias.values()), logits.device, torch.float32)
-    penalised = [i for i, row in enumerate(rows) if row.is_penalised]
+    penalised = [place for place, row in enumerate(rows) if row.is_penalised]
     if penalised:
-        members = [rows[i] for i in penalised]
+        members = [rows[place] for place in penalised]
         of_text = _text_counts(members, logits.shape[2], logits.device) if counts is None else counts
         step = -(-len(members) // MOST_SLICES)
         for first in range(0, len(members), step):
             some, last = penalised[first : first + step], first + step
-            index = on_device([places[i] for i in some], logits.device)
+            index = on_device(some, logits.device)
             in_prompt, in_output = of_text[:, first:last]
-            ids = drafted[on_device(some, logits.device)]
-            by_position = _counts(in_output, ids, offset, logits.shape[1])
+            by_position = _counts(in_output, drafted[index], offset, logits.shape[1])
             logits[index] = _penalise(logits[index], members[first:last], in_prompt, by_position)
     # The host reads all drafts at once.
-    reads = bool(rules) or any(row.matcher is not None for row in rows)
-    draft_ids = drafted.tolist() if reads else []
-    for i, (place, row) in enumerate(zip(places, rows, strict=True)):
+    if draft_ids is None:
+        draft_ids = drafted.tolist() if reads_drafts(rows, rules) else []
+    for place, row in enumerate(rows):
         _forbid_stop_tokens(logits[place], row, offset)
         if row.matcher is not None:
-            masks = row.matcher.masks(draft_ids[i][: offset + logits.shape[1] - 1], offset)
+            masks = row.matcher.masks(draft_ids[place][: offset + logits.shape[1] - 1], offset)
             if masks is not None:
                 _forbid_masked(logits[place], masks)
         if rules:
-            _apply_rules(logits[place], row, rules, draft_ids[i], offset)
+            _apply_rules(logits[place], row, rules, draft_ids[place], offset)
+
+
+def reads_drafts(rows: Sequence[Row], rules: GenerationRules) -> bool:
+    """Tells whether the host must know what has been drafted to adjust the logits of rows."""
+    return bool(rules) or any(row.matcher is not None for row in rows)
 
 
 def _forbid_stop_tokens(logits: torch.Tensor, row: Row, offset: int) -> None:

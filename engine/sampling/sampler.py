@@ -33,7 +33,9 @@ class Sampler(StepRows):
     def draw_drafts(self, logits: torch.Tensor, drafted: torch.Tensor) -> DraftDraw:
         """Draws each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
         offset = drafted.shape[1]
-        logits = self.ops.adjust(self, logits, drafted, offset, [1] * len(self.rows))
+        # Any draft is exact; a trace can only be followed if it was adjusted.
+        if self.ops.reads_drafts or self.traced:
+            logits = self.ops.adjust(self, logits, drafted, offset, [1] * len(self.rows))
         return self.ops.draw(self, logits, offset)
 
     def adjust(self, logits: torch.Tensor, drafts: Drafts) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Holds the rows of one step, as the operations of a round see them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,9 @@ class StepRows:
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
         self.adjusted = [i for i in special if rows[i].needs_adjustment]
         self.noise: dict[tuple[int, ...], KeptNoise] = {}  # keys are rows
+        self.columns: torch.Tensor | None = None  # the rows' numbers on a device that needs them
+        # What the host knows of the drafts, where it need not wait for what the device does now.
+        self.read_drafts: Callable[[], list[list[int]]] | None = None
         self._cuts: dict[tuple[int, ...], SamplingTensors] = {}  # keys are rows
 
     @cached_property

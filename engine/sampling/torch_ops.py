@@ -4,6 +4,7 @@ Each row follows one rule: exact match (temperature 0), coupled, rejection or bl
 handled together, and all of it is a function of each row's own columns, text, drafts and positions.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.drafts import DraftDraw, Drafts, RowVerdict
-from truedraft.engine.sampling.adjust import adjust_logits, replace_broken
+from truedraft.engine.rows.table import Row
+from truedraft.engine.sampling.adjust import adjust_in_place, replace_broken
 from truedraft.engine.sampling.ops import argmax, gumbel_argmax, inverse_cdf
 from truedraft.engine.sampling.processors import to_probs
 from truedraft.engine.sampling.random import KeptNoise, Stream, round_seeds, uniform
@@ -29,7 +31,11 @@ from truedraft.engine.sampling.verify import (
 
 
 class RoundOps(Protocol):
-    """Is the interface of a round's operations. Logits of several positions are packed, row after row."""
+    """The operations of a round. Logits of several positions are packed, row after row. ``reads_drafts``: the
+    host may read what is drawn before the target has scored it."""
+
+    @property
+    def reads_drafts(self) -> bool: ...
 
     def adjust(
         self, step: StepRows, logits: torch.Tensor, drafted: torch.Tensor, offset: int, counts: list[int]
@@ -51,6 +57,8 @@ class RoundOps(Protocol):
 class TorchOps:
     """Computes with torch. ``rules`` are the checkpoint's, whatever a request says."""
 
+    reads_drafts = True
+
     def __init__(self, rules: GenerationRules = NO_RULES) -> None:
         self.rules = rules
 
@@ -66,11 +74,14 @@ class TorchOps:
         members = on_device(step.adjusted, step.device)
         padded = [[starts[i] + min(j, counts[i] - 1) for j in range(width)] for i in step.adjusted]
         rows = [step.rows[i] for i in step.adjusted]
-        own = logits[on_device(padded, step.device)]
-        found = adjust_logits(own, rows, take(drafted, members), offset, self.rules)
+        own = logits[on_device(padded, step.device)].float()
+        penalised = [row for row in rows if row.is_penalised]
+        text_counts = self.text_counts(penalised, own.shape[2], own.device) if penalised else None
+        read = None if step.read_drafts is None else [step.read_drafts()[i] for i in step.adjusted]
+        adjust_in_place(own, rows, take(drafted, members), offset, self.rules, text_counts, read)
         into = [starts[i] + j for i in step.adjusted for j in range(counts[i])]
         taken = [place * width + j for place, i in enumerate(step.adjusted) for j in range(counts[i])]
-        taken_from = found.flatten(0, 1)[on_device(taken, step.device)]
+        taken_from = own.flatten(0, 1)[on_device(taken, step.device)]
         return logits.float().index_copy(0, on_device(into, step.device), taken_from)
 
     def draw(self, step: StepRows, logits: torch.Tensor, offset: int) -> DraftDraw:
@@ -115,6 +126,10 @@ class TorchOps:
         next_probs = target_probs[torch.arange(len(step.rows)), lengths, next_tokens]
         drafted = probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(step, drafts, ALL))
         return *drafted, next_probs
+
+    def text_counts(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> torch.Tensor | None:
+        """Returns how often each token stands in the rows' prompts and outputs, [2, rows, V], if known."""
+        return None
 
     def _draw(
         self,

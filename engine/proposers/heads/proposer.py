@@ -6,6 +6,7 @@ draft has filled from the head's own states are computed again from the target's
 """
 
 from collections.abc import Sequence as Sequences
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +18,7 @@ from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, StepPlan
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import DraftVocabulary, HeadOutput
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
@@ -119,22 +121,23 @@ class HeadProposer(Proposer):
             length if length and self.is_told(sequence) else 0
             for sequence, length in zip(sequences, lengths_of(plan, self.name), strict=True)
         ]
-        states: dict[int, torch.Tensor] = {}
+        drafting: list[int] = []  # the rows of the last pass
+        states: tuple[torch.Tensor, ...] = ()  # it has made these of their last tokens
 
         def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
+            nonlocal drafting, states
             if last_ids is None:
                 spans = self.first_spans([sequences[row] for row in rows])
             else:
                 tables = [self.cache.table(sequences[row]) for row in rows]
-                spans = [
-                    Span(table, [0], 1, states=states[row]) for row, table in zip(rows, tables, strict=True)
-                ]
+                own = dict(zip(drafting, states, strict=True))
+                spans = [Span(table, [0], 1, None, own[row]) for row, table in zip(rows, tables, strict=True)]
             logits, hidden = self.runner.forward(spans, last_ids, (self.head.output,))
             assert hidden is not None
-            end = 0
-            for row, span in zip(rows, spans, strict=True):
-                end += len(span.token_ids)
-                states[row] = hidden[end - 1]
+            if len(hidden) > len(spans):
+                ends = [end - 1 for end in accumulate(len(span.token_ids) for span in spans)]
+                hidden = hidden.index_select(0, on_device(ends, hidden.device))
+            drafting, states = rows, hidden.flatten(1)[:, None].unbind()
             return self.head.in_width(logits, self.vocab_size)
 
         drafts = drawn_drafts(lengths, sampler, next_logits)
@@ -153,22 +156,6 @@ class HeadProposer(Proposer):
             )
             for sequence, table in zip(sequences, tables, strict=True)
         ]
-
-    def store(self, sequences: Sequences[Sequence], most: int) -> None:
-        """Stores all waiting states but the last, of sequences with more than ``most`` of them."""
-        full = [sequence for sequence in sequences if self._waiting[sequence].num_tokens > most]
-        if not full:
-            return
-        spans = self.first_spans(full)
-        last = []
-        for span in spans:
-            assert span.states is not None
-            last.append(span.states[-1:].clone())
-            span.token_ids, span.states, span.num_logits = span.token_ids[:-1], span.states[:-1], 0
-        self.runner.forward(spans)
-        for sequence, state in zip(full, last, strict=True):
-            self._waiting[sequence].num_tokens = 0
-            self._waiting[sequence].add(state)
 
     def take_back(self, sequences: Sequences[Sequence]) -> None:
         """Removes the places that drafts have filled from the head's own states; nothing waits any more."""

@@ -28,6 +28,7 @@ class HeadPasses:
         self.head = head
         self.runner = runner
         self.rows = rows
+        self.max_fed = max_fed
         size, dtype, device = head.hidden_size, head.model.dtype, runner.device
         self.states = torch.zeros(rows.max_rows, max_fed, size, dtype=dtype, device=device)
         self.own = torch.zeros(rows.max_rows, size, dtype=dtype, device=device)
@@ -52,19 +53,19 @@ class HeadPasses:
         self.states.flatten(0, 1).index_copy_(0, on_device(places, self.own.device), torch.cat(states))
 
     def run(self, shape: Shape, logits: torch.Tensor) -> None:
-        """Runs a pass over the input of rows that still draft; ``logits`` [rows, the target's vocabulary]
-        become those of the next token. This runs while it is captured."""
-        rows, num_rows, number = self.rows, shape.rows, self.rows.pass_number
-        drafts_still = number < rows.field(num_rows, Field.NUM_DRAWN)
+        """Passes over what rows are fed; ``logits`` [rows, the target's vocabulary] become
+        those of the next token. Runs while captured."""
+        rows, num_rows = self.rows, shape.rows
+        is_there = rows.field(num_rows, Field.NUM_DRAFTS) >= 0
         every = torch.arange(num_rows, device=self.own.device)
         # A place holds the state of its token and the token after it.
-        end = rows.field(num_rows, Field.NUM_STORED) + number
+        end = rows.field(num_rows, Field.NUM_STORED)
         if shape.fed == 1:
-            counts = torch.where(drafts_still, 1, 0)
-            token_ids = rows.ids(num_rows).index_select(1, number + 1)
+            counts = torch.where(is_there, 1, 0)
+            token_ids = rows.ids(num_rows)[:, 1:2]
             states, last = self.own[:num_rows], every
         else:
-            counts = torch.where(drafts_still, self.fed[:num_rows, 0], 0)
+            counts = torch.where(is_there, self.fed[:num_rows, 0], 0)
             token_ids = self.fed[:num_rows, 1 : 1 + shape.fed]
             states = self.states[:num_rows, : shape.fed].flatten(0, 1)
             last = every * shape.fed + (counts - 1).clamp(min=0)
@@ -74,3 +75,4 @@ class HeadPasses:
         assert hidden is not None
         self.own[:num_rows].copy_(hidden[:, 0].index_select(0, last))
         logits.copy_(self.head.in_width(found, logits.shape[1]))
+        rows.go_on(num_rows)

@@ -1,11 +1,12 @@
-"""Keeps decoding rows on the device: the changes of each round are one message.
+"""The rows of captured passes as they lie on the device: what changes from pass to pass is one message.
 
 A captured pass reads the same addresses again and again. So every row has its place in static tensors, block
-tables stay there from round to round, and numbers that follow from others (positions, slots, who drafts
-still) are computed there. The host sends a few integers a row and the new entries of tables.
+tables stay there from pass to pass, and what follows from fewer numbers (positions, slots) is computed there.
+The host sends a few integers a row and those entries of tables that are new. A draft's pass writes what its
+next one reads, for which nothing is sent.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +14,7 @@ import torch
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows, StateRows, folded_after
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.rounds.capture.capture import Capture, SentNumbers
-from truedraft.engine.rows.columns import DEVICE_WIDTH, DRAFTS_AT, IDS_AT, NUM_STATE_FIELDS, Field
-from truedraft.engine.rows.table import Row
+from truedraft.engine.rows.columns import DRAFTS_AT, IDS_AT, NUM_STATE_FIELDS, Field
 
 TARGET, DRAFT = 0, 1  # the owner of the block tables
 
@@ -49,34 +49,27 @@ class DeviceRows:
         self.scratch_slot = scratch_slot
         self.tables = torch.zeros(2, max_rows, max_blocks, dtype=torch.int64, device=device)
         self.width = DRAFTS_AT + max_drafts
-        # The first number is that of the draft model's pass; the rows follow it.
-        self.sent = SentNumbers(1 + max_rows * self.width, device, capture)
-        self.pass_number = self.sent.numbers[:1]
-        # These are places in tables, and their new entries.
+        self.sent = SentNumbers(max_rows * self.width, device, capture)
+        # Places in tables and their new entries.
         self.changes = SentNumbers(2 * self.tables.numel(), device, capture)
-        self.numbers = self._rows_of(self.sent.numbers)
-        self._host = self._rows_of(self.sent.host).numpy()
-        self._known: dict[tuple[int, int], _KnownTable] = {}  # Each is found by cache and row.
+        self.numbers = self.sent.numbers.view(max_rows, self.width)
+        self._host = self.sent.host.view(max_rows, self.width).numpy()
+        self._known: dict[tuple[int, int], _KnownTable] = {}  # each is found by cache and row
         self._places: list[int] = []
         self._entries: list[int] = []
-        self._row_of: dict[Hashable, int] = {}
-
-    def _rows_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers[1:].view(self.max_rows, self.width)
+        self._row_of: list[dict[BlockTable, int]] = [{}, {}]  # each cache has one
+        self.num_messages = 0
 
     # The functions below run on the host.
 
-    def rows_for(self, keys: Sequence[Hashable], num_rows: int) -> list[tuple[int, bool]]:
-        """Returns a row below ``num_rows`` for each of ``keys``, and whether it is new: rows are kept from
-        one call to the next."""
-        kept = {key: self._row_of[key] for key in keys if self._row_of.get(key, num_rows) < num_rows}
+    def places_of(self, cache: int, tables: Sequence[BlockTable], num_rows: int) -> list[int]:
+        """Returns a row below ``num_rows`` for each of the tables of a cache, and keeps it from one call to
+        the next."""
+        before = self._row_of[cache]
+        kept = {table: before[table] for table in tables if before.get(table, num_rows) < num_rows}
         free = iter(sorted(set(range(num_rows)) - set(kept.values())))
-        self._row_of = {key: kept[key] if key in kept else next(free) for key in keys}
-        return [(row, key not in kept) for key, row in self._row_of.items()]
-
-    def forget(self) -> None:
-        """Makes the next call of ``rows_for`` find new rows only."""
-        self._row_of.clear()
+        now = self._row_of[cache] = {table: kept[table] if table in kept else next(free) for table in tables}
+        return list(now.values())
 
     def begin(self) -> None:
         """Starts a message without rows."""
@@ -84,27 +77,16 @@ class DeviceRows:
         self.changes.wait()
         self._host[:, : Field.SEED] = 0
         self._host[:, Field.NUM_DRAFTS] = -1
+        self.num_messages += 1
         self._places.clear()
         self._entries.clear()
 
-    def set_row(
-        self,
-        row: int,
-        num_stored: int,
-        token_ids: Sequence[int],
-        num_drafts: int,
-        num_drawn: int = 0,
-        num_skipped: int = 0,
-    ) -> None:
-        """Sets a row. ``token_ids`` are the one before the pending one, the pending one, and known drafts."""
+    def set_row(self, row: int, num_stored: int, token_ids: Sequence[int], num_skipped: int = 0) -> None:
+        """Says what a row's pass is over: ``token_ids`` begin with the one before the pending one, which
+        stands at ``num_stored``."""
         host = self._host[row]
-        host[: Field.STATE_SLOT] = num_stored, num_drafts, num_drawn, num_skipped
+        host[: Field.STATE_SLOT] = num_stored, len(token_ids) - 2, 0, num_skipped
         host[IDS_AT : IDS_AT + len(token_ids)] = token_ids
-
-    def set_sampling(self, place: int, row: Row) -> None:
-        """Copies to a place how a row of the table draws."""
-        line = row.table.numbers[row.number]
-        self._host[place, Field.SEED : DEVICE_WIDTH] = line[Field.SEED : DEVICE_WIDTH]
 
     def set_states(self, cache: int, row: int, table: BlockTable, num_certain_tokens: int) -> None:
         """Sets the slot of the row's states, if there are some, and how far they are folded: before the pass,
@@ -136,8 +118,8 @@ class DeviceRows:
             self._entries += added
 
     def send(self, num_rows: int) -> None:
-        """Sends the first ``num_rows`` rows, before the next launch."""
-        self.sent.send(1 + num_rows * self.width)
+        """The first ``num_rows``, before whatever is launched next."""
+        self.sent.send(num_rows * self.width)
         if self._places:
             half, end = len(self._places), 2 * len(self._places)
             self.changes.host.numpy()[:end] = [*self._places, *self._entries]
@@ -199,10 +181,8 @@ class DeviceRows:
         num_skipped: torch.Tensor,
         counts: torch.Tensor,
         num_tokens: int,
-        number: torch.Tensor | None = None,
     ) -> StateRows:
-        """Returns the ``StateRows`` of a batch of ``num_tokens`` for each row. States are folded in the first
-        pass of a round, whose ``number`` is 0."""
+        """Returns what recurrences are told of a batch of ``num_tokens`` for each row."""
         first = Field.STATE_SLOT + NUM_STATE_FIELDS * cache
         slots, before, after = self.numbers[: len(counts), first : first + NUM_STATE_FIELDS].unbind(1)
         return StateRows(
@@ -211,6 +191,12 @@ class DeviceRows:
             (counts - num_skipped).clamp(min=0),
             first_positions + num_skipped,
             slots.contiguous(),
-            (before if number is None else torch.where(number > 0, after, before)).contiguous(),
+            before.contiguous(),
             after.contiguous(),
         )
+
+    def go_on(self, num_rows: int) -> None:
+        """Makes the rows of a draft's pass those of the next one, over one more token."""
+        self.field(num_rows, Field.NUM_STORED).add_(1)
+        self.field(num_rows, Field.NUM_SKIPPED).fill_(1)
+        self.field(num_rows, Field.DRAFT_NUM_FOLDED).copy_(self.field(num_rows, Field.DRAFT_NUM_FOLDED_AFTER))

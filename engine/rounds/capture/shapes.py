@@ -1,13 +1,11 @@
-"""Plans which passes and verdicts are captured, and finds the one that holds a batch: plain integers.
+"""Plans which passes are captured, and finds the one that holds a batch: plain integers.
 
 A captured pass has one shape for ever, so a batch takes the smallest one that holds it and leaves the rest
-empty. The lengths of the rows' texts are no part of a shape: kernels stop where a row's keys end. Draws from
-a pass's logits, and verdicts, are captured apart from it, for rows of every rule.
+empty. How long the rows' texts are is no part of a shape: kernels stop where a row's keys end.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from truedraft.engine.core.step import PROPOSER_LIMIT
 
@@ -46,22 +44,6 @@ class Shape:
         return replace(self, fed=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Follows a pass of this ``shape``: the draft model's draws, or the verdicts on scored tokens. A head's
-    draws follow the later passes, too."""
-
-    shape: Shape
-
-
-Captured: TypeAlias = Shape | Stage
-
-
-def shape_of(item: Captured) -> Shape:
-    """Returns the shape of a pass, or of the pass that a stage follows."""
-    return item if isinstance(item, Shape) else item.shape
-
-
 def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int, int]:
     """Returns the longest drafts that are captured: of any source, and of the draft model."""
     if isinstance(num_speculative_tokens, int):
@@ -69,29 +51,28 @@ def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int,
     return OPEN_QUERIES[-1] - 1, PROPOSER_LIMIT if has_draft else 0
 
 
-def plan_shapes(max_rows: int, num_speculative_tokens: int | str, has_draft: bool) -> list[Captured]:
-    """Returns at most ``MAX_PASSES`` passes, each followed by its stage. Those of most rows come first, which
-    hold any batch; then the smallest ones, which are needed most."""
+def plan_shapes(max_rows: int, num_speculative_tokens: int | str, has_draft: bool) -> list[Shape]:
+    """Returns at most ``MAX_PASSES`` passes. Those of most rows come first, which hold any batch; then the
+    smallest ones, which are needed most."""
     longest, _ = max_drafts(num_speculative_tokens, has_draft)
     fixed = isinstance(num_speculative_tokens, int)
     queries = dict.fromkeys((1, longest + 1)) if fixed else dict.fromkeys(OPEN_QUERIES)
     passes = [None, *queries] if has_draft and longest else [*queries]
     columns = [_column(each, max_rows) for each in passes]
     shapes = [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
-    return [item for shape in shapes[:MAX_PASSES] for item in (shape, Stage(shape))]
+    return shapes[:MAX_PASSES]
 
 
-def with_head(planned: Sequence[Captured], longest: int) -> list[Captured]:
-    """Returns the plan with a head in the draft model's place. After a round one state more waits than tokens
-    were accepted: a first pass takes all of them, if that is not too much for this many rows."""
-    found: list[Captured] = []
-    for item in planned:
-        shape = shape_of(item)
+def with_head(planned: Sequence[Shape], longest: int) -> list[Shape]:
+    """Returns the plan with a head in the draft model's place. After a round as many states wait as tokens
+    were accepted, and one: a first pass takes them all, if that is not too much for so many rows."""
+    found: list[Shape] = []
+    for shape in planned:
         if shape.queries is None:
             first = replace(shape, fed=max(2, min(1 + longest, MAX_TOKENS // shape.rows)))
-            found += [Stage(first)] if isinstance(item, Stage) else [first, first.later]
+            found += [first, first.later]
         else:
-            found.append(item)
+            found.append(shape)
     return found
 
 
@@ -103,19 +84,14 @@ def _column(queries: int | None, max_rows: int) -> list[Shape]:
     return fitting[-1:] + fitting[:-1]
 
 
-def holds(shape: Shape, rows: int, queries: int | None) -> bool:
-    """Tells whether a pass of this shape holds ``rows`` of ``queries`` tokens."""
-    is_of_the_model = (shape.queries is None) == (queries is None)
-    return is_of_the_model and shape.rows >= rows and (shape.queries or 0) >= (queries or 0)
+def holds(shape: Shape, rows: int, queries: int | None, fed: int = 1) -> bool:
+    """Returns whether a pass of this shape holds ``rows`` of ``queries`` tokens, or of ``fed`` ones."""
+    if (shape.queries is None) != (queries is None) or shape.rows < rows:
+        return False
+    return shape.fed >= fed if shape.queries is None or queries is None else shape.queries >= queries
 
 
-def smallest(rows: int, queries: int | None, captured: Iterable[Captured]) -> Shape | None:
-    """Returns the smallest pass that holds ``rows`` of ``queries`` tokens; None if there is none."""
-    fitting = (item for item in captured if isinstance(item, Shape) and holds(item, rows, queries))
+def smallest(rows: int, queries: int | None, fed: int, captured: Iterable[Shape]) -> Shape | None:
+    """Returns the smallest pass that holds such rows; None if there is none."""
+    fitting = (shape for shape in captured if holds(shape, rows, queries, fed))
     return min(fitting, key=lambda shape: shape.num_tokens, default=None)
-
-
-def smallest_stage(rows: int, queries: int | None, captured: Iterable[Captured]) -> Stage | None:
-    """Returns the stage of the smallest pass that holds such rows; None if there is none."""
-    fitting = (item for item in captured if isinstance(item, Stage) and holds(item.shape, rows, queries))
-    return min(fitting, key=lambda stage: stage.shape.rows * (stage.shape.queries or 1), default=None)
