@@ -10,7 +10,8 @@ MAX_HEADER_LENGTH = 1000
 
 
 class Leniency:
-    """It keeps the notes of one request, whose field names come from the client: no more than are sent."""
+    """Collects notes on one request for headers. Field names come from the client, so the headers' length is
+    limited."""
 
     def __init__(self, *, strict: bool) -> None:
         self.is_strict = strict

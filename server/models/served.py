@@ -73,7 +73,7 @@ Fetch = Callable[[Tell], EngineConfig]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model as routes see it."""
+    """Is a loaded model as routes see it."""
 
     name: str
     settings: Settings
@@ -320,7 +320,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str | None:
-        """The ``system_fingerprint`` of answers; None while no worker is ready."""
+        """Returns the ``system_fingerprint`` of answers; None while no worker is ready."""
         if (worker := self.worker) is None:
             return None
         settings = self.settings
