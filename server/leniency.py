@@ -39,7 +39,7 @@ class Leniency:
 
 
 class _Notes:
-    """Notes in their order, each once, as ASCII, printable and short; what does not fit is not read."""
+    """Keeps notes in their order, each once, as printable ASCII within a length; later ones are dropped."""
 
     def __init__(self) -> None:
         self._notes: dict[str, None] = {}

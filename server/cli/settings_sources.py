@@ -136,5 +136,5 @@ def _take_config(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[list
 
 
 def wrong_usage(error: SettingsError) -> str:
-    """argparse's own message, such as a flag without its value."""
+    """Returns argparse's own message, such as one about a flag without its value."""
     return f"{str(error).removeprefix('error parsing CLI: ')}."
