@@ -453,7 +453,7 @@ def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
         name, num_layers = proposer.name, target.num_layers
         if name in taken:
             raise ModelLoadError(
-                f"two proposers are named {name!r}, or it is another source's name: choose one"
+                f"two proposers are named {name!r}, or another source has that name: rename one"
             )
         taken.add(name)
         if proposer.taps and proposer.can_lag:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Sequence:
-    """``seed`` is always set (drawn at admission if the client gave none), as is ``verification``."""
+    """Is one stream of token ids with its parameters. ``seed`` and ``verification`` are always set: admission
+    chooses what the client left open."""
 
     request_id: str
     index: int

@@ -71,7 +71,7 @@ def read_options(kind: type[S], flags: Sequence[str]) -> S:
 
 
 def check_flags(flags: Sequence[str], kind: type[BaseModel]) -> None:
-    """Refuse unknown flags by name before argparse does so with a list of all of them."""
+    """Refuses unknown flags by name before argparse does so with a list of all of them."""
     options = [(name, field) for name, field in kind.model_fields.items() if not field.is_required()]
     fields = {flag_name(name, field): field for name, field in options}
     known = {f"--{name}" for name in fields}
@@ -136,5 +136,5 @@ def _take_config(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[list
 
 
 def wrong_usage(error: SettingsError) -> str:
-    """argparse's own message, such as a flag without its value."""
+    """Returns argparse's own message, such as one about a flag without its value."""
     return f"{str(error).removeprefix('error parsing CLI: ')}."

@@ -73,7 +73,7 @@ Fetch = Callable[[Tell], EngineConfig]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model as routes see it."""
+    """Is a loaded model as routes see it."""
 
     name: str
     settings: Settings
@@ -104,9 +104,9 @@ class ServedModel:
         *,
         is_pinned: bool = False,
     ) -> None:
-        """``settings`` are the server's with this model's own. ``fetch`` is missing where the files are here
-        already; it is called in a thread, and returns the engine's settings with paths. A pinned model is
-        loaded at start, and makes room for no other."""
+        """Holds an unloaded model. ``settings`` are the server's with this model's own. ``fetch`` is missing
+        where the files are here already; it is called in a thread, and returns the engine's settings with
+        paths. A pinned model is loaded at start, and is never unloaded for another one."""
         self.settings = settings
         self.is_pinned = is_pinned
         self.metrics = metrics
@@ -320,7 +320,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str | None:
-        """The ``system_fingerprint`` of answers; None while no worker is ready."""
+        """Returns the ``system_fingerprint`` of answers; None while no worker is ready."""
         if (worker := self.worker) is None:
             return None
         settings = self.settings
