@@ -41,6 +41,16 @@ HeadOutput = Literal["own", "int4"]
 WEIGHTS_CHANGED: Final = "weights_changed"
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """Names a LoRA adapter. ``digest`` is that of its files, which lie at ``path``; a worker that has not
+    loaded it yet, or again, does so when it is asked for."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int = 0  # the largest of its modules
+
+
 class Generate(msgspec.Struct, frozen=True, tag=True):
     """Generate ``n`` sequences after ``prompt_token_ids`` (at least one token).
 
@@ -48,7 +58,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     not say. It is drafted from if ``params.method`` leaves that open or asks for it.
     Lower ``priority`` goes first, and of the same priority lower ``place``. The sequences of one ``tenant``
     do not shut out those of another; its name means nothing to the worker. With ``cache_prompt`` the request
-    shares computed prefixes with others of the same ``cache_salt``.
+    shares computed prefixes with others of the same ``cache_salt`` and ``adapter``.
     """
 
     request_id: str
@@ -61,6 +71,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""
     place: int = 0
     tenant: str = ""
+    adapter: Adapter | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,6 +110,20 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     index: int | None = None
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load an adapter. The answer is ``AdapterLoaded``, or ``Failed`` with the same id."""
+
+    request_id: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Forget an adapter once the sequences that have it have ended. Unknown ones are ignored."""
+
+    digest: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -164,6 +189,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     tried: list[str] = []  # what was measured of each draft that lies next to the target, and what is taken
     task: Task = "generate"
     embedding: EmbeddingFacts | None = None  # there is none of a model that writes text
+    adapters: list[Adapter] = []  # the settings name them
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -279,6 +305,13 @@ class Embedded(msgspec.Struct, frozen=True, tag=True):
     is_first: ClassVar[bool] = True
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """An adapter can be asked for from now on."""
+
+    request_id: str
+    adapter: Adapter
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A request ended by an error; all of its sequences are gone. ``code`` names it for the client.
 
@@ -349,8 +382,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float
 
 
-ToWorker = Generate | Embed | Abort | Shutdown
-FromWorker = Loading | Ready | StepOutput | Embedded | SpeculationState | Failed | Heartbeat
+ToWorker = Generate | Embed | Abort | LoadAdapter | UnloadAdapter | Shutdown
+FromWorker = Loading | Ready | StepOutput | Embedded | AdapterLoaded | SpeculationState | Failed | Heartbeat
 
 LENGTH = struct.Struct("<Q")
 
