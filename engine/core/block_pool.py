@@ -16,6 +16,7 @@ from hashlib import blake2b
 from itertools import islice
 
 from truedraft.engine.core.state_slots import StateSlots
+from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.block_table import BlockHash, BlockTable
 
 # Rows that decode together would take blocks in alternation. A pass reads each row's keys from end to end,
@@ -41,6 +42,7 @@ class BlockPool:
         self.block_size = block_size
         self.states = states
         self.lookahead = lookahead
+        self.events: KvEvents | None = None
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
@@ -52,7 +54,11 @@ class BlockPool:
     def fresh(self) -> "BlockPool":
         """Returns one like this that knows of no table."""
         states = self.states and StateSlots(self.states.num_slots, self.states.copy)
-        return BlockPool(self.num_blocks, self.block_size, states, self.lookahead)
+        fresh = BlockPool(self.num_blocks, self.block_size, states, self.lookahead)
+        fresh.events = self.events
+        if self.events is not None:
+            self.events.cleared()
+        return fresh
 
     @property
     def num_free(self) -> int:
@@ -161,6 +167,9 @@ class BlockPool:
             if block_hash not in self._block_of:
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
+                if self.events is not None and not salt:
+                    end = len(table.hashes) * self.block_size
+                    self.events.stored(table.hashes[-2:], token_ids[end - self.block_size : end])
 
     def keep_state(self, table: BlockTable, num_prompt_tokens: int) -> None:
         """Makes a snapshot of the states for those who take over what ``table`` has published: at the end of
@@ -222,6 +231,8 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self.events is not None:
+                self.events.removed(block_hash)
 
     def _hash_chain(
         self, token_ids: Sequence[int], salt: str, known: Sequence[BlockHash] = ()

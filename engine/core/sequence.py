@@ -102,9 +102,9 @@ class Sequence:
 
     @property
     def prefix_salt(self) -> str:
-        """Returns what sequences that share computed beginnings have in common besides these: a digest has no
-        slash, so nobody's salt makes two adapters alike."""
-        return f"{self.adapter}/{self.cache_salt}"
+        """Returns what sequences that share computed beginnings have in common besides these, empty without
+        an adapter and a salt. A digest has no slash, so nobody's salt makes two adapters alike."""
+        return f"{self.adapter}/{self.cache_salt}" if self.adapter or self.cache_salt else ""
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -47,6 +47,8 @@ class LLMSettings(TypedDict, total=False):
     stream_interval: float
     block_size: int
     prefix_caching: bool
+    kv_events_endpoint: str | None
+    kv_events_topic: str
     cache_dtype: Literal["auto", "float32", "float16"]
     cache_memory: int | str | None
     cache_memory_share: float | None
