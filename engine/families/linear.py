@@ -137,7 +137,7 @@ def places_of(
     begin, found = 0, list[tuple[nn.Module, int, npt.NDArray[np.int64] | None]]()
     for source in sources:
         module = source.module if isinstance(source, Rows) else source
-        if isinstance(source, HeadRows) or not isinstance(module, nn.Linear | Conv1D):
+        if isinstance(source, HeadRows) or not isinstance(module, nn.Linear | Conv1D) or module not in names:
             return
         rows = source.numbers if isinstance(source, Rows) else None
         found.append((module, begin, rows))

@@ -61,15 +61,23 @@ class AdapterTable:
 
     def number_of(self, adapter: Adapter) -> int:
         if adapter.digest not in self._number_of:
-            digest = self.load(adapter.name, adapter.path).digest
-            if digest != adapter.digest:
-                self.unload(digest)
-                raise RequestError(
-                    "adapter_unavailable",
-                    f"the files of the LoRA adapter {adapter.name} are not those that were loaded: load it "
-                    "again by /v1/load_lora_adapter",
-                )
+            self._load_again(adapter)
         return self._number_of[adapter.digest]
+
+    def _load_again(self, adapter: Adapter) -> None:
+        """Loads an adapter for a request, whose client is not told where its files are."""
+        try:
+            digest = self.load(adapter.name, adapter.path).digest
+        except RequestError as error:
+            logger.warning("%s", error)
+            digest = ""
+        if digest != adapter.digest:
+            self.unload(digest)
+            raise RequestError(
+                "adapter_unavailable",
+                f"the files of the LoRA adapter {adapter.name} are not those that were loaded: load it "
+                "again by /v1/load_lora_adapter",
+            )
 
     def keep_for(self, number: int, sequence: TokenSequence) -> None:
         self._num_users[number] += 1

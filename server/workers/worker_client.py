@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from truedraft.engine.config import EngineConfig
+from truedraft.engine.config import EngineConfig, adapter_entry
 from truedraft.engine.messages import (
     WEIGHTS_CHANGED,
     AdapterLoaded,
@@ -215,7 +215,8 @@ class WorkerClient:
 
     def _public(self, reason: str) -> str:
         """Returns a reason as clients may read it: with the names of models, without their paths."""
-        for path in filter(None, (self._config.target, self._config.draft)):
+        adapters = [adapter_entry(entry)[1] for entry in self._config.lora_modules]
+        for path in filter(None, (self._config.target, self._config.draft, *adapters)):
             for written in (str(Path(path).expanduser().absolute()), path):
                 if "/" in written.strip("./"):  # else it is no path, but may be a part of any sentence
                     reason = reason.replace(written, public_name(path))

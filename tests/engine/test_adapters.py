@@ -373,6 +373,9 @@ def test_adapters_come_and_go_while_others_run(base: str, modules: list[str], tm
     with pytest.raises(RequestError, match="not those that were loaded"):
         core.add(Generate("gone", PROMPTS[0], GREEDY, adapter=three))
     assert core.admission.adapters.num_loaded == 3
+    with pytest.raises(RequestError, match="not those that were loaded") as error:
+        core.add(Generate("gone", PROMPTS[0], GREEDY, adapter=Adapter("x", "/some/where", "digest")))
+    assert "/some" not in str(error.value)
     core.unload_adapter(again.digest)
     assert written(core, [(PROMPTS[0], again)], GREEDY)[0][0] == texts["new"]  # it is loaded anew
 
