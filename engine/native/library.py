@@ -38,6 +38,14 @@ class Heads(ctypes.Structure):
     _fields_ = fields_of("Heads")
 
 
+class AdaptedRows(ctypes.Structure):
+    _fields_ = fields_of("AdaptedRows")
+
+
+class Adapter(ctypes.Structure):
+    _fields_ = fields_of("Adapter")
+
+
 class QuantisedPanel(ctypes.Structure):
     _fields_ = fields_of("QuantisedPanel")
 
