@@ -32,6 +32,7 @@ from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.heads.mtp import has_mtp
 from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
+from truedraft.engine.models.kept_prefixes import Cached, keep_prefixes
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
@@ -137,7 +138,27 @@ def build_engine(
         proposer.attach(memory.target)
     _check_proposers(all_proposers, models.target)
     runner = make_runner(config, memory, all_proposers)
-    return make_core(config, models, memory, all_proposers, runner)
+    core = make_core(config, models, memory, all_proposers, runner)
+    if config.prefix_cache_dir is not None:
+        keep_prefixes(config, core, *_cached(config, models, memory))
+    return core
+
+
+def _cached(config: EngineConfig, models: Models, memory: Memory) -> tuple[Cached, list[Cached]]:
+    """Returns the caches whose prefixes files may keep: the target's, and that of what drafts with a
+    model."""
+    assert config.target is not None  # filled in by EngineConfig
+    target = Cached(memory.target_pool, models.target, memory.target.cache, config.target)
+    name = models.drafting.name
+    if name is None:
+        return target, []
+    path = config.target if name == MTP or name in SELF_DRAFTS else name
+    others = []
+    if memory.draft is not None:
+        others.append(Cached(memory.draft_pool, memory.draft.model, memory.draft.cache, path))
+    if memory.head is not None:
+        others.append(Cached(memory.head_pool, memory.head.model, memory.head.cache, path))
+    return target, others
 
 
 def drafting_method(draft: str) -> Method:

@@ -1,8 +1,9 @@
 """Front end and worker exchange these messages: msgpack of builtins, nothing pickled.
 
-The front end sends ``Generate``, or ``Embed`` to a model that makes vectors, and ``Abort``. The worker
-answers with ``Ready`` once, then ``StepOutput`` for each engine step that produced something, or for several
-short ones together, ``Embedded`` for all texts of a request, and ``Failed`` for a request it cannot serve.
+The front end sends ``Generate``, or ``Embed`` to a model that makes vectors, ``Abort`` and ``ClearPrefixes``.
+The worker answers with ``Ready`` once, then ``StepOutput`` for each engine step that produced something, or
+for several short ones together, ``Embedded`` for all texts of a request, and ``Failed`` for a request it
+cannot serve.
 Both processes import this module; it imports neither torch nor HTTP.
 
 Words used here and everywhere: a *request* is what the client asked; each of its ``n`` choices is a
@@ -99,6 +100,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     index: int | None = None
+
+
+class ClearPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Forget what earlier requests have left for later ones, in memory and in files; ``Cleared`` answers."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -298,6 +303,23 @@ class DraftCounts(msgspec.Struct):
     num_accepted_tokens: int = 0
 
 
+class PrefixFileStats(msgspec.Struct, frozen=True):
+    """Tells of the files of ``prefix_cache_dir``. ``num_hits`` of the prompt tokens found in the prefix cache
+    had been read from them, ``num_bytes`` is what all of them take. ``num_damaged`` files were not served,
+    ``num_failures`` reads and writes failed, ``num_dropped`` pieces were not written. Nothing is written any
+    more unless ``is_writing``."""
+
+    num_hits: int
+    num_bytes: int
+    read_bytes: int
+    read_seconds: float
+    written_bytes: int
+    num_damaged: int
+    num_failures: int
+    num_dropped: int
+    is_writing: bool
+
+
 class Stats(msgspec.Struct, frozen=True):
     """Totals since the worker started, and gauges of this moment. Rates are derived by the reader.
 
@@ -319,6 +341,7 @@ class Stats(msgspec.Struct, frozen=True):
     phase_seconds: dict[str, float]
     num_rows: dict[str, int] = {}
     num_yields: int = 0  # sequences put back for a tenant that had none running
+    prefix_files: PrefixFileStats | None = None  # if there are some
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
@@ -337,6 +360,10 @@ class SpeculationState(msgspec.Struct, frozen=True, tag=True):
     state: dict[str, Any]
 
 
+class Cleared(msgspec.Struct, frozen=True, tag=True):
+    """A ``ClearPrefixes`` is done."""
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True):
     """The worker has begun a stage of loading; ``stage`` names it for people."""
 
@@ -349,8 +376,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float
 
 
-ToWorker = Generate | Embed | Abort | Shutdown
-FromWorker = Loading | Ready | StepOutput | Embedded | SpeculationState | Failed | Heartbeat
+ToWorker = Generate | Embed | Abort | ClearPrefixes | Shutdown
+FromWorker = Loading | Ready | StepOutput | Embedded | SpeculationState | Cleared | Failed | Heartbeat
 
 LENGTH = struct.Struct("<Q")
 

@@ -31,6 +31,8 @@ from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import own_memory
 from truedraft.engine.messages import (
     Abort,
+    Cleared,
+    ClearPrefixes,
     EncoderDecoderLengths,
     Failed,
     Generate,
@@ -170,6 +172,9 @@ class Worker:
                 self._begin(message)
             case Abort():
                 self._abort(message)
+            case ClearPrefixes():
+                self.core.forget_prefixes()
+                self.connection.send(Cleared())
             case Shutdown():
                 self.running = False
 
