@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     settings = (
         *("--target", str(target), "--draft", str(BUNDLED_PAIR / "draft"), "--served-model-name", MODEL),
         *("--max-queued-sequences", str(MAX_QUEUED)),
-        *("--heartbeat-timeout", "3"),
+        *("--heartbeat-timeout", "15"),  # a busy machine may keep a healthy worker silent for seconds
         *("--max-worker-restarts", "100"),
         *("--cache-memory", "24MiB"),
         *("--max-num-sequences", "8"),
@@ -222,7 +222,10 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
     """What runs is finished exactly, what comes is refused, and nothing of the server is left."""
     cases = [STORY | {"max_tokens": 200, "ignore_eos": True, "seed": number} for number in range(6)]
     is_told = threading.Event()
-    with watched(tmp_path, cases=cases) as server, ThreadPoolExecutor(len(cases)) as threads:
+    with (
+        watched(tmp_path, "--drain-timeout", "1000", cases=cases) as server,
+        ThreadPoolExecutor(len(cases)) as threads,
+    ):
 
         def answered_late(case: dict[str, Any], reference: Texts) -> int:
             """Asks until it is refused; returns how many answers have ended after the signal."""

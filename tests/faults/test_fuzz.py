@@ -80,7 +80,8 @@ async def test_bodies(model_folder: Path, tokenizer: Tokenizer) -> None:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
-        first_worker = await models.wait_until_ready()
+        await models.wait_until_ready()
+        first_worker = models.first.worker
         await asyncio.gather(*(send(client, range(start, NUM_INPUTS, 8)) for start in range(8)))
         assert models.first.worker is first_worker
         assert models.first.engine.num_requests == 0
