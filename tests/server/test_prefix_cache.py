@@ -11,7 +11,8 @@ from msgspec import structs
 
 from tests.server.conftest import StartServer
 from tests.server.running import RunningServer, wait_for
-from tests.server.test_speculation_status import STATS, WORKER
+from tests.server.test_launch import WORKER
+from tests.server.test_speculation_status import STATS
 from tests.server.wire import answers
 from truedraft.engine.messages import PrefixFileStats
 from truedraft.server.observability.metrics import WorkerMetrics
