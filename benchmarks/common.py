@@ -8,7 +8,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+
+import psutil
 
 from truedraft.loadtest.machine import BUSY_SHARE, CpuWatch, is_busy, machine, processor_name
 from truedraft.loadtest.prompts import STORY_OPENINGS, read_prompts
@@ -21,6 +23,7 @@ __all__ = [
     "Run",
     "Runs",
     "StepTimes",
+    "Times",
     "acceptance",
     "format_cell",
     "interleave",
@@ -87,6 +90,21 @@ class Run(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
+
+
+class Times(NamedTuple):
+    """Holds seconds by the clock, and of the processors for some processes."""
+
+    wall: float
+    processor: float
+
+    @classmethod
+    def now(cls, processes: Sequence[psutil.Process]) -> Self:
+        used = [process.cpu_times() for process in processes]
+        return cls(time.perf_counter(), sum(one.user + one.system for one in used))
+
+    def since(self, earlier: "Times") -> "Times":
+        return Times(self.wall - earlier.wall, self.processor - earlier.processor)
 
 
 Runs = Mapping[str, Sequence[Run]]

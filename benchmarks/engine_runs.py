@@ -6,18 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from benchmarks.common import Run, StepTimes
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
-from truedraft.engine.rounds.capture.runner import CudaRunner
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
 
 PHASES = ("draft", "score", "verify")
 Variants = dict[str, Callable[[], Run]]
 
 
 def use_phases(core: EngineCore) -> None:
-    """Runs every step phase by phase, where each pass can be seen."""
-    if isinstance(core.runner, CudaRunner):
-        core.runner = core.runner.phases
-    assert isinstance(core.runner, PhaseRunner)
+    """Runs every round in Python, where each pass can be seen."""
+    assert isinstance(core.runner, RoundRunner)
     core.runner.loop = None
 
 

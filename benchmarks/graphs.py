@@ -7,17 +7,18 @@ from benchmarks.common import Run
 from benchmarks.engine_runs import Variants
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.rounds.capture.graphs import RoundGraphs
-from truedraft.engine.rounds.capture.runner import CudaRunner
+from truedraft.engine.rounds.round import RoundRunner
 
 WITHOUT = ", without graphs"
 
 
 def graphs_of(core: EngineCore) -> RoundGraphs | None:
-    return core.runner.graphs if isinstance(core.runner, CudaRunner) else None
+    assert isinstance(core.runner, RoundRunner)
+    return core.runner.graphs
 
 
 def facts(core: EngineCore) -> list[dict[str, Any]]:
-    """``misses`` are rounds and passes over a few tokens of a shape that was not captured; prompts count as
+    """``misses`` are passes over a few tokens of a shape that was not captured; prompts count as
     neither. No row where nothing is captured."""
     graphs = graphs_of(core)
     if graphs is None:

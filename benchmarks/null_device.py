@@ -1,7 +1,8 @@
-"""A device that takes no time: what remains of a captured round is the host's work.
+"""A device that takes no time: what remains of a round over captured passes is the host's work.
 
 ``host_cost --device null`` measures with it. Nothing is computed: passes, draws and verdicts are empty, and
-every row is told that ``ACCEPTED`` of its drafts stand, as far as it has drafted.
+every row is told that ``ACCEPTED`` of its drafts stand, as far as it has drafted. Copies of logits, which are
+the device's work, are small.
 """
 
 import time
@@ -18,11 +19,11 @@ from truedraft.engine.core import engine as engine_module
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import Generate, SamplingParams, StepOutput, TokenOutput, encode
-from truedraft.engine.models.base import ForwardOutput
-from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.base import ForwardOutput, Model
+from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.rounds.capture import graphs, plan
-from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rounds.capture.shapes import MAX_TOKENS
+from truedraft.engine.rounds.round import RoundRunner
 
 DRAFTS, ACCEPTED = 4, 2
 PROMPT = list(range(1, 40))
@@ -61,11 +62,24 @@ class NullCapture:
         return 0
 
 
-def empty_forward(self: ModelRunner, spans: list[Span], *_: Any, **__: Any) -> ForwardOutput:
-    """Takes the place of ``ModelRunner.forward``."""
-    for span in spans:
-        span.table.num_computed_tokens += len(span.token_ids)
-    return ForwardOutput(torch.zeros(sum(span.num_logits for span in spans), self.vocab_size), None)
+class NullSampling:
+    """Draws nothing, and has ``num_accepted`` drafts of each row stand."""
+
+    def __init__(self, num_accepted: int) -> None:
+        self.num_accepted = num_accepted
+
+    def draw_drafts(self, *_: torch.Tensor) -> None:
+        pass
+
+    def judge(
+        self, logits: torch.Tensor, draft_probs: torch.Tensor, numbers: torch.Tensor, verdicts: torch.Tensor
+    ) -> None:
+        verdicts[:, 0] = self.num_accepted
+
+
+def empty_forward(self: Model, spans: list[Span], *_: Any) -> ForwardOutput:
+    """Takes the place of ``Model.forward``."""
+    return ForwardOutput(torch.zeros(sum(span.num_logits for span in spans), self.vocab_size))
 
 
 @contextmanager
@@ -85,11 +99,21 @@ def null_engine(num_sequences: int, num_drafts: int) -> Iterator[EngineCore]:
         mock.patch.object(plan, "make_capture", NullCapture),
         mock.patch.object(plan, "_can_be_captured", return_value=True),
         mock.patch.object(graphs, "_is_right", return_value=True),
+        mock.patch.object(plan, "find_sampling", return_value=NullSampling(min(ACCEPTED, num_drafts))),
     ):
         core = build_engine(config)
-    assert isinstance(core.runner, CudaRunner), "nothing was captured"
-    core.runner.graphs.verdicts[:, 0] = min(ACCEPTED, num_drafts)
-    with mock.patch.object(ModelRunner, "forward", empty_forward):
+    assert isinstance(core.runner, RoundRunner)
+    captured = core.runner.graphs
+    assert captured is not None, "nothing was captured"
+    # Copies of logits are the device's work: there are few tokens.
+    vocab_size = max(PROMPT) + 1
+    captured.logits = torch.zeros(len(captured.logits), vocab_size)
+    captured.draft_logits = torch.zeros(len(captured.draft_logits), vocab_size)
+    core.target.vocab_size = vocab_size
+    for proposer in core.scheduler.proposers:
+        assert isinstance(proposer, DraftModelProposer)
+        proposer.vocab_size = vocab_size
+    with mock.patch.object(Model, "forward", empty_forward):
         yield core
 
 

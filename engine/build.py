@@ -1,4 +1,4 @@
-"""The one place where configuration becomes concrete objects."""
+"""This module turns the configuration into the engine's objects; no other one wires them."""
 
 import gc
 import logging
@@ -21,9 +21,13 @@ from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.core.step import AUTO_LIMITS
+from truedraft.engine.cuda import torch_sampling
+from truedraft.engine.cuda.device_ops import DeviceOps
+from truedraft.engine.cuda.triton_sampling import Sampling
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.repository import shown_size
 from truedraft.engine.hub.siblings import MOST, siblings, weights_size
+from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes, free_memory
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
 from truedraft.engine.models.base import Model
@@ -51,11 +55,10 @@ from truedraft.engine.proposers.translated.proposer import TranslatedDraftPropos
 from truedraft.engine.rounds.calibrate import calibrate
 from truedraft.engine.rounds.capture.graphs import RoundGraphs
 from truedraft.engine.rounds.capture.plan import GraphPlan, plan_graphs
-from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rounds.draft_trial import LENGTH, ROOM, Trial, accepted_by_place, beginnings, trial_of
 from truedraft.engine.rounds.draft_vocabulary import choose_output
 from truedraft.engine.rounds.native_loop import NativeLoop
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
@@ -63,9 +66,9 @@ from truedraft.engine.speculation.costs import Costs
 from truedraft.engine.speculation.planner import SpeculationPlanner
 
 # The operations of smaller models are so short that torch's other threads mostly wait. The native kernels
-# themselves wake only threads that pay.
+# wake only as many threads as save time.
 MIN_PARAMETERS_FOR_TORCH_THREADS = 50_000_000
-# A draft that was not asked for is taken if its expected speed-up is at least this.
+# A draft that the user did not ask for is used if its expected speed-up is at least this.
 MIN_GAIN = 1.1
 
 logger = logging.getLogger(__name__)
@@ -73,19 +76,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Holds what drafts by a model: a draft model with its ``pairing``, or a head. ``name`` is
-    the setting ``draft`` that it amounts to, ``tried`` says what else was measured."""
+    """Holds the draft model or the head that drafts, and how it was chosen."""
 
-    name: str | None = None
+    name: str | None = None  # the value of the setting ``draft`` that would choose the same
     draft: Model | None = None
     head: Head | None = None
-    pairing: Pairing | None = None
-    tried: tuple[str, ...] = ()
+    pairing: Pairing | None = None  # says how the draft model's vocabulary relates to the target's
+    tried: tuple[str, ...] = ()  # one line for each further draft that was measured
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What is loaded, and how long texts may be."""
+    """Holds the loaded models and the longest text that they serve, in tokens."""
 
     target: Model
     drafting: Drafting
@@ -103,7 +105,8 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The models over their caches, whose blocks the pools hand out, and what is captured of them."""
+    """Holds the models with their caches, the pools that hand out the caches' blocks, and captured CUDA
+    graphs."""
 
     target: ModelRunner
     draft: ModelRunner | None
@@ -112,10 +115,11 @@ class Memory:
     draft_pool: BlockPool
     head_pool: BlockPool
     graphs: RoundGraphs | None
+    sampling: Sampling
 
     @property
     def native(self) -> NativeDecoder | None:
-        """Returns the target's passes in C, if it has them."""
+        """Returns the C code that runs the target's passes, or None if torch runs them."""
         return self.target.fast_pass if isinstance(self.target.fast_pass, NativeDecoder) else None
 
 
@@ -124,9 +128,10 @@ def build_engine(
     begin: Callable[[str], None] = lambda stage: None,
     proposers: Sequence[Proposer] = (),
 ) -> EngineCore:
-    """Loads the models, allocates the caches, wires the engine. ``ModelLoadError`` if that cannot be.
+    """Loads the models, allocates the caches and wires the engine; raises ``ModelLoadError`` if it cannot.
 
-    ``begin`` hears the name of each stage that takes long. ``proposers`` draft, too.
+    ``begin`` is called with the name of each stage that takes long. ``proposers`` draft in addition to the
+    configured draft.
     """
     models = load_models(config, begin)
     begin("caches and costs")
@@ -140,46 +145,47 @@ def build_engine(
     runner = make_runner(config, memory, all_proposers)
     core = make_core(config, models, memory, all_proposers, runner)
     if config.prefix_cache_dir is not None:
-        keep_prefixes(config, core, *_cached(config, models, memory))
+        keep_prefixes(config, core, _cached(config, models, memory))
+    if config.kv_events_endpoint is not None:
+        pool = memory.target_pool
+        if not core.scheduler.prefix_caching or pool.states is not None:
+            raise ModelLoadError(
+                "kv_events_endpoint is for models that can begin with any blocks of their cache"
+            )
+        pool.events = KvEvents(config.kv_events_endpoint, config.kv_events_topic, pool.block_size)
+        core.when_stepped = pool.events.send
     return core
 
 
-def _cached(config: EngineConfig, models: Models, memory: Memory) -> tuple[Cached, list[Cached]]:
+def _cached(config: EngineConfig, models: Models, memory: Memory) -> list[Cached]:
     """Returns the caches whose prefixes files may keep: the target's, and that of what drafts with a
     model."""
     assert config.target is not None  # filled in by EngineConfig
-    target = Cached(memory.target_pool, models.target, memory.target.cache, config.target)
     name = models.drafting.name
-    if name is None:
-        return target, []
-    path = config.target if name == MTP or name in SELF_DRAFTS else name
-    others = []
-    if memory.draft is not None:
-        others.append(Cached(memory.draft_pool, memory.draft.model, memory.draft.cache, path))
-    if memory.head is not None:
-        others.append(Cached(memory.head_pool, memory.head.model, memory.head.cache, path))
-    return target, others
+    path = config.target if name in (None, MTP, *SELF_DRAFTS) else str(name)
+    drafts = [Cached(pool, runner, path) for runner, pool in _drafts(models, memory).values()]
+    return [Cached(memory.target_pool, memory.target, config.target), *drafts]
 
 
 def drafting_method(draft: str) -> Method:
-    """Returns who drafts with what the setting ``draft`` names."""
+    """Returns the method that drafts with what the setting ``draft`` names."""
     if draft == AUTO:
         return "auto"
     return DRAFT_MODEL if draft in SELF_DRAFTS else head_method(draft) or DRAFT_MODEL
 
 
 def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
-    """Loads target and draft, and sets how many threads they take."""
+    """Loads the target and the draft, and sets the number of threads that they use."""
     options = load_options(config)
     device = options.device
     if device.type == "cuda":
         if device.index is not None:
-            torch.cuda.set_device(device)  # pinned memory, events and Triton take the current one
-        # Sums of few rows and of many are then rounded alike, but for their order.
+            torch.cuda.set_device(device)  # Pinned memory, events and Triton take the current device.
+        # Sums for few rows and for many rows are then rounded alike, except for their order.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        # cuDNN prepares an attention kernel for every new length of a prompt, which takes tenths of a second.
+        # cuDNN prepares an attention kernel for every new prompt length, which takes tenths of a second.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    assert config.target is not None  # filled in by EngineConfig
+    assert config.target is not None  # EngineConfig filled it in.
     begin("the target model")
     target = load_model(config.target, options)
     warn_if_misread(target, config.target)
@@ -205,7 +211,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
 
 def load_draft(config: EngineConfig, target: Model) -> Drafting:
     """Loads the draft that the settings name."""
-    assert config.target is not None  # filled in by EngineConfig
+    assert config.target is not None  # EngineConfig filled it in.
     source, options = draft_source(config)
     if (head := _load_head(config, target, options)) is not None:
         return Drafting(config.draft, head=head)
@@ -222,9 +228,9 @@ def load_draft(config: EngineConfig, target: Model) -> Drafting:
 
 
 def choose_draft(config: EngineConfig, target: Model) -> Drafting:
-    """Returns the fastest of what lies next to the target, a head in its own checkpoint included, by passes
-    that are measured here; nothing where none of them pays."""
-    assert config.target is not None  # filled in by EngineConfig
+    """Returns the fastest draft among the models next to the target and a head in its own checkpoint, by
+    passes that are measured here; an empty ``Drafting`` if none pays."""
+    assert config.target is not None  # EngineConfig filled it in.
     if target.has_encoder:
         return Drafting()
     best, best_gain = Drafting(), MIN_GAIN
@@ -246,7 +252,8 @@ def choose_draft(config: EngineConfig, target: Model) -> Drafting:
         if trial.gain >= best_gain:
             best, best_gain = drafting, trial.gain
         del drafting
-        gc.collect()  # the trial's engine has cycles, and what is not taken gives its memory back
+        # The trial's engine has reference cycles; a draft that is not chosen must give its memory back.
+        gc.collect()
     if measured:
         others = [f"--draft {name}" for name in (*measured, "none") if name != (best.name or "none")]
         tried.append(f"{best.name or 'none'} is taken; otherwise: {' or '.join(others)}")
@@ -256,7 +263,7 @@ def choose_draft(config: EngineConfig, target: Model) -> Drafting:
 
 
 def _candidates(target: str) -> Iterator[tuple[str, int]]:
-    """Yields what may draft for the model at ``target``, and the bytes that its weights take in addition."""
+    """Yields each draft that could serve the target, with the bytes that its weights take in addition."""
     if has_mtp(target):
         yield MTP, 0
     most = weights_size(Path(target).expanduser())
@@ -264,7 +271,7 @@ def _candidates(target: str) -> Iterator[tuple[str, int]]:
 
 
 def _trial(config: EngineConfig, models: Models) -> Trial:
-    """Measures a draft in an engine of its own, which has room for one short text."""
+    """Measures a draft in an engine of its own that has memory for one short text."""
     length = _fixed_length(config)
     fixed = {"num_speculative_tokens": length or LENGTH, "method": "auto", "prefix_caching": False}
     small = {"max_num_sequences": 1, "cache_memory": None, "cuda_graphs": False, "step_seconds": 0.0}
@@ -282,12 +289,12 @@ def _trial(config: EngineConfig, models: Models) -> Trial:
 
 
 def allocate(config: EngineConfig, models: Models) -> Memory:
-    """Allocates the caches, and captures passes where that can be."""
+    """Allocates the caches, and captures passes as CUDA graphs where the device allows it."""
     planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
     others = (models.draft, None if models.head is None else models.head.model)
     loaded = [models.target, *(model for model in others if model is not None)]
     num_blocks, num_state_slots = _cache_sizes(config, loaded, models.max_model_len, planned)
-    # The last block is no pool's: graphs store their padding there.
+    # The last block belongs to no pool: graphs write the keys and values of padding there.
     cached_blocks = num_blocks + (planned is not None)
     runners = [
         ModelRunner.build(model, cached_blocks, config.block_size, num_state_slots) for model in loaded
@@ -300,33 +307,26 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     target_pool = _pool(num_blocks, config.block_size, num_state_slots, target)
     draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
-    return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs)
+    sampling = torch_sampling if planned is None else planned.sampling
+    return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs, sampling)
 
 
 def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRunner | None) -> BlockPool:
-    """Returns a pool for the model's cache, with slots if it keeps states."""
+    """Returns a pool for the model's cache, with slots if the model has recurrent states."""
     has_states = model is not None and model.cache.states
     states = StateSlots(num_state_slots, model.cache.copy_state) if model and has_states else None
     return BlockPool(num_blocks, block_size, states)
 
 
 def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
-    """Makes what runs rounds, with captured passes on a GPU and a loop in C for small models."""
-    target = memory.target
-    ops = _ops(config, target)
-    phases = PhaseRunner(target, proposers, ops, config.step_seconds if memory.native is not None else 0.0)
+    """Makes what runs rounds: over captured passes on a GPU, with a loop in C for small models on a CPU."""
+    ops = _ops(config, memory)
+    step_seconds = config.step_seconds if memory.native is not None else 0.0
+    runner = RoundRunner(memory.target, proposers, ops, step_seconds, memory.graphs)
     if memory.native is not None and isinstance(ops, NativeOps):
         draft = next((own for own in proposers if _draws_in_c(own)), None)
-        phases.loop = NativeLoop(memory.native, draft, phases.table, config.step_seconds)
-        return phases
-    observers = [proposer for proposer in proposers if not proposer.can_lag]
-    kinds = HeadProposer, DraftModelProposer
-    drafting = next((own for own in proposers if isinstance(own, kinds)), None)
-    if any(observer is not drafting for observer in observers):
-        return phases
-    if memory.graphs is not None and (memory.draft is None or drafting is not None):
-        return CudaRunner(memory.graphs, drafting, phases)
-    return phases
+        runner.loop = NativeLoop(memory.native, draft, runner.table, config.step_seconds)
+    return runner
 
 
 def _draws_in_c(proposer: Proposer) -> TypeGuard[DraftModelProposer]:
@@ -337,7 +337,7 @@ def make_core(
     config: EngineConfig, models: Models, memory: Memory, proposers: Sequence[Proposer], runner: Runner
 ) -> EngineCore:
     """Puts planning, scheduling and admission around the ``runner``."""
-    assert config.target is not None  # filled in by EngineConfig
+    assert config.target is not None  # EngineConfig filled it in.
     target = models.target
     lookups: list[Lookup] = [
         GrammarProposer(),
@@ -362,7 +362,7 @@ def make_core(
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
             proposers=proposers,
-            # What an encoder makes of a beginning depends on what follows.
+            # An encoder's states of a beginning depend on the text after it, so no prefix can be shared.
             prefix_caching=config.prefix_caching and models.encoder_decoder is None,
             prompt_seconds=config.prompt_seconds,
         ),
@@ -388,14 +388,14 @@ def make_core(
 
 
 def _fixed_length(config: EngineConfig) -> int | None:
-    """Returns the draft length if the settings name one."""
+    """Returns the draft length if the settings fix one."""
     return None if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
 
 
 def _costs(
     config: EngineConfig, models: Models, memory: Memory, proposers: Sequence[Proposer], runner: Runner
 ) -> Costs:
-    """Returns what rounds take, measured where the draft length is open."""
+    """Returns the time of a round's passes, measured where the draft length is to be chosen."""
     step_seconds = config.step_seconds if memory.native is not None else 0.0
     if _fixed_length(config) is not None:
         return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
@@ -405,7 +405,7 @@ def _costs(
 
 
 def _drafts(models: Models, memory: Memory) -> dict[str, tuple[ModelRunner, BlockPool]]:
-    """Returns the models of proposers by the proposers' names."""
+    """Returns the models that proposers use, by the proposers' names."""
     drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
     if models.head is not None and memory.head is not None:
         drafts[models.head.method] = memory.head, memory.head_pool
@@ -413,7 +413,7 @@ def _drafts(models: Models, memory: Memory) -> dict[str, tuple[ModelRunner, Bloc
 
 
 def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[Proposer]:
-    """Returns what drafts with the draft model, if there is one."""
+    """Returns the proposer of the draft model, if there is one."""
     draft, pairing = memory.draft, models.drafting.pairing
     if draft is None or pairing is None:
         return []
@@ -441,8 +441,8 @@ def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[P
 
 
 def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Head | None:
-    """Returns the head that the settings name, with the tokens that it drafts."""
-    assert config.target is not None  # filled in by EngineConfig
+    """Returns the head that the settings name, and the tokens that it can draft."""
+    assert config.target is not None  # EngineConfig filled it in.
     assert config.draft is not None
     head = load_head(config.draft, target, config.target, options)
     if head is None:
@@ -453,14 +453,14 @@ def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Hea
 
 
 def _head(models: Models, memory: Memory) -> list[Proposer]:
-    """Returns what drafts with the head, if there is one."""
+    """Returns the proposer of the head, if there is one."""
     if models.head is None or memory.head is None:
         return []
     return [HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)]
 
 
 def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
-    """Refuses what could not be told apart, or could not be told what it asks for."""
+    """Refuses proposers with the same name, and those that need what this engine does not have."""
     taken = {"auto", "none", *AUTO_LIMITS}
     for proposer in proposers:
         name, num_layers = proposer.name, target.num_layers
@@ -482,22 +482,24 @@ def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
             )
 
 
-def _ops(config: EngineConfig, target: ModelRunner) -> RoundOps:
+def _ops(config: EngineConfig, memory: Memory) -> RoundOps:
     """Returns what adjusts, draws and judges in every round."""
-    rules = target.model.rules
+    target, rules = memory.target, memory.target.model.rules
+    if memory.graphs is not None:
+        return DeviceOps(memory.sampling, memory.graphs.rows.max_drafts, target.device, rules)
     native = native_ops(rules) if config.native_kernels and target.device.type == "cpu" else None
     return native or TorchOps(rules)
 
 
 def _num_threads(target: Model) -> int:
-    """Threads for the CPU's share of the work by default."""
+    """Returns the default number of threads for the CPU's share of the work."""
     few = target.num_parameters < MIN_PARAMETERS_FOR_TORCH_THREADS
     return 1 if few and not target.is_native else usual_num_threads()
 
 
 def _method(config: EngineConfig, proposers: Sequence[Proposer]) -> Method:
     if config.method == "auto" and not proposers and config.num_speculative_tokens != "auto":
-        return "none"  # n-grams alone can cost more than they give; a fixed length could not be helped
+        return "none"  # N-grams alone can cost more than they save, and a fixed length could not adapt.
     names = {proposer.name for proposer in proposers}
     wanted = {
         DRAFT_MODEL: "no draft model",
@@ -524,7 +526,8 @@ def _max_model_len(config: EngineConfig, target: Model) -> int:
 def _encoder_decoder_limits(
     config: EngineConfig, target: EncoderDecoderModel, draft: Model | None
 ) -> EncoderDecoderLimits:
-    """``max_model_len`` bounds prompt and output, each; with relative positions any length is possible."""
+    """Returns the limits of both texts: ``max_model_len`` bounds the prompt and the output, each; with
+    relative positions any length is possible."""
     context = config.max_model_len or target.max_position or target.usual_length
     if context is None:
         raise ModelLoadError(
@@ -547,7 +550,7 @@ def _encoder_decoder_limits(
 def _cache_sizes(
     config: EngineConfig, models: list[Model], max_model_len: int, graphs: GraphPlan | None
 ) -> CacheSizes:
-    """Returns what the memory for caches holds, but not more than could ever be used."""
+    """Returns the number of blocks that the memory for caches holds, but no more than could ever be used."""
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
     state_bytes = sum(model.state_bytes_per_sequence for model in models)
     devices = {cache.device for model in models for cache in model.caches}
@@ -576,7 +579,7 @@ def _cache_sizes(
 
 
 def _check_kinds(target: Model, draft: Model) -> None:
-    """A draft must be of the target's kind."""
+    """Refuses a draft of another kind than the target's: both are decoders, or both have encoders."""
     if target.has_encoder != draft.has_encoder:
         kinds = {True: "an encoder-decoder model", False: "a decoder only"}
         raise ModelLoadError(

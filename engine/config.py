@@ -1,8 +1,8 @@
-"""The settings of the engine: models, device, speculation, cache, scheduling.
+"""Declares the settings of the engine: models, device, speculation, cache, scheduling.
 
-Imported by both processes, so it knows nothing of torch. ``server.settings.Settings`` inherits these fields
-and adds HTTP's own. Each class is a group of settings: its docstring's first line is the group's title, and
-the descriptions become ``--help`` and ``docs/configuration.md``.
+Both processes import this module, so it does not import torch. ``server.settings.Settings`` inherits these
+fields and adds those of HTTP. Each class is a group of settings: the first line of its docstring is the
+group's title, and the descriptions become ``--help`` and ``docs/configuration.md``.
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 from truedraft.engine.messages import DefaultMethod
 
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
-# The value that leaves the draft to the engine.
+# This value leaves the choice of a draft to the engine.
 AUTO = "auto"
-# Drafts that are the target's own weights in fewer bits, by how these are quantised.
+# These drafts are the target's own weights in fewer bits; each has its way of quantising.
 SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
 
 
@@ -231,6 +231,13 @@ class BatchingSettings(BaseModel):
         description="Bytes that the files of prefix_cache_dir may take, such as '10GiB'. The oldest give "
         "way.",
     )
+    kv_events_endpoint: str | None = Field(
+        None,
+        description="ZeroMQ address at which gateways hear which tokens the target's cache holds, in vLLM's "
+        "form, such as tcp://*:5557. It has the tokens of all prompts without a cache_salt and asks for no "
+        "key. Needs the extra 'kv-events'.",
+    )
+    kv_events_topic: str = Field("", description="First frame of those messages, by which gateways choose.")
     cache_dtype: Literal["auto", "float32", "float16"] = Field(
         "auto",
         description="What keys and values are kept in on a CPU. auto: float32 with dtype float32; else "
@@ -252,17 +259,17 @@ class BatchingSettings(BaseModel):
 
 
 def _expanded(model: str) -> str:
-    """A shell does this for flags, but not for YAML files and ``--target=~/model``."""
+    """Expands ``~``, which a shell does for flags, but neither in YAML files nor in ``--target=~/model``."""
     return str(Path(model).expanduser()) if model.startswith("~") else model
 
 
 class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
-    """Settings of one worker. ``target`` None means the bundled pair."""
+    """Holds the settings of one worker. ``target`` None means the bundled pair."""
 
     model_config = ConfigDict(extra="forbid")
 
     def num_sequences_on(self, device_type: str) -> int:
-        """Returns ``max_num_sequences``, or its default for such a device."""
+        """Returns ``max_num_sequences``, or its default for a device of this kind."""
         return self.max_num_sequences or (32 if device_type == "cpu" else 128)
 
     @model_validator(mode="after")
@@ -273,6 +280,8 @@ class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
                 self.draft = str(BUNDLED_PAIR / "draft")
         if self.draft == "none":
             self.draft = None
+        if self.kv_events_endpoint is not None and not self.prefix_caching:
+            raise ValueError("kv_events_endpoint tells of what prefix_caching keeps; switch that on")
         if self.draft is not None and self.draft.startswith("self:") and self.draft not in SELF_DRAFTS:
             raise ValueError(
                 f"draft is {self.draft}; the target's own weights are {' or '.join(SELF_DRAFTS)}"

@@ -1,4 +1,4 @@
-"""Turns what pydantic reports of wrong settings into one plain line for each setting."""
+"""Turns pydantic's reports of wrong settings into one plain line for each setting."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-SECRET = ("api_keys",)  # settings whose value no message repeats
+SECRET = ("api_keys",)  # No message repeats the value of these settings.
 
 
 def describe(error: ValidationError) -> str:
@@ -25,7 +25,8 @@ def describe(error: ValidationError) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: the name that was probably meant, or nothing."""
+    """Returns the end of a message about an unknown name: the name that was probably meant, or an empty
+    text."""
     names = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
     return f" Did you mean {names[0]}?" if names else ""
 
@@ -33,7 +34,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _describe(errors: list[ErrorDetails]) -> str:
     reasons = list(dict.fromkeys(map(_reason, errors)))
     reason = " or ".join([reasons[0], *(each.removeprefix("must be ") for each in reasons[1:])])
-    if not errors[0]["loc"]:  # several settings together, which the message names
+    if not errors[0]["loc"]:  # The error concerns several settings together, which the message names.
         return f"{reason}."
     name, given = _name(errors[0]["loc"]), errors[0].get("input")
     is_shown = isinstance(given, str | int | float) and name not in SECRET
@@ -41,14 +42,14 @@ def _describe(errors: list[ErrorDetails]) -> str:
 
 
 def _name(place: tuple[int | str, ...]) -> str:
-    """Returns how a person would call the setting, or that of an entry of a list."""
+    """Returns the name by which a person knows the setting, or the entry of a list."""
     first, *inside = place
     if first != "models" or len(inside) < 2:
         return str(first)
     return f"models, entry {int(inside[0]) + 1}, {inside[1]}"
 
 
-# What pydantic calls an error -> the same in the words of somebody who sets an option.
+# Each of pydantic's kinds of errors is translated for somebody who sets an option.
 REASONS = {
     "int_parsing": "must be a whole number",
     "int_type": "must be a whole number",

@@ -6,8 +6,8 @@ class ModelLoadError(Exception):
 
 
 class QuantizationError(ValueError):
-    """A checkpoint is quantised in a way that is not supported, or damaged. The message goes on from its
-    name."""
+    """A checkpoint is damaged, or quantised in a way that is not supported. The message continues a sentence
+    that begins with the checkpoint's name."""
 
 
 class ConfigError(ValueError):

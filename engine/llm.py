@@ -44,12 +44,13 @@ from truedraft.engine.text.vocabulary import Vocabulary
 __all__ = ["LLM", "Completion", "Delta", "SamplingParams"]
 
 Prompt = str | list[int]
-# Parameters without what concerns the text are the engine's own.
+# Parameters here are the engine's own, without those that concern text.
 Params = messages.SamplingParams
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-# Returns an item's tokens, those that its text continues, and how many to write if nothing is said.
+# A function of this type returns an item's prompt tokens, the tokens that its text continues, and the number
+# of tokens to write if nobody set one.
 Read = Callable[[T], tuple[list[int], list[int], int]]
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -98,7 +99,7 @@ class LLM:
         return self._engine.core
 
     def close(self) -> None:
-        """Gives the models' memory back. Running calls of other threads, and later calls, are a
+        """Gives the models' memory back. Calls of other threads that still run, and later calls, raise
         ``RequestError``."""
         self._engine.shut_down()
 
@@ -186,7 +187,7 @@ class LLM:
             yield from (delta for _, delta in deltas)
 
     def room(self, prompt: Prompt | Conversation) -> int:
-        """Returns how many tokens the model's context leaves after a prompt or a conversation."""
+        """Returns the number of tokens that the model's context leaves after a prompt or a conversation."""
         with self._engine.lock:
             if isinstance(prompt, str) or _is_token_ids(prompt):
                 token_ids, *_ = self._read_prompt(prompt)  # type: ignore[arg-type]
@@ -203,7 +204,7 @@ class LLM:
 
     def text_stream(self, before: Sequence[int] = ()) -> TextStream:
         """Starts a text that continues the prompt ``before``: a decoder may drop a space before its first
-        token. Where only an encoder reads the prompt, the text begins anew."""
+        token. Where only an encoder reads the prompt, the text begins without one."""
         stream = text_stream(self._fast, self._vocabulary, skip_special_tokens=True)
         if self.core.admission.encoder_decoder is not None:
             return stream
@@ -230,7 +231,7 @@ class LLM:
     def _deltas(
         self, items: Sequence[T], given: Params | Sequence[Params] | None, read: Read[T]
     ) -> Generator[tuple[int, Delta]]:
-        """Yields what the items' texts gain, each with the item's place."""
+        """Yields the additions to the items' texts, each with the item's index."""
         params_list = sampling_params(given, len(items), self.get_default_sampling_params)
         answers: Answers = deque()
         places: dict[str, int] = {}
@@ -238,7 +239,7 @@ class LLM:
         place = 0
         try:
             for place, (item, asked) in enumerate(zip(items, params_list, strict=True)):
-                with self._engine.lock:  # guards the tokenizer, too
+                with self._engine.lock:  # The lock guards the tokenizer, too.
                     token_ids, before, limit = read(item)
                     params = checked_params(with_limit(asked, limit))
                     request = self._request(token_ids, params)
@@ -250,7 +251,7 @@ class LLM:
             for output in self._engine.results(answers) if readers else ():
                 reader = readers.get(output.sequence)
                 if reader is None:
-                    continue  # it was on its way when a stop string was found
+                    continue  # This output was on its way when a stop string was found.
                 delta = reader.read(output)
                 if delta.finish_reason is not None:
                     del readers[output.sequence]
@@ -277,8 +278,8 @@ class LLM:
         return token_ids, [], max(1, self.core.admission.room(len(token_ids)))
 
     def _request(self, token_ids: list[int], params: SamplingParams) -> Generate:
-        """Refuses what does not fit, as the server does: the engine would end the text where the context
-        ends."""
+        """Makes a request, and refuses one that does not fit as the server does: the engine alone would cut
+        the text where the context ends."""
         room = self.core.admission.room(len(token_ids))
         if 0 < room < (params.max_tokens or 0):
             raise RequestError(
@@ -309,7 +310,7 @@ def _reader(params: SamplingParams, stream: TextStream, stops: StopStrings) -> D
 
 
 def _config(**settings: Any) -> EngineConfig:
-    """Returns the settings; ``ConfigError`` names those that are wrong, in a line each."""
+    """Returns the settings; raises ``ConfigError`` with one line for each wrong one."""
     for name in settings:
         if name not in EngineConfig.model_fields:
             raise ConfigError(f"LLM has no setting {name}.{nearest(name, EngineConfig.model_fields)}")

@@ -20,10 +20,9 @@ from truedraft.engine.parameters import SamplingParams as SamplingParams
 from truedraft.engine.parameters import Verification as Verification
 
 FinishReason = Literal["stop", "length"]
-# What a model is for: it writes text, makes vectors of texts, or scores pairs of texts.
+# A model is for one task: it writes text, makes vectors of texts, or scores pairs of texts.
 Task = Literal["generate", "embed", "rerank"]
-# What the setting draft names has these names in requests, metrics and settings; no other file spells them
-# out.
+# Requests, metrics and settings know the sources of drafts by these names; no other file spells them out.
 DRAFT_MODEL: Final = "draft_model"
 EAGLE: Final = "eagle"
 MTP: Final = "mtp"
@@ -31,37 +30,31 @@ HEADS: Final = (EAGLE, MTP)
 WITH_DRAFT: Final = (DRAFT_MODEL, *HEADS)
 Source = Literal["draft_model", "eagle", "mtp", "ngram", "prediction", "grammar", "none"]
 Method = Literal["auto"] | Source
-# The settings name one of these: predictions and grammars come with requests.
+# The settings name one of these; predictions and grammars come with requests instead.
 DefaultMethod = Literal["auto", "draft_model", "eagle", "mtp", "ngram", "none"]
 NgramChoice = Literal["most_recent", "most_frequent"]
-# A head drafts with the output layer that it was loaded with, or a copy of it in 4 bits.
+# A head drafts with the output layer that it was loaded with, or with a copy of it in 4 bits.
 HeadOutput = Literal["own", "int4"]
 
 
-# The code of ``Failed`` of a worker whose files of weights were changed while it read them.
+# ``Failed`` has this code when a worker's weight files were changed while it read them.
 WEIGHTS_CHANGED: Final = "weights_changed"
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Generate ``n`` sequences after ``prompt_token_ids`` (at least one token).
-
-    ``prediction_token_ids`` is what the client expects every sequence to say, or most of it; None if it did
-    not say. It is drafted from if ``params.method`` leaves that open or asks for it.
-    Lower ``priority`` goes first, and of the same priority lower ``place``. The sequences of one ``tenant``
-    do not shut out those of another; its name means nothing to the worker. With ``cache_prompt`` the request
-    shares computed prefixes with others of the same ``cache_salt``.
-    """
+    """Asks for ``n`` sequences after ``prompt_token_ids``."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # at least one token
     params: SamplingParams
     n: int = 1
+    # the text that the client expects, drafted from unless ``params.method`` forbids
     prediction_token_ids: list[int] | None = None
-    priority: int = 0
-    cache_prompt: bool = True
+    priority: int = 0  # requests with lower numbers are scheduled first
+    cache_prompt: bool = True  # true if computed prefixes are shared with requests of the same ``cache_salt``
     cache_salt: str = ""
-    place: int = 0
-    tenant: str = ""
+    place: int = 0  # orders requests of the same priority, lower numbers first
+    tenant: str = ""  # the client's group: one tenant's sequences do not shut out another's
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -69,25 +62,21 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Text(msgspec.Struct, frozen=True, array_like=True):
-    """Is a text, or a pair of them, whose second one begins with the token ``second_from``."""
+    """Is one text, or a pair of texts whose second one begins at index ``second_from``."""
 
     token_ids: list[int]
     second_from: int | None = None
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True):
-    """Make a vector of each of ``texts``, or a score of each pair.
-
-    A vector's first ``dimensions`` numbers are wanted, or all of them (None). ``normalizes`` takes the place
-    of what the model's files say. ``priority`` and ``tenant`` are as in ``Generate``.
-    """
+    """Asks for a vector of each of ``texts``, or for a score of each pair."""
 
     request_id: str
     texts: list[Text]
-    dimensions: int | None = None
-    normalizes: bool | None = None
-    priority: int = 0
-    tenant: str = ""
+    dimensions: int | None = None  # the number of a vector's first numbers that are wanted; None: all
+    normalizes: bool | None = None  # true if vectors get length 1; None: as the model's files say
+    priority: int = 0  # has the meaning that it has in ``Generate``
+    tenant: str = ""  # has the meaning that it has in ``Generate``
     n: ClassVar[int] = 1
 
     @property
@@ -96,7 +85,7 @@ class Embed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop one sequence of a request, or all of them when ``index`` is None. Unknown ids are ignored."""
+    """Stops one sequence of a request, or all of them when ``index`` is None. Unknown ids are ignored."""
 
     request_id: str
     index: int | None = None
@@ -107,162 +96,140 @@ class ClearPrefixes(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Leave the loop after the current step."""
+    """Asks the worker to leave its loop after the current step."""
 
 
 class EncoderDecoderLengths(msgspec.Struct, frozen=True):
-    """In tokens. ``num_start_tokens`` precede the output in the cache and are not part of it."""
+    """Holds the limits of an encoder-decoder target, in tokens."""
 
     max_prompt_len: int
     max_output_len: int
-    num_start_tokens: int
+    num_start_tokens: int  # they precede the output in the cache and are not part of it
 
 
 class EmbeddingFacts(msgspec.Struct, frozen=True):
-    """Says what vectors are like, and how texts are prepared. Vectors that the model ``shortens`` may be cut
-    to ``dimensions``, or to any number where these are not listed. ``pair_template`` has places for an
-    instruction, a query and a document, which a model that reads them as one text is given."""
+    """Describes the vectors that a model makes, and how texts are prepared for it."""
 
-    size: int
-    prompts: dict[str, str] = {}
-    default_prompt: str | None = None
-    dimensions: list[int] = []
-    shortens: bool = False
-    lower_cases: bool = False
-    pair_template: str = ""
-    instruction: str = ""
+    size: int  # the numbers of a vector
+    prompts: dict[str, str] = {}  # texts to put before inputs, by their names in the model's files
+    default_prompt: str | None = None  # the name of the one that is used if a request names none
+    dimensions: list[int] = []  # sizes to which vectors may be cut; empty: any, if the model ``shortens``
+    shortens: bool = False  # true if vectors may be cut at all
+    lower_cases: bool = False  # true if texts are read in lower case
+    pair_template: str = ""  # has places for instruction, query and document, if a pair is one text
+    instruction: str = ""  # stands in the template unless a request has another one
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The models are loaded and the caches allocated.
-
-    ``dtype`` is what linear layers multiply in, ``weights`` the types in which the target's are kept, most of
-    them first, ``fingerprint`` changes with whatever may change the target's tokens. ``max_model_len`` bounds
-    prompt and output together; with an encoder-decoder target ``encoder_decoder`` bounds each.
-    """
+    """Tells the front end that the models are loaded and the caches allocated, and describes both."""
 
     target: str
     draft: str | None
     device: str
-    dtype: str
+    dtype: str  # the type in which linear layers multiply
     vocab_size: int
-    max_model_len: int
+    max_model_len: int  # bounds prompt and output together
     num_target_blocks: int
     num_draft_blocks: int
     block_size: int
-    methods: list[Source]  # who can draft here; "none" is always possible
-    method: Method  # who drafts unless a request says otherwise
+    methods: list[Source]  # the ways to draft that are available here; "none" always is
+    method: Method  # the one that is used unless a request names another
     num_threads: int = 0
-    thread_limit: str = ""  # why these are fewer than the machine has processors, unless the settings say so
-    default_sampling: dict[str, float] = {}  # what the model's generation config recommends, by its names
+    thread_limit: str = ""  # why there are fewer threads than processors, unless the settings say so
+    # what the model's generation config recommends, by the parameters' names
+    default_sampling: dict[str, float] = {}
+    # bounds prompt and output each, for a target with an encoder
     encoder_decoder: EncoderDecoderLengths | None = None
-    forward: str = ""  # what computes the target's layers, in words
-    weights: list[str] = []  # types that the target's weights are kept in, most of them first
-    fingerprint: str = ""  # what tokens depend on
-    num_state_slots: int = 0  # in each cache whose model has recurrent layers
-    state_bytes: int = 0  # what one sequence's states and records take in both caches
-    max_num_sequences: int = 32  # so many run at the same time
-    cache_dtype: str = ""  # what the target's keys and values are kept in
-    weight_bytes: int = 0  # both models' linear layers and embeddings
-    cache_bytes: int = 0  # both caches, once they are full
-    worker_bytes: int = 0  # what the worker has in memory at start, weights included
-    tried: list[str] = []  # what was measured of each draft that lies next to the target, and what is taken
+    forward: str = ""  # names in words what computes the target's layers
+    weights: list[str] = []  # types in which the target's weights are kept, the most common first
+    fingerprint: str = ""  # changes with whatever may change the target's tokens
+    num_state_slots: int = 0  # sequences whose states fit into each cache of a model with recurrent layers
+    state_bytes: int = 0  # memory of one sequence's states and their records in both caches
+    max_num_sequences: int = 32  # the number of sequences that run at the same time
+    cache_dtype: str = ""  # the type of the target's keys and values
+    weight_bytes: int = 0  # memory of both models' linear layers and embeddings
+    cache_bytes: int = 0  # memory of both caches once they are full
+    worker_bytes: int = 0  # memory of the whole worker at start, weights included
+    tried: list[str] = []  # one line for each draft that was measured at start, and for the choice
     task: Task = "generate"
-    embedding: EmbeddingFacts | None = None  # there is none of a model that writes text
+    embedding: EmbeddingFacts | None = None  # None if the model writes text
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token under the target's raw logits, and the most likely (id, logprob) there.
-    ``rank`` is one more than the number of tokens that are more likely. ``given`` are those of
-    ``logprob_token_ids``, in their order."""
+    """Holds the log-probability of one token under the target's raw logits."""
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]
-    rank: int = 1
-    given: list[tuple[int, float]] = []
+    top: list[tuple[int, float]]  # the most likely tokens there, as (id, log-probability)
+    rank: int = 1  # one more than the number of tokens that are more likely
+    given: list[tuple[int, float]] = []  # the tokens of ``logprob_token_ids``, in their order
 
 
 class PredictionUse(msgspec.Struct, frozen=True, array_like=True):
-    """What one step had to do with the client's prediction.
+    """Tells how one step used the client's prediction."""
 
-    ``matched`` has an entry for each emitted token: its index in the prediction, or -1. The step drafted
-    ``num_drafted`` of the prediction's tokens from index ``first_drafted`` on.
-    """
-
-    matched: list[int]
-    first_drafted: int
+    matched: list[int]  # each emitted token's index in the prediction, or -1
+    first_drafted: int  # index of the first token that was drafted from the prediction
     num_drafted: int
 
 
 class DraftVocabulary(msgspec.Struct, frozen=True):
-    """Names by a ``digest`` the tokens that a head drafts, where these are not all that it could draft.
-    ``bitmap`` has a bit for each id, the lowest bits first; None if an earlier round has told it."""
+    """Identifies the tokens that a head drafts, where these are not all that it could draft."""
 
-    digest: str
-    bitmap: bytes | None
+    digest: str  # the digest of the bitmap, which serves as a name
+    bitmap: bytes | None  # has a bit for each id, the lowest bits first; None if an earlier round had it
 
 
 class RoundTrace(msgspec.Struct, frozen=True):
-    """Everything needed to verify one round again: who drafted what, and how it was judged.
+    """Holds everything needed to verify one round again: who drafted what, and how it was judged.
 
-    ``target_probs`` and ``draft_probs`` are those of each drafted token, as processed by the request's
-    parameters (one-hot at temperature 0), ``next_target_prob`` that of the token drawn after them.
-    ``position`` is the absolute index of the round's first token. If a head drafted, ``head_output`` is its
-    output layer, and ``vocabulary`` the tokens of that, unless it has all.
+    Probabilities are those after processing by the request's parameters; at temperature 0 they are 0 or 1.
     """
 
-    position: int
+    position: int  # the absolute index of the round's first token
     source: str
     rule: str
     draft_ids: list[int]
-    target_probs: list[float]
-    draft_probs: list[float]
+    target_probs: list[float]  # the target's probability of each drafted token
+    draft_probs: list[float]  # the probability with which each token was drafted
     num_accepted: int
-    next_token: int
-    next_target_prob: float | None = None
-    head_output: HeadOutput | None = None
-    vocabulary: DraftVocabulary | None = None
+    next_token: int  # the recovered or bonus token after the accepted ones
+    next_target_prob: float | None = None  # the target's probability of it
+    head_output: HeadOutput | None = None  # the output layer of the head that drafted, if one did
+    vocabulary: DraftVocabulary | None = None  # the tokens of that layer; None: all
 
 
 class RoundOrigin(msgspec.Struct, frozen=True, array_like=True):
-    """Where a round's ``num_tokens`` came from: the first ``num_accepted`` are drafts of ``source``, one more
-    may follow. ``num_drafted`` tokens were drafted."""
+    """Tells who drafted the tokens that a round gave."""
 
     source: str
     num_drafted: int
-    num_accepted: int
-    num_tokens: int
+    num_accepted: int  # the first tokens of the round, which are drafts of ``source``
+    num_tokens: int  # all of them: one more may follow the accepted ones
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
-    """What one step gave one sequence: 1 to k + 1 tokens a round, the last one final if ``finish_reason``.
-
-    An end-of-sequence or stop token is included in ``token_ids``. ``num_draft_tokens`` and
-    ``num_accepted_tokens`` are those of this step's ``num_rounds``, one unless all of them are a few
-    milliseconds. ``seed`` is the sequence's own, given or drawn.
-    ``num_cached_tokens`` of the prompt were taken over from earlier requests. ``queue_seconds`` is how long
-    the sequence waited for its first step; it and ``prompt_logprobs``, of which the first prompt token has
-    none, come with the first output. ``prediction`` is there if one is in use. ``origins`` has an entry for
-    each round that gave tokens, if the request asks for them.
-    """
+    """Holds what one step gave one sequence: in each round 1 to k + 1 tokens."""
 
     request_id: str
     index: int
-    token_ids: list[int]
-    finish_reason: FinishReason | None
+    token_ids: list[int]  # includes an end-of-sequence or stop token
+    finish_reason: FinishReason | None  # None while the sequence goes on
     num_draft_tokens: int
     num_accepted_tokens: int
-    num_rounds: int = 1
-    seed: int = 0
-    num_cached_tokens: int = 0
+    num_rounds: int = 1  # rounds of this step; above one only where they take some milliseconds together
+    seed: int = 0  # the sequence's own seed, given or drawn
+    num_cached_tokens: int = 0  # tokens of the prompt that earlier requests had computed
+    # the time before the sequence's first step; comes with its first output
     queue_seconds: float | None = None
     logprobs: list[TokenLogprob] | None = None
+    # come with the first output; the first token of the prompt has none
     prompt_logprobs: list[TokenLogprob | None] | None = None
     trace: RoundTrace | None = None
-    prediction: PredictionUse | None = None
+    prediction: PredictionUse | None = None  # None if the request has no prediction in use
+    # one entry for each round that gave tokens, if the request asks for them
     origins: list[RoundOrigin] | None = None
-    budget_spent: bool = False  # thinking_budget has closed the reasoning, in this step or before
+    budget_spent: bool = False  # true if thinking_budget has closed the reasoning, in this step or before
 
     @property
     def sequence(self) -> tuple[str, int]:
@@ -274,29 +241,26 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
 
 class Embedded(msgspec.Struct, frozen=True, tag=True):
-    """What an ``Embed`` gave: the numbers of each text's vector, float32 and little-endian. That of a pair
-    has one number, its score."""
+    """Answers an ``Embed`` request."""
 
     request_id: str
-    vectors: list[bytes]
+    vectors: list[bytes]  # float32 numbers, little-endian, of each text; a pair has one number, its score
     index: ClassVar[int] = 0
     finish_reason: ClassVar[FinishReason] = "stop"
     is_first: ClassVar[bool] = True
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request ended by an error; all of its sequences are gone. ``code`` names it for the client.
+    """Tells that a request ended by an error; all of its sequences are gone."""
 
-    With an empty ``request_id`` it is the worker itself that could not start.
-    """
-
-    request_id: str
-    code: str
+    request_id: str  # empty if it is the worker itself that could not start
+    code: str  # names the error for the client
     message: str
 
 
 class DraftCounts(msgspec.Struct):
-    """A *draft* is what one sequence guessed in one round; those of no tokens are not counted."""
+    """Counts the drafts of one source. A *draft* is the guess of one sequence in one round; empty ones do not
+    count."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -321,41 +285,34 @@ class PrefixFileStats(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Totals since the worker started, and gauges of this moment. Rates are derived by the reader.
-
-    ``drafts`` counts by source. ``*_per_position[i]`` counts tokens drafted or accepted as the (i+1)-th of
-    their draft. ``num_rows`` counts rows of rounds by runner: C, CUDA graphs,
-    or phases, which are slower than either.
-    """
+    """Holds totals since the worker started, and gauges of this moment. The reader derives rates."""
 
     num_running: int
     num_waiting: int
     num_speculative_tokens: float
-    cache_usage: dict[str, float]
-    num_preemptions: int  # sequences put back because cache blocks had run out
+    cache_usage: dict[str, float]  # the used share of each model's cache, 0 to 1
+    num_preemptions: int  # sequences that went back to the queue because cache blocks had run out
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache
-    num_prefix_hits: int
-    drafts: dict[str, DraftCounts]
-    draft_tokens_per_position: list[int]
-    accepted_tokens_per_position: list[int]
+    num_prefix_hits: int  # prompt tokens found there
+    drafts: dict[str, DraftCounts]  # counts by source
+    draft_tokens_per_position: list[int]  # tokens drafted as the first, second, ... of their draft
+    accepted_tokens_per_position: list[int]  # the same for accepted tokens
     phase_seconds: dict[str, float]
+    # rows of rounds by runner: C, CUDA graphs, or phases, which are slower than either
     num_rows: dict[str, int] = {}
-    num_yields: int = 0  # sequences put back for a tenant that had none running
+    num_yields: int = 0  # sequences that went back to the queue for a tenant that had none running
     prefix_files: PrefixFileStats | None = None  # if there are some
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
-    """What one engine step produced, or several: each sequence's outputs in their order.
-
-    ``stats`` are those of the moment of sending.
-    """
+    """Holds what one engine step produced, or several short ones: the sequences' outputs in their order."""
 
     outputs: list[TokenOutput]
-    stats: Stats
+    stats: Stats  # describes the moment of sending
 
 
 class SpeculationState(msgspec.Struct, frozen=True, tag=True):
-    """Tells people how the draft length is chosen, and why. Sent now and then."""
+    """Tells people how the draft length is chosen, and why. The worker sends it now and then."""
 
     state: dict[str, Any]
 
@@ -371,7 +328,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The worker lives; its loop has been in the same step for ``step_seconds``."""
+    """Tells that the worker lives, and that its loop has been in the same step for ``step_seconds``."""
 
     step_seconds: float
 
@@ -399,7 +356,7 @@ def decode_from_worker(data: bytes) -> FromWorker:
 
 
 def framed(message: ToWorker | FromWorker) -> bytes:
-    """A message as it is on the border's sockets: its length, then its bytes."""
+    """Returns a message as it is on the border's sockets: its length, then its bytes."""
     data = encode(message)
     return LENGTH.pack(len(data)) + data
 
@@ -411,7 +368,7 @@ class Inbox:
         self._bytes = bytearray()
 
     def add(self, arrived: bytes) -> list[bytes]:
-        """The messages that are complete with these bytes."""
+        """Returns the messages that are complete with these bytes."""
         self._bytes += arrived
         messages, start = [], 0
         while len(self._bytes) - start >= LENGTH.size:

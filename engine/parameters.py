@@ -1,4 +1,4 @@
-"""Declares the parameters of a request: one row each, with its type, range, default and what it is for.
+"""Declares the parameters of a request: one row each, with its type, range, default and purpose.
 
 Whatever else knows a parameter derives from its row: the ranges that the engine checks, the fields of the
 HTTP API and their descriptions, the flags of commands, the page's settings (``page/parameters.js``) and the
@@ -18,7 +18,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_STOP_TOKENS = 1024
 MAX_LOGPROB_TOKENS = 1024
 
-# Endpoints where clients say a parameter; the library has them all.
+# A parameter is accepted at these endpoints; the library has all parameters.
 EVERYWHERE: Final = "all"
 SPECULATION: Final = "all, in `speculation`"
 COMPLETIONS: Final = "completions, chats"
@@ -28,11 +28,10 @@ OTHERWISE: Final = "by other names"
 
 @dataclass(frozen=True)
 class Range:
-    """Holds the numbers from ``low`` to ``high``, without ``low`` itself if ``above``. ``high`` None: any
-    number that the model or the settings leave room for."""
+    """Holds the numbers from ``low`` to ``high``, without ``low`` itself if ``above``."""
 
     low: float
-    high: float | None
+    high: float | None  # None: any number that the model or the settings leave room for
     above: bool = False
 
     def __contains__(self, value: float) -> bool:
@@ -48,7 +47,7 @@ class Range:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Returns the range by pydantic's names."""
+        """Returns the range as pydantic's keyword arguments."""
         limits = {"gt" if self.above else "ge": self.low}
         return limits if self.high is None else {**limits, "le": self.high}
 
@@ -58,16 +57,16 @@ class Parameter:
     """Describes a parameter. Its ``name``, ``type`` and ``default`` are those of its field."""
 
     help: str  # one sentence for clients
-    range: Range | None = None  # its numbers are in it, or those that it holds
-    off: bool = False  # the default is the value that does nothing
-    where: str = EVERYWHERE  # a client says it there
-    need: str = ""  # what a request with another value than the default needs of a runner (``core.needs``)
-    column: str = ""  # what it fills of a row of numbers (``rows.columns.Field``)
-    example: float = 0.0  # a value that does something, with which implementations are compared
-    kind: Literal["", "cut", "penalty"] = ""
-    gguf_key: str = ""  # what a GGUF file calls its own default, and generation configs have one, too
-    is_openai: bool = False  # OpenAI's SDK has an argument of that name
-    step: float | None = None  # the page has a number field with such steps; None: it has no field
+    range: Range | None = None  # bounds its number, or the numbers in its list
+    off: bool = False  # true if the default is the value that does nothing
+    where: str = EVERYWHERE  # the endpoints that accept it
+    need: str = ""  # the need (``core.needs``) of a request whose value is not the default
+    column: str = ""  # the number that it fills in a row of numbers (``rows.columns.Field``)
+    example: float = 0.0  # a value that has an effect, with which implementations are compared
+    kind: Literal["", "cut", "penalty"] = ""  # true if it cuts tokens off or penalises them
+    gguf_key: str = ""  # the key of its default in a GGUF file; generation configs have one, too
+    is_openai: bool = False  # true if OpenAI's SDK has an argument of that name
+    step: float | None = None  # the step of its number field on the page; None: there is no field
     name: str = ""
     type: Any = None
     default: Any = None
@@ -77,7 +76,7 @@ class Parameter:
 
     @property
     def description(self) -> str:
-        """Returns its help, with the default, as the API describes it."""
+        """Returns its help with the default, as the API describes it."""
         if self.default in (None, {}, []):
             return self.help
         default = str(self.default).lower() if isinstance(self.default, bool) else f"{self.default:g}"
@@ -85,8 +84,8 @@ class Parameter:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """A request draws its tokens by these. The front end checks ranges, and the engine checks limits. None
-    leaves a value to the engine, or asks for nothing."""
+    """Holds a request's parameters. The front end checks ranges, and the engine checks limits. None leaves a
+    value to the engine, or asks for nothing."""
 
     max_tokens: Annotated[
         int, Parameter("Largest number of tokens to generate.", Range(1, None), where=OTHERWISE)
@@ -338,7 +337,7 @@ PARAMETERS: dict[str, Parameter] = _rows()
 CUTS, PENALTIES = (
     tuple(name for name, row in PARAMETERS.items() if row.kind == kind) for kind in ("cut", "penalty")
 )
-# A checkpoint's generation config may have other defaults of these.
+# A checkpoint's generation config may have other defaults for these.
 RECOMMENDED = {name: row for name, row in PARAMETERS.items() if row.gguf_key}
 NEEDING = tuple(row for row in PARAMETERS.values() if row.need)
 FILLING = tuple(row for row in PARAMETERS.values() if row.column)

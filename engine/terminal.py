@@ -1,4 +1,5 @@
-"""What commands print: colours and progress on a terminal, plain lines elsewhere, and no control characters.
+"""Prints what commands print: colours and progress on a terminal, plain lines elsewhere, no control
+characters.
 
 rich decides by the stream: NO_COLOR, TERM and FORCE_COLOR are respected, and a pipe gets plain text.
 """
@@ -22,17 +23,18 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-# Wide enough for every table where there is no terminal whose width would count.
+# Output that does not go to a terminal has this width, which is enough for every table.
 PLAIN_WIDTH = 250
-GAP = 2  # between columns
-# The engine, the target, the draft, caches and costs: without a draft one less.
+GAP = 2  # This many characters are between columns.
+# Loading has these stages: engine, target, draft, caches, costs. Without a draft there is one less.
 NUM_LOADING_STAGES = 4
-# Joiners: without them some emoji and scripts fall apart.
+# These characters join others: without them some emoji and scripts fall apart.
 JOINERS = "\u200c\u200d"
 
 
 def printable(text: str) -> str:
-    """Control and formatting characters as escapes, so that a model's text cannot steer a terminal."""
+    """Replaces control and formatting characters by escapes, so that a model's text cannot steer a
+    terminal."""
     return "".join(
         character
         if character.isprintable() or character in "\n\t" or character in JOINERS
@@ -103,12 +105,12 @@ class FoldingTable(Table):
 
 
 def table(columns: Sequence[str], *, num_left: int = 1) -> Table:
-    """Makes one with numbers to the right, but for the first ``num_left`` columns."""
+    """Makes a table whose numbers are aligned to the right, except for the first ``num_left`` columns."""
     return FoldingTable(columns, num_left)
 
 
 class Stages:
-    """A bar with the name of what runs."""
+    """Shows a bar with the name of the stage that runs."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -116,14 +118,14 @@ class Stages:
         self._begun = False
 
     def begin(self, name: str) -> None:
-        """The stage before, if any, has ended."""
+        """Ends the stage before, if any, and shows the next one."""
         self._progress.update(self._task, description=name, advance=int(self._begun))
         self._begun = True
 
 
 @contextmanager
 def stages(total: int) -> Iterator[Stages]:
-    """Shown on stderr if that is a terminal, and gone at the end."""
+    """Shows a bar on stderr if that is a terminal, and removes it at the end."""
     out = console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -138,14 +140,14 @@ def stages(total: int) -> Iterator[Stages]:
 
 @contextmanager
 def loading_bar() -> Iterator[Callable[[str], None]]:
-    """Shows what loading is at. What it yields is called with the name of each stage."""
+    """Shows the stage of loading. It yields a function to be called with the name of each stage."""
     with stages(NUM_LOADING_STAGES) as progress:
         progress.begin("Loading the engine")
         yield lambda stage: progress.begin(f"Loading {stage}")
 
 
 class PromptBar:
-    """A bar of the texts that are done, with the tokens per second of all."""
+    """Shows a bar of the finished texts, with the tokens per second of all."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -162,7 +164,7 @@ class PromptBar:
 
 @contextmanager
 def prompt_bar(total: int, *, shown: bool) -> Iterator[PromptBar]:
-    """Shown on stderr for several texts if that is a terminal, and gone at the end."""
+    """Shows a bar on stderr for several texts if that is a terminal, and removes it at the end."""
     out = console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -394,8 +394,22 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Seve
                 f"workers is {self.num_workers}, which is not a multiple of the {num_devices} devices "
                 "in device"
             )
+        if self.kv_events_endpoint is not None and self.num_workers > 1:
+            raise ValueError(
+                f"kv_events_endpoint tells of one worker's cache, and workers is {self.num_workers}; start "
+                "several servers with one worker each"
+            )
         if self.device_map is not None and self.num_workers > 1:
             raise ValueError("device_map spreads one worker over all GPUs, so workers must be 1")
+
+    @model_validator(mode="after")
+    def _check_kv_events(self) -> Self:
+        if self.kv_events_endpoint is not None and len(self.api_keys) > 1 and not self.share_prefixes:
+            raise ValueError(
+                "kv_events_endpoint tells of no text that belongs to one of several keys alone; set "
+                "share_prefixes, or let each key have a server"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

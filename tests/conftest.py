@@ -79,6 +79,8 @@ SLOW = {
 }
 # Rules of the house, which look at files and run next to nothing: ``make check`` runs them once.
 HOUSE = ("test_architecture.py", "test_documentation.py", "test_words.py")
+# Tests of several minutes run nightly, with ALL_TESTS, and where their file is named.
+NIGHTLY = ("test_a_short_soak_of_several_models",)
 # Names of tests that plant bugs, each with a list of them.
 PLANTED = re.compile("noticed|caught")
 # A commit runs every one of so many planted bugs, in turns; nightly, with ALL_TESTS, all of them run.
@@ -118,7 +120,7 @@ def left_out(items: list[pytest.Item], config: pytest.Config) -> list[pytest.Ite
     for item in items:
         if item.path.name in named:
             continue
-        if is_house(item.path):
+        if is_house(item.path) or item.name in NIGHTLY:
             found.append(item)
         elif hasattr(item, "callspec") and PLANTED.search(item.name.partition("[")[0]):
             place = item.nodeid.partition("[")[0]

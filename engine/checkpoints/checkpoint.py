@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by name, mapped into memory: safetensors or torch's files, whole or in shards."""
+"""Maps a checkpoint's tensors into memory by name: safetensors or torch's files, whole or in shards."""
 
 import json
 from collections.abc import Iterable
@@ -10,9 +10,10 @@ from safetensors import safe_open
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledBytes, ScaledRows
 
-# Most families in transformers call them so.
+# Most families in transformers give their modules these names.
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Names of whole checkpoints and of the index of one in shards, as transformers prefers them.
+# These are names of whole checkpoints and of the index of one in shards, in transformers' order of
+# preference.
 LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -20,31 +21,33 @@ LAYOUTS = (
 
 
 class Checkpoint:
-    """``files``: where each tensor is. ``parts``: those of them that another tensor is put together from."""
+    """Opens tensors by name. ``files`` says which file has each tensor; ``parts`` names the tensors of which
+    another one is put together."""
 
     parts: frozenset[str] = frozenset()
-    # Value heads are in another order than in transformers' modules (``head_order``).
+    # This is set where value heads are in another order than in transformers' modules (``head_order``).
     is_tiled = False
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
-        """The tensor as it is quantised; None if it is not."""
+        """Returns the tensor in its quantised blocks; None if it is not quantised."""
         return None
 
     def expert_blocks(self, name: str, number: int) -> list[QuantisedBlocks]:
-        """Returns the matrix ``number`` of a stack as it is quantised, in parts that lie one after the other;
-        an empty list if it is not."""
+        """Returns the matrix ``number`` of a stack in quantised blocks, as parts that lie one after the
+        other; an empty list if it is not quantised."""
         return []
 
     def head_blocks(self, name: str, number: int, is_turned: bool) -> QuantisedBlocks | None:
-        """Returns what makes values of latent vectors for one head as it is quantised, or ``is_turned``: what
-        is made of keys' rows, turned; None if it is not."""
+        """Returns one head's matrix in quantised blocks: the one that makes values of latent vectors or, if
+        ``is_turned``, the transposed one that makes keys; None if it is not quantised."""
         return None
 
     def scaled_rows(self, name: str) -> ScaledRows | None:
-        """Returns the tensor in 8-bit floating point; None if it is not stored so."""
+        """Returns the tensor in 8-bit floating point with a scale for each row; None if it is not stored
+        so."""
         return None
 
     def scaled_bytes(self, name: str) -> ScaledBytes | None:
@@ -52,16 +55,16 @@ class Checkpoint:
         return None
 
     def expert_bytes(self, name: str, number: int) -> list[ScaledBytes]:
-        """Returns the matrix ``number`` of a stack as ``expert_blocks`` does, in bytes with scales."""
+        """Returns the matrix ``number`` of a stack as ``expert_blocks`` does, but in bytes with scales."""
         return []
 
     def rotary_factors(self) -> torch.Tensor | None:
-        """What the rotary frequencies of the config are divided by, if the checkpoint has that."""
+        """Returns the divisors of the config's rotary frequencies, if the checkpoint has some."""
         return None
 
     @classmethod
     def find(cls, path: str, allow_pickle: bool) -> "Checkpoint | None":
-        """Opens that of a folder or a hub id; None if it has other files, or not all of them."""
+        """Opens the checkpoint of a folder or a hub id; None if it has other files, or not all of them."""
         for whole, index in LAYOUTS if allow_pickle else LAYOUTS[:1]:
             if (file := locate(path, whole)) is not None:
                 return cls(dict.fromkeys(_names(file), file))
@@ -73,8 +76,8 @@ class Checkpoint:
         return None
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Views of the files, which are mapped for as long as one of the tensors is kept: no pages stay that
-        were read once."""
+        """Returns views of the files, which stay mapped for as long as one of the tensors is kept; pages that
+        were read once can be dropped."""
         tensors = {}
         for file, members in self._by_file(names).items():
             if file.endswith(".bin"):
@@ -86,7 +89,7 @@ class Checkpoint:
         return tensors
 
     def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Returns those of what ``read`` gives; no weights are read."""
+        """Returns the shapes of what ``read`` gives, without reading weights."""
         shapes = {}
         for file, members in self._by_file(names).items():
             if file.endswith(".bin"):
@@ -105,7 +108,7 @@ class Checkpoint:
 
 
 class DerivedCheckpoint(Checkpoint):
-    """Has the tensors of ``source``, laid out as there; subclasses change some. ``files``: more or others."""
+    """Has the tensors of ``source``; subclasses change some of them. ``files`` replaces the list of files."""
 
     def __init__(self, source: Checkpoint, files: dict[str, str] | None = None) -> None:
         super().__init__(source.files if files is None else files)
@@ -133,7 +136,7 @@ class DerivedCheckpoint(Checkpoint):
 
 
 class RenamedCheckpoint(DerivedCheckpoint):
-    """``source`` with other names: ``names`` are those that it has for ours."""
+    """Gives the tensors of ``source`` other names: ``names`` maps our names to the source's."""
 
     def __init__(self, source: Checkpoint, names: dict[str, str]) -> None:
         super().__init__(source, {name: source.files[stored] for name, stored in names.items()})
@@ -168,7 +171,8 @@ class RenamedCheckpoint(DerivedCheckpoint):
 
 
 def locate(path: str, name: str) -> str | None:
-    """Returns where a checkpoint's folder has the file ``name``, None if it has none."""
+    """Returns the path of the file ``name`` in a checkpoint's folder or repository, or None if it has
+    none."""
     file = Path(path).expanduser() / name
     return str(file) if file.is_file() else None
 

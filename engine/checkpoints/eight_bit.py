@@ -19,13 +19,13 @@ from truedraft.engine.errors import QuantizationError
 from truedraft.engine.layers.weight import FP8, ScaledBytes, ScaledRows
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-# Scales of a ``weight`` have one of these names; DeepSeek V4 has the last one.
+# The scales of a ``weight`` have one of these names; DeepSeek V4 uses the last one.
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
 ZERO_POINT = "weight_zero_point"
-# These belong to inputs, which are not rounded here.
+# These tensors belong to inputs, which are not rounded here.
 SCALES_OF_INPUTS = ("input_scale", "activation_scale", "input_scale_ub")
 DEFAULT_BLOCK = (128, 128)
-# Types of weights by what a config calls them.
+# A config names the types of weights by these words.
 NAMED = {
     "e4m3": torch.float8_e4m3fn,
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -34,7 +34,7 @@ NAMED = {
 }
 OF_KIND = {"int": (torch.int8,), "float": (torch.float8_e4m3fn, torch.float8_e5m2)}
 POWERS_OF_TWO = "ue8m0"
-# Scales in uint8 are exponents of two, plus this.
+# Scales in uint8 are exponents of two, plus this number.
 EXPONENT_BIAS = 127
 # Numbers of ten significant bits are float16 numbers times a power of two (``half_scale``), unless they are
 # negligible next to the largest of their layer. A weight has up to eight bits, and its scale up to 24.
@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 class EightBitCheckpoint(Checkpoint):
-    """Gives the weights that ``source`` stores as 8 bits and scales. ``block`` names the rows and inputs that
-    share a scale where there is a table of them. ``compact`` rounds weights that no backend takes in bytes:
-    16 bits hold them then. ``types`` are those that the config says of weights; empty if it says none.
-    ``has_powers``: it says that scales are powers of two."""
+    """Gives the weights that ``source`` stores as 8 bits and scales. ``block`` is the number of rows and of
+    inputs that share a scale where there is a table of them. ``compact`` rounds weights that no backend takes
+    in bytes, so that they fit into 16 bits. ``types`` are the config's types of weights, empty if it names
+    none. ``has_powers`` says that scales are powers of two."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class EightBitCheckpoint(Checkpoint):
         )
 
     def _zeros_of(self, base: str) -> list[str]:
-        """Returns what zero points are called if there are some, and all are zero: nothing is taken off."""
+        """Returns the name of the zero points if there are some and all of them are zero, so that they change
+        nothing."""
         name = f"{base}.{ZERO_POINT}"
         return [] if name not in self.files or self.source.read([name])[name].any() else [ZERO_POINT]
 
@@ -86,7 +87,7 @@ class EightBitCheckpoint(Checkpoint):
         }
 
     def scaled_rows(self, name: str) -> ScaledRows | None:
-        """Returns a weight as it is stored, if its scale is one for the tensor or one for each row."""
+        """Returns a weight as it is stored, if it has one scale for the tensor or one for each row."""
         found = None if self.block is not None else self.scaled_bytes(name)
         if found is None or found.values.dtype != FP8 or found.scales.shape[1] != 1:
             return None
@@ -101,7 +102,7 @@ class EightBitCheckpoint(Checkpoint):
 
     @property
     def is_scaled_by_rows(self) -> bool:
-        """Tells whether ``scaled_rows`` has all that is stored in 8 bits."""
+        """Tells whether ``scaled_rows`` can return every weight that is stored in 8 bits."""
         weights = [name for name in self.files if name.endswith(".weight") and self._is_scaled(name)]
         return all(self.scaled_rows(name) is not None for name in weights)
 
@@ -136,7 +137,7 @@ class EightBitCheckpoint(Checkpoint):
         raise _damaged(name, stored, scales)
 
     def _scaled(self, name: str, stored: torch.Tensor) -> ScaledBytes:
-        """Returns a matrix in 8 bits of any kind with its scales."""
+        """Returns a matrix in 8 bits of any kind together with its scales."""
         rows, inputs = stored.shape
         if self.types and stored.dtype not in self.types:
             said = " or ".join(str(each).removeprefix("torch.") for each in self.types)
@@ -168,7 +169,7 @@ def _damaged(name: str, stored: torch.Tensor, scales: torch.Tensor) -> Quantizat
 def open_eight_bit(
     source: Checkpoint, quantization: dict[str, Any], compact: bool
 ) -> EightBitCheckpoint | None:
-    """Opens a checkpoint by its ``quantization_config``; returns None for what has other than 8 bits."""
+    """Opens a checkpoint by its ``quantization_config``; returns None if its weights do not have 8 bits."""
     method = str(quantization.get("quant_method", "")).lower()
     if method == "fbgemm_fp8":
         return EightBitCheckpoint(source, None, compact)
@@ -188,7 +189,7 @@ def open_eight_bit(
 
 
 def open_groups(source: Checkpoint, groups: list[dict[str, Any]], compact: bool) -> EightBitCheckpoint | None:
-    """Opens a checkpoint of compressed-tensors."""
+    """Opens a checkpoint in the format of compressed-tensors."""
     weights = [group.get("weights") or {} for group in groups]
     blocks = {
         _block(group.get("block_structure")) if group.get("strategy") == "block" else None

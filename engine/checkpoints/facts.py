@@ -1,4 +1,4 @@
-"""What a checkpoint says as a whole, and how it was loaded."""
+"""Holds what a checkpoint says as a whole, and how it was loaded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the checkpoint says, and how it was loaded: ``bf16_linears`` as in ``LoadOptions``."""
+    """Holds what the checkpoint says, and how it was loaded: ``bf16_linears`` as in ``LoadOptions``."""
 
     config: Any
     generation_config: Any

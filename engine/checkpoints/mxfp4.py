@@ -1,4 +1,5 @@
-"""MXFP4 checkpoints of gpt-oss: experts' weights are numbers of four bits, 32 of a row times a power of two.
+"""Reads MXFP4 checkpoints of gpt-oss, whose experts have numbers of four bits, 32 of a row times a power of
+two.
 
 A checkpoint has ``_blocks`` [experts, out features, groups, 16], two numbers to a byte, the lower half first,
 and ``_scales`` [experts, out features, groups] in place of a parameter. Products are exact in bfloat16.
@@ -12,15 +13,16 @@ from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.errors import QuantizationError
 
 BLOCKS, SCALES = "_blocks", "_scales"
-# The numbers by their codes; a scale is two to the power of its code less EXPONENT.
+# These are the numbers by their codes; a scale is two to the power of its code less EXPONENT.
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT, BITS = 127, 4
-# A scale is of so many bytes.
+# A block of this many bytes has one scale.
 GROUP_BYTES = 16
 
 
 class Mxfp4Checkpoint(Checkpoint):
-    """``source`` with the parameters that its blocks and scales stand for, as transformers has them."""
+    """Replaces blocks and scales of ``source`` by the parameters that they stand for, as transformers has
+    them."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""AWQ, GPTQ and compressed-tensors checkpoints of packed codes, as weights that our kernels multiply.
+"""Reads AWQ, GPTQ and compressed-tensors checkpoints of packed codes, as weights that our kernels multiply.
 
 A weight is scale * (code - zero point), with one scale and one zero point for a group of inputs. Where all
 zero points of a layer are 8 that is Q4_0; else five bits hold every difference, which is Q5_0. Scales are
@@ -7,8 +7,8 @@ such as eight bits, groups of 16 or scales that are no float16 numbers, is kept 
 inputs in another order in 16 bits. Formats: AutoGPTQ and AutoAWQ (``gemm``), whose words run along inputs and
 along outputs, and compressed-tensors' ``pack-quantized``.
 
-What the config says of the codes is compared with the tensors: where they do not agree, the tensors are
-believed if they can be read in one way only, and refused otherwise.
+The config's statements about the codes are compared with the tensors: where they do not agree, the tensors
+are believed if they can be read in one way only, and refused otherwise.
 """
 
 import logging
@@ -39,33 +39,36 @@ from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledBytes, ScaledRows
 
 GROUP, WORD = 32, 32
-# Differences of codes that Q4_0 and Q5_0 hold.
+# Q4_0 and Q5_0 hold these differences of code and zero point.
 SYMMETRIC_ZERO = 8
-# Where in a word AWQ has the codes of eight outputs.
+# AWQ has the codes of eight outputs at these places of a word.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-# What a layer's words are called, by format.
+# Each format has a name for a layer's words.
 WORDS = {GPTQ: "qweight", AWQ: "qweight", COMPRESSED: "weight_packed"}
-# All that a layer's weights are put together from.
+# A layer's weights are put together from the tensors with these names.
 PARTS = {
     GPTQ: ("qweight", "qzeros", "scales", "g_idx"),
     AWQ: ("qweight", "qzeros", "scales"),
     COMPRESSED: ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
 }
-# Which of these have zero points, and the group of each input.
+# These among them have zero points, and the group of each input.
 ZEROS = {GPTQ: "qzeros", AWQ: "qzeros", COMPRESSED: "weight_zero_point"}
 ORDERS = {GPTQ: "g_idx", COMPRESSED: "weight_g_idx"}
-# What says that zero points are all in the middle.
+# Setting names and values that say that all zero points are in the middle.
 SAYS_SYMMETRIC = {GPTQ: "sym true", AWQ: "zero_point false", COMPRESSED: "symmetric true"}
-# Tensors of one layer, which are asked for twice.
+# Tensors of this many layers are kept, as each layer's are asked for twice.
 KEPT = 8
 
 logger = logging.getLogger(__name__)
 
 
 class _Codes(NamedTuple):
-    """``differences`` int8 or int16 [out features, in features]: codes less zero points; ``scales`` float32
-    [out features, groups]; ``groups`` has the group of each input, and ``size`` says how many neighbours are
-    one, or is None where they are not neighbours."""
+    """Holds a layer's codes and scales.
+
+    ``differences`` int8 or int16 [out features, in features] are codes less zero points; ``scales`` are
+    float32 [out features, groups]; ``groups`` has the group of each input; ``size`` is the number of
+    neighbouring inputs in a group, or None where a group's inputs are not neighbours.
+    """
 
     differences: npt.NDArray[np.int16] | npt.NDArray[np.int8]
     scales: npt.NDArray[np.float32]
@@ -74,8 +77,9 @@ class _Codes(NamedTuple):
 
 
 class PackedCheckpoint(DerivedCheckpoint):
-    """``source`` with its packed layers under the names of their weights. ``others`` reads what is not
-    packed. ``compact`` rounds what neither blocks nor bytes hold, so that 16 bits do."""
+    """Gives the packed layers of ``source`` under the names of their weights. ``others`` reads tensors that
+    are not packed. ``compact`` rounds weights that neither blocks nor bytes hold, so that they fit into 16
+    bits."""
 
     def __init__(self, source: Checkpoint, said: Said, others: Checkpoint, compact: bool) -> None:
         suffix = f".{WORDS[said.method]}"
@@ -102,7 +106,7 @@ class PackedCheckpoint(DerivedCheckpoint):
 
     @property
     def is_in_blocks(self) -> bool:
-        """Tells whether blocks may hold all that is quantised, as far as the config tells."""
+        """Tells whether blocks may hold everything that is quantised, as far as the config tells."""
         bits = self.said.bits or {max(WIDTHS)}
         return max(bits) < max(WIDTHS) and self.said.is_ordered and self.source is self.stored
 
@@ -152,8 +156,8 @@ class PackedCheckpoint(DerivedCheckpoint):
         return (columns, rows * codes) if self.said.method == GPTQ else (columns * codes, rows)
 
     def _bits(self, base: str) -> int:
-        """Returns how many bits the words of a layer have for each code, which the shapes of its tensors
-        tell. ``QuantizationError`` if the config says otherwise."""
+        """Returns the number of bits of a code in a layer's words, which the shapes of its tensors tell.
+        Raises ``QuantizationError`` if the config says otherwise."""
         words = self._shape_of(base, WORDS[self.said.method])
         if self.said.method == COMPRESSED:
             rows, inputs = self._shape(base)
@@ -212,7 +216,8 @@ class PackedCheckpoint(DerivedCheckpoint):
         return found
 
     def _group_size(self, base: str, inputs: int, count: int) -> int:
-        """Returns how many inputs have one scale, which is to be what the config says."""
+        """Returns the number of inputs that share a scale; raises ``QuantizationError`` if the config says
+        otherwise."""
         said = {inputs if size == WHOLE_ROW else size for size in self.said.group_sizes if size}
         for size in sorted(said) or [-(-inputs // count)]:
             if size > 0 and -(-inputs // size) == count:
@@ -233,7 +238,7 @@ class PackedCheckpoint(DerivedCheckpoint):
         elif method == AWQ:
             zeros = _unpacked(stored, bits, AWQ_ORDER).T
         elif stored.dtype == np.int8 and stored.shape == shape:
-            zeros = (stored.astype(np.int16) + middle).astype(np.uint8)  # they are not packed
+            zeros = (stored.astype(np.int16) + middle).astype(np.uint8)  # These tensors are not packed.
         else:
             zeros = _unpacked(stored.T, bits)[:, : shape[0]].T
         if zeros.shape != shape:
@@ -248,8 +253,9 @@ class PackedCheckpoint(DerivedCheckpoint):
         return zeros
 
     def _added(self, base: str, stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-        """Returns GPTQ's zero points: its first format stores them less one. Files that say the other format
-        than they have are known by zero points that are all in the middle by the other one."""
+        """Returns the number that GPTQ's stored zero points lack: its first format stores them less one.
+        Files that name the wrong format are recognised: by the other format all zero points are in the
+        middle."""
         middle, said = 1 << bits - 1, self.said.checkpoint_format
         first = (stored + np.uint8(1)) & np.uint8(2 * middle - 1)
         by_format = {FIRST_FORMAT: first, SECOND_FORMAT: stored}
@@ -273,7 +279,7 @@ class PackedCheckpoint(DerivedCheckpoint):
         return by_format[other]
 
     def _order(self, base: str, inputs: int, count: int) -> npt.NDArray[np.int64] | None:
-        """Returns the group of each input; None if a group's inputs are neighbours."""
+        """Returns the group of each input; None if each group's inputs are neighbours."""
         name = ORDERS.get(self.said.method)
         if name is None or (count == 1 and f"{base}.{name}" not in self.stored.files):
             return None
@@ -302,8 +308,8 @@ class PackedCheckpoint(DerivedCheckpoint):
 
 
 def open_packed(source: Checkpoint, quantization: dict[str, Any], compact: bool) -> PackedCheckpoint | None:
-    """Opens it by ``quantization_config``. None for methods that are transformers' business;
-    ``QuantizationError`` for variants of these that are not supported."""
+    """Opens a checkpoint by its ``quantization_config``. Returns None for methods that are left to
+    transformers; raises ``QuantizationError`` for variants of ours that are not supported."""
     said = read_said(quantization)
     if said is None:
         return None
@@ -316,8 +322,8 @@ def open_packed(source: Checkpoint, quantization: dict[str, Any], compact: bool)
 def _unpacked(
     words: npt.NDArray[np.int32], bits: int, order: Sequence[int] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """Codes of ``bits`` [rows, 32 / bits * columns] of ``words`` [rows, columns]; ``order``: the place of
-    each in its word."""
+    """Returns the codes [rows, 32 / bits * columns] that ``words`` [rows, columns] hold, each of ``bits``;
+    ``order`` has the place of each code in its word."""
     if words.ndim != 2 or words.dtype != np.int32:
         raise QuantizationError(f"it is damaged: it has words of {words.dtype} and the shape {words.shape}")
     shifts = bits * np.array(order or range(WORD // bits), dtype=np.uint32)
@@ -326,7 +332,8 @@ def _unpacked(
 
 
 def _blocks(codes: _Codes) -> QuantisedBlocks | None:
-    """Returns blocks of 32 inputs and a float16 scale each; None where they do not hold the weights."""
+    """Returns blocks of 32 inputs with a float16 scale each; None where such blocks do not hold the
+    weights."""
     differences = codes.differences
     rows, inputs = differences.shape
     lowest, highest = differences.min(), differences.max()
@@ -342,7 +349,7 @@ def _blocks(codes: _Codes) -> QuantisedBlocks | None:
     if lost.any():
         if grouped[lost].any():
             return None
-        halves[lost] = 0  # all weights of such a block are zero
+        halves[lost] = 0  # All weights of such a block are zero.
     offset = SYMMETRIC_ZERO if is_symmetric else 2 * SYMMETRIC_ZERO
     values = (grouped + offset).astype(np.uint8)
     parts = [np.ascontiguousarray(halves)[:, :, None].view(np.uint8)]

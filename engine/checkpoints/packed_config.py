@@ -1,7 +1,7 @@
 """Reads what a ``quantization_config`` says of layers whose codes are packed into words.
 
 GPTQ's, AWQ's and compressed-tensors' configs say the same things under other names, and AutoRound's config
-says which of the former two its layers are. What is said here is compared with the tensors in ``packed``.
+says which of the former two its layers follow. ``packed`` compares what is said here with the tensors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,26 +12,28 @@ from truedraft.engine.errors import QuantizationError
 
 GPTQ, AWQ, COMPRESSED = "gptq", "awq", "compressed-tensors"
 AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round", "intel/auto_round")
-# What AutoRound packs its layers as.
+# AutoRound packs its layers in one of these formats.
 AUTO_ROUND_FORMATS = {"auto_round:auto_gptq": GPTQ, "auto_round:auto_awq": AWQ}
 PACKED = "pack-quantized"
 # Codes of these widths fill words of 32 bits.
 WIDTHS = (2, 4, 8)
-# Layers of so many bits are not quantised.
+# Layers of this many bits are not quantised.
 WHOLE = (16, 32)
-# A group of this size is the whole row.
+# A group of this size means the whole row.
 WHOLE_ROW = -1
 FIRST_FORMAT, SECOND_FORMAT = "gptq", "gptq_v2"
-# Orders of the inputs in which a group's inputs are neighbours all the same.
+# With these orders of the inputs a group's inputs are neighbours all the same.
 ORDERED = (None, False, "static", "weight")
 
 
 @dataclass(frozen=True)
 class Said:
-    """``bits`` and ``group_sizes`` are what layers may have; empty if nothing is said. ``is_symmetric`` says
-    that all zero points are in the middle, or that they need not be; None if nothing is said.
-    ``checkpoint_format`` is GPTQ's, whose first format stores zero points less one. ``is_ordered``: a group's
-    inputs are neighbours."""
+    """Holds what a config says.
+
+    ``bits`` and ``group_sizes`` are those that layers may have, empty if nothing is said. ``is_symmetric``
+    says whether all zero points are in the middle; None if nothing is said. ``checkpoint_format`` is GPTQ's,
+    whose first format stores zero points less one. ``is_ordered`` says that a group's inputs are neighbours.
+    """
 
     method: str
     bits: frozenset[int]
@@ -42,8 +44,8 @@ class Said:
 
 
 def read_said(quantization: dict[str, Any]) -> Said | None:
-    """Returns None for methods and formats of other tensors; raises ``QuantizationError`` for variants of
-    these that are not supported."""
+    """Returns what the config says of packed layers. Returns None for methods and formats of other tensors;
+    raises ``QuantizationError`` for variants of these that are not supported."""
     method = str(quantization.get("quant_method", "")).lower()
     if method in AUTO_ROUND:
         form = str(quantization.get("packing_format", "")).lower()
@@ -60,7 +62,7 @@ def read_said(quantization: dict[str, Any]) -> Said | None:
 
 
 def _of_words(method: str, quantization: dict[str, Any]) -> Said:
-    """Reads GPTQ's and AWQ's settings."""
+    """Reads the settings of GPTQ and AWQ."""
     layout = str(quantization.get("version") or quantization.get("format") or "gemm").lower()
     words = str(quantization.get("pack_dtype") or "int32").lower().removeprefix("torch.")
     form = _same(quantization, ("checkpoint_format", "format"), str) if method == GPTQ else None
@@ -93,7 +95,8 @@ def _of_words(method: str, quantization: dict[str, Any]) -> Said:
 
 
 def packed_groups(quantization: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns compressed-tensors' groups of layers whose codes are packed; of a mixed format some may be."""
+    """Returns compressed-tensors' groups of layers whose codes are packed; a mixed format may have some of
+    them."""
     return [group for group in _groups(quantization) if _is_packed(group, quantization)]
 
 
@@ -106,7 +109,7 @@ def _groups(quantization: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_packed(group: dict[str, Any], quantization: dict[str, Any]) -> bool:
-    """Tells whether it is; a format that is mixed says so of each group."""
+    """Tells whether a group's codes are packed; a mixed format names the format of each group."""
     return (group.get("format") or quantization.get("format")) == PACKED
 
 
@@ -139,7 +142,7 @@ def _of_groups(groups: list[dict[str, Any]]) -> Said:
 
 
 def _parts(settings: Any) -> Iterator[dict[str, Any]]:
-    """Yields the settings of some layers, by what names these layers."""
+    """Yields the settings of some layers together with the patterns that name these layers."""
     yield from (each for each in (settings or {}).values() if isinstance(each, dict))
 
 
@@ -149,7 +152,7 @@ def _numbers(parts: Iterable[dict[str, Any]], names: tuple[str, ...]) -> frozens
 
 
 def _same(settings: dict[str, Any], names: tuple[str, ...], read: Any) -> Any:
-    """Returns what is said under any of the ``names``; ``QuantizationError`` if that is not the same."""
+    """Returns the value under any of the ``names``; raises ``QuantizationError`` if two of them differ."""
     said = {name: read(value) for name in names if (value := settings.get(name)) is not None}
     if len(set(said.values())) > 1:
         words = " and ".join(f"{name} {value}" for name, value in said.items())

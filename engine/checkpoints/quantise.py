@@ -1,4 +1,4 @@
-"""Checkpoints as if they were files quantised further: symmetric, 32 weights of a row to a scale."""
+"""Quantises checkpoints as they are read: symmetrically, with one scale for 32 weights of a row."""
 
 from collections.abc import Iterable
 from functools import lru_cache, partial
@@ -13,7 +13,8 @@ from truedraft.engine.checkpoints.stacks import DOWN, GATE_UP
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledRows, Weight
 
-# The setting ``quantize`` decides the type of the layers. Embeddings and output layers have 8 bits.
+# The setting ``quantize`` decides the type of the layers. Embeddings and output layers have 8 bits in any
+# case.
 LAYER_TYPES = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q4_0}
 OUTER_TYPE = GGMLQuantizationType.Q8_0
 OUTER = (
@@ -23,20 +24,20 @@ OUTER = (
     "lm_head.weight",
 )
 GROUP = 32
-# A large matrix is converted so many rows at a time.
+# A large matrix is converted this many rows at a time.
 ROWS = 1 << 13
-# Tensors of one layer, which are asked for twice.
+# Tensors of this many layers are kept, as each layer's are asked for twice.
 KEPT, KEPT_STACKS = 8, 2
 # Matrices of few weights that decide which experts a token takes stay as they are.
 ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight")
-# These matrices are read by their rows and by their columns, which a row's scales do not serve.
+# These matrices are read by their rows and by their columns, so one scale for each row does not serve.
 LATENTS = ".kv_b_proj.weight"
-# So few weights decide what a state forgets and takes that they have the bits of outer layers.
+# These small weights decide how a state decays and what it takes in; they get the bits of outer layers.
 DECAYS = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 
 
 def can_be_in_four_bits(weight: Weight) -> bool:
-    """Tells whether the matrix has rows of whole groups, and more bits than that."""
+    """Tells whether the matrix has rows of whole groups, and more than four bits a weight now."""
     has_more = weight.blocks is None or _bits(weight.blocks.type) > _bits(LAYER_TYPES["int4"])
     return has_more and weight.shape[1] % GROUP == 0
 
@@ -50,8 +51,8 @@ def quantised_to_four_bits(weight: Weight) -> Weight:
 
 
 class QuantisedCheckpoint(DerivedCheckpoint):
-    """``source`` with every matrix in the ``layer_type`` whose rows are whole groups; those that have no more
-    bits than that stay as they are. ``read`` gives the weights that the blocks stand for."""
+    """Quantises every matrix of ``source`` to ``layer_type`` whose rows are whole groups; those that have no
+    more bits than that stay as they are. ``read`` gives the weights that the blocks stand for."""
 
     def __init__(self, source: Checkpoint, layer_type: GGMLQuantizationType) -> None:
         super().__init__(source)
@@ -106,8 +107,8 @@ def _dequantised(blocks: QuantisedBlocks) -> torch.Tensor:
 
 
 class ScaledCheckpoint(DerivedCheckpoint):
-    """``source`` with its layers' matrices in 8-bit floating point, a scale for each row. What is quantised
-    already stays as it is; so do embeddings, output layer and experts with their routers."""
+    """Gives the matrices of the layers of ``source`` in 8-bit floating point with a scale for each row. What
+    is quantised already stays as it is; so do embeddings, output layer and experts with their routers."""
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source)
@@ -134,6 +135,6 @@ class ScaledCheckpoint(DerivedCheckpoint):
 
 
 def _bits(kind: int) -> float:
-    """Per weight."""
+    """Returns the number of bits of one weight."""
     block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     return 8 * int(size) / int(block)

@@ -1,4 +1,4 @@
-"""This module decides who reads a quantised checkpoint: our readers, transformers, or nobody.
+"""Decides who reads a quantised checkpoint: our readers, transformers, or nobody.
 
 It goes by the ``quantization_config``, before a weight is read.
 """
@@ -17,7 +17,7 @@ from truedraft.engine.errors import QuantizationError
 
 logger = logging.getLogger(__name__)
 
-# transformers computes with these on a GPU, and dequantises them for other devices.
+# transformers computes with these methods on a GPU, and dequantises their weights for other devices.
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
 ALTERNATIVES = (
     "use its unquantised checkpoint with quantize, a GGUF file of it, or, of a model of a fused family, a "
@@ -42,9 +42,9 @@ def open_quantised(source: Checkpoint, quantization: Any, compact_weights: bool)
 
 
 def open_for_gpu(source: Checkpoint, quantization: Any, has_fp8: bool) -> Checkpoint | None:
-    """Returns a checkpoint whose weights stay as they are on a GPU, in blocks, or in 8-bit floating point
-    where the device ``has_fp8``, or None: transformers has modules for others there, of layouts that our
-    readers refuse, too."""
+    """Returns a checkpoint whose weights stay as they are on a GPU, in blocks or, where the device
+    ``has_fp8``, in 8-bit floating point. Returns None where transformers has its own modules for the layout,
+    including layouts that our readers refuse."""
     try:
         _refuse_more_than_weights(quantization)
         packed = open_packed(source, quantization, compact=False)
@@ -68,7 +68,7 @@ def check_method(quantization: Any) -> None:
     try:
         quantizer = AutoHfQuantizer.from_config(deepcopy(quantization), pre_quantized=True)
         quantizer.validate_environment(device_map=None)
-    except Exception as error:  # each quantiser fails in its own way; the user needs one line
+    except Exception as error:  # Each quantiser fails in its own way; the user needs one line.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise QuantizationError(
             f"it is quantised by {method}, which transformers cannot run here ({reason}); {ALTERNATIVES}"
@@ -76,8 +76,8 @@ def check_method(quantization: Any) -> None:
 
 
 def dequantise_for_cpu(quantization: dict[str, Any], source: Checkpoint | None) -> None:
-    """Tells transformers not to keep the weights for a GPU that is there, but not asked for.
-    Blocks that it reads otherwise than they were made are refused (``QuantizationError``)."""
+    """Tells transformers not to keep the weights for a GPU that is there but was not asked for. Raises
+    ``QuantizationError`` for blocks that transformers reads in another way than they were made."""
     if quantization["quant_method"] in DEQUANTISED:
         if source is not None:
             check_whole_blocks(source, quantization.get("weight_block_size"))

@@ -1,7 +1,8 @@
-"""Matrices that transformers keeps elsewhere than in linear layers: routers', and stacks of experts'.
+"""Finds matrices that transformers keeps elsewhere than in linear layers: routers', and stacks of experts'.
 
 transformers has a parameter for all experts of a layer, [experts, out features, in features], where most
-checkpoints have a tensor for each expert, and GGUF files a stack each of gates and of what they gate.
+checkpoints have a tensor for each expert, and GGUF files have one stack of gates and one of the matrices that
+they gate.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,19 +16,20 @@ from truedraft.engine.checkpoints.checkpoint import Checkpoint, DerivedCheckpoin
 from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.layers.weight import ScaledBytes, Weight
 
-# A matrix as a checkpoint has it.
+# A matrix has this type in a checkpoint.
 Quantised: TypeAlias = QuantisedBlocks | ScaledBytes
-# What transformers calls the parameters of experts.
+# transformers has these names for the parameters of experts.
 GATE_UP, DOWN = ("experts.gate_up_proj", "experts.up_proj"), ("experts.down_proj",)
-# What it calls a bias that is added to scores where experts are chosen.
+# transformers has these names for a bias that is added to scores where experts are chosen.
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Is [out features, in features] of a module's parameter: all of it, or the one with a ``number`` of a
-    stack. ``is_turned``: the parameter has in features first. ``is_paired``: its outputs are gates and what
-    they gate by turns, which lie one after the other in ours."""
+    """Describes a matrix [out features, in features] in a module's parameter: all of it or, if that is a
+    stack, the one with this ``number``. ``is_turned`` says that the parameter has in features first.
+    ``is_paired`` says that gates and the outputs that they gate alternate in the parameter; in ours they lie
+    one after the other."""
 
     module: nn.Module
     name: str = "weight"
@@ -37,7 +39,7 @@ class Matrix:
     is_paired: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Takes it from the parameter."""
+        """Takes the matrix out of the parameter."""
         found = tensor if self.number is None else tensor[self.number]
         return self._ordered(found.T if self.is_turned else found)
 
@@ -57,8 +59,8 @@ class Matrix:
     def weights(
         self, whole: Callable[[], torch.Tensor] | None = None, parts: Iterable[Quantised] = ()
     ) -> list[Weight]:
-        """Returns the weights to be joined; ``whole`` reads the parameter, and ``parts`` are the matrix as
-        it is quantised, one after the other."""
+        """Returns the weights to be joined; ``whole`` reads the parameter, and ``parts`` are the quantised
+        parts of the matrix, one after the other."""
         read, name = whole or (lambda: self.parameter), f"{type(self.module).__name__}.{self.name}"
         found: list[Weight] = []
         begin = 0
@@ -89,16 +91,16 @@ def _slice(
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """Says what a checkpoint calls them. ``renamed`` has parts of transformers' names; ``gate_up`` and
-    ``down`` are tensors of each expert, or are empty where the checkpoint has stacks."""
+    """Describes how a checkpoint names its experts' tensors. ``renamed`` maps parts of transformers' names;
+    ``gate_up`` and ``down`` are names of each expert's tensors, empty where the checkpoint has stacks."""
 
     renamed: tuple[tuple[str, str], ...] = ()
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: tuple[str, ...] = ("down_proj",)
 
     def parts(self, name: str, num_experts: int) -> list[list[str]]:
-        """Returns the tensors that transformers' ``name`` is made of: lists of what is stacked, which are
-        joined."""
+        """Returns the tensors of which transformers' ``name`` is made: lists of tensors that are stacked,
+        which are joined then."""
         for theirs, stored in self.renamed:
             name = name.replace(theirs, stored)
         for end, each in ((GATE_UP, self.gate_up), (DOWN, self.down)):
@@ -110,14 +112,14 @@ class StoredExperts:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parameters of a module, and the buffers that checkpoints have, too."""
+    """Returns the parameters of a module, and those of its buffers that checkpoints have."""
     buffers = {name: buffer for name, buffer in module.named_buffers() if _is_stored(module, name)}
     return dict(module.named_parameters()) | buffers
 
 
 def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the type of a tensor in a model that is computed in ``dtype``: biases that choose experts stay
-    in float32, as in transformers. They may be ten times as large as the scores that they are added to."""
+    in float32, as in transformers. They may be ten times as large as the scores to which they are added."""
     return torch.float32 if name.endswith(CHOICE_BIASES) else dtype
 
 
@@ -127,7 +129,7 @@ def _is_stored(module: nn.Module, name: str) -> bool:
 
 
 class StackedCheckpoint(DerivedCheckpoint):
-    """``source`` under the names of transformers' ``module``, a model with experts."""
+    """Gives the tensors of ``source`` the names of transformers' ``module``, a model with experts."""
 
     def __init__(self, source: Checkpoint, module: Any, stored: StoredExperts) -> None:
         made: dict[str, list[list[str]]] = {}
@@ -173,7 +175,7 @@ class StackedCheckpoint(DerivedCheckpoint):
         return torch.stack([torch.cat(of_one) for of_one in zip(*stacks, strict=True)])
 
     def divided(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns ``tensor`` as the source has it: the tensors that ``read`` puts together."""
+        """Returns ``tensor`` divided as the source has it: into the tensors that ``read`` puts together."""
         parts = self.made.get(name, [[name]])
         if len(parts) == len(parts[0]) == 1:
             return {parts[0][0]: tensor}
@@ -195,5 +197,5 @@ class StackedCheckpoint(DerivedCheckpoint):
         for each in parts:
             for part in each:
                 if shapes[part] != shapes[each[0]] or len(columns) > 1:
-                    return shapes[part]  # which fits nowhere
+                    return shapes[part]  # This shape fits nowhere.
         return len(parts[0]), sum(shapes[each[0]][0] for each in parts), *first[1:]

@@ -1,4 +1,6 @@
-"""What ``truedraft --version`` says of the engine: torch, the device of ``auto``, the kernels for a CPU."""
+"""Collects what ``truedraft --version`` says of the engine: torch, the device of ``auto``, the kernels for a
+CPU.
+"""
 
 import platform
 
@@ -9,7 +11,7 @@ from truedraft.engine.native.threads import usual_num_threads
 
 
 def about() -> str:
-    """Returns one line each, name and value."""
+    """Returns one line for each fact, as name and value."""
     if torch.cuda.is_available():
         device = f"cuda, {torch.cuda.get_device_name()}"
     else:

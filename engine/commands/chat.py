@@ -1,4 +1,4 @@
-"""``truedraft chat``: a conversation with the model in the terminal, by its own chat template.
+"""Implements ``truedraft chat``: a conversation in the terminal, by the model's own chat template.
 
 The text streams. Ctrl-C stops an answer, Ctrl-D ends. Where the input is no terminal, each of its lines is a
 message and only the answers are printed.
@@ -33,7 +33,7 @@ PROMPT = "> "
 
 
 class StopSwitch:
-    """Ctrl-C asks for the end of an answer; a second one interrupts even where no step ends."""
+    """Lets Ctrl-C ask for the end of an answer; a second one interrupts even where no step ends."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -54,7 +54,7 @@ class StopSwitch:
 
 
 class Chat:
-    """Holds one conversation. ``answer`` and ``command`` take what a person has written."""
+    """Holds one conversation. ``answer`` and ``command`` take the lines that a person has written."""
 
     def __init__(self, llm: LLM, settings: ChatSettings, out: Console) -> None:
         self.llm = llm
@@ -68,7 +68,7 @@ class Chat:
             self.set_system(settings.system)
 
     def answer(self, text: str) -> None:
-        """Prints an answer; what has been printed of it stays in the conversation, also if it is stopped."""
+        """Prints an answer; the printed part stays in the conversation, even if the answer is stopped."""
         self.messages.append({"role": "user", "content": text})
         completion, begun, stop = Completion(), time.perf_counter(), StopSwitch()
         try:
@@ -95,7 +95,7 @@ class Chat:
             self.say(self._stats)
 
     def command(self, line: str) -> bool:
-        """Does what a line that begins with a slash says; False: leave."""
+        """Executes a line that begins with a slash; returns False if the conversation is to end."""
         name, _, text = line.partition(" ")
         match name:
             case "/exit" | "/quit":
@@ -122,7 +122,7 @@ class Chat:
             self.say("This model's chat template writes no system prompt.")
 
     def say(self, text: str) -> None:
-        """Prints what is not the model's, only where a person sees it as such."""
+        """Prints a note that is not the model's, only where a person can tell it from the answer."""
         where = self.out if self.out.is_terminal else console(stderr=True)
         where.print(Text(printable(text), "dim"), soft_wrap=False)
 

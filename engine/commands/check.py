@@ -1,11 +1,12 @@
-"""``truedraft check``: is this pair exact here, and does speculation pay? A report and a verdict in words.
+"""Implements ``truedraft check``: is this pair exact here, and does speculation pay? A report and a verdict
+in words.
 
 It loads the pair as the server would, compares the tokenizers, tests exactness (``check_exactness``,
-``check_positions``, ``check_law``), says what quantised weights cost (``check_weights``) and measures
-(``check_speed``), n-grams on a text that repeats itself, too. A target without a draft is checked with
-n-grams. What else the target could draft with here is tried for comparison (``check_drafts``). Nothing is
-measured of a pair that is not exact. Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the
-engine's own, from flags and ``TRUEDRAFT_*``.
+``check_positions``, ``check_law``), says what quantised weights cost (``check_weights``) and measures speed
+(``check_speed``), with n-grams on a text that repeats itself, too. A target without a draft is checked with
+n-grams. Other drafts that the target could have here are tried for comparison (``check_drafts``). A pair that
+is not exact is not measured. Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the engine's
+own, from flags and ``TRUEDRAFT_*``.
 """
 
 import json
@@ -46,7 +47,7 @@ PROMPTS = [
     "In the morning the children went to",
     "The capital of France is",
 ]
-# N-grams find nothing in texts like these. What they can bring is measured on one that says a sentence again.
+# N-grams find nothing in texts like these. Their gain is measured on a text that says a sentence again.
 REPEATED = (
     "Every evening the keeper climbed the narrow stairs of the old tower and lit the lamp for the ships. "
 )
@@ -54,10 +55,10 @@ NUM_REPEATS = 3
 MAX_PROMPT_TOKENS = 512
 GREEDY_LENGTHS, GREEDY_TOKENS = (1, 4, 8), 32
 NUM_TIMED_PROMPTS = 2
-DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
+DEFAULT_LENGTH = 4  # These lengths are measured where the setting leaves the length to the policy.
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
-# Each further draft has a stage; their number is known once the target is loaded.
+# Each further draft has a stage of loading; their number is known once the target is loaded.
 NUM_STAGES = 6 + len(RULES) + 2 * len(TEMPERATURES) + len(SELF_DRAFTS)
 # Logits closer than this may change places when they are computed in another shape.
 SAME_KERNELS = 1e-5
@@ -72,7 +73,8 @@ def main(settings: CheckSettings) -> int:
     except (ModelLoadError, RequestError, OSError) as error:
         print(f"truedraft: {error}", file=sys.stderr)
         return CANNOT_LOAD
-    except (EngineFailedError, AssertionError) as error:  # the engine's own invariants are assertions
+    # The engine checks its own invariants by assertions.
+    except (EngineFailedError, AssertionError) as error:
         print(f"NOT EXACT: the engine failed: {error}", file=sys.stderr)
         return NOT_EXACT
     if settings.json_output:
@@ -83,8 +85,8 @@ def main(settings: CheckSettings) -> int:
 
 
 def check(settings: CheckSettings, progress: Stages) -> Report:
-    """Returns what was found; ``EngineFailedError`` if the engine ends a text by itself."""
-    assert settings.target is not None  # filled in by EngineConfig
+    """Returns the findings; raises ``EngineFailedError`` if the engine itself ends a text."""
+    assert settings.target is not None  # EngineConfig filled it in.
     progress.begin("The target by itself")
     tokenizer = load_tokenizer(settings.target)
     prompts_of = _Prompts(tokenizer, settings)
@@ -109,7 +111,7 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     if not (speeds and given == NGRAM) and core.admission.encoder_decoder is None:
         results.append(DraftResult(NGRAM, _speeds(core, prompts, settings, length, progress, NGRAM)))
     others = others_to_try(settings, core, settings.compare_with)
-    del core  # a large target fits into memory only once
+    del core  # A large target fits into memory only once.
     for draft in others:
         result = _try(draft, settings, prompts, length, progress)
         if result.speeds or draft in settings.compare_with:
@@ -118,7 +120,8 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
 
 
 def _pair(settings: CheckSettings, length: int) -> EngineCore:
-    """Returns the engine that is checked: with what the settings name, or with what it has chosen itself."""
+    """Returns the engine to check: with the draft of the settings, or with the one that it has chosen
+    itself."""
     core = build_engine(EngineConfig(**_fields(settings, length)))
     if settings.draft == AUTO and settings.method == "auto" and length:
         method = NgramProposer.name if core.drafter is None else drafting_method(core.drafter)
@@ -127,11 +130,12 @@ def _pair(settings: CheckSettings, length: int) -> EngineCore:
 
 
 def _fields(settings: CheckSettings, length: int, **others: Any) -> dict[str, Any]:
-    """Returns the engine's own settings: lengths are measured one by one, so the policy must not choose."""
+    """Returns the engine's own settings: lengths are measured one by one, so the policy must not choose
+    them."""
     fields = {name: getattr(settings, name) for name in EngineConfig.model_fields}
     fields["num_speculative_tokens"] = length
     if settings.method == "auto" and length:
-        # It is the pair that is checked, not n-grams.
+        # The pair is to be checked, not n-grams.
         draft = settings.draft
         fields["method"] = NgramProposer.name if draft is None else drafting_method(draft)
     return fields | others
@@ -149,7 +153,8 @@ def _compare(
     lengths = GREEDY_LENGTHS if speculates else (0,)
     num_tokens = min(GREEDY_TOKENS, core.admission.room(max(map(len, prompts))))
     rounding = RESOLUTIONS[str(core.target.model.dtype)]
-    # Passes in C give the same bits however many tokens they compute; of rounded weights no tie is excused.
+    # Passes in C give the same bits however many tokens they compute, so that no tie of rounded weights is
+    # excused.
     gaps = 0.0 if isinstance(core.target.fast_pass, NativeDecoder) else rounding
     resolution = Resolution(0.0 if expected.weights is not None else gaps, gaps)
     progress.begin("Greedy text")
@@ -164,7 +169,7 @@ def _compare(
     sampling = []
     for rule in RULES:
         progress.begin(f"Samples under {rule} verification")
-        # Positions that are counted whether or not a round reaches them need more texts to show as much.
+        # A position that counts whether or not a round reaches it needs more texts to show as much.
         number = 2 * num_samples if rule == "block" else num_samples
         sampling.append(check_law(core, prompts, rule, number, resolution.gaps))
     return Comparisons(expected.weights, greedy, positions, grammar, sampling)
@@ -197,7 +202,7 @@ def _report(
 
 
 def _name(settings: CheckSettings, core: EngineCore) -> str:
-    """Returns what drafts in the pair that is checked, as the setting ``draft`` names it."""
+    """Returns the value of the setting ``draft`` for the draft that is checked."""
     return core.drafter if core.drafter and core.admission.method in WITH_DRAFT else core.admission.method
 
 
@@ -215,7 +220,7 @@ def _try(
 
 
 class _Prompts:
-    """Writes prompts in the target's tokens: texts to be continued, or questions of a user's."""
+    """Writes prompts in the target's tokens: texts to be continued, or a user's questions."""
 
     def __init__(self, tokenizer: Any | None, settings: CheckSettings) -> None:
         self.tokenizer = tokenizer
@@ -230,7 +235,7 @@ class _Prompts:
                 self.template = template
 
     def token_ids(self, vocab_size: int) -> list[list[int]]:
-        """Returns those of all texts."""
+        """Returns the token ids of all prompts."""
         if self.template is None:
             return [
                 _encode(self.tokenizer, text, number, vocab_size) for number, text in enumerate(self.texts)
@@ -241,7 +246,8 @@ class _Prompts:
 
 @dataclass(frozen=True)
 class _Expected:
-    """Holds what the target says without the engine: ``reference`` names what has computed it."""
+    """Holds the target's outputs as computed without the engine; ``reference`` names the code that computed
+    them."""
 
     reference: str
     weights: WeightsResult | None
@@ -258,7 +264,7 @@ def _expected(settings: CheckSettings, tokenizer: Any | None) -> _Expected:
 
 
 def _encode(tokenizer: Any | None, text: str, number: int, vocab_size: int) -> list[int]:
-    """Without a tokenizer any ids will do."""
+    """Returns token ids of a text; without a tokenizer any ids will do."""
     if tokenizer is None:
         return [(7 * number + step) % vocab_size for step in range(1, 5)]
     return list(tokenizer.encode(text))[:MAX_PROMPT_TOKENS]
@@ -280,7 +286,7 @@ def _speeds(
     progress: Stages | None,
     method: Method | None = None,
 ) -> list[Speed]:
-    """Returns those of ``method``, or of what the engine drafts with."""
+    """Returns the speeds of ``method``, or of the engine's own choice."""
     lengths = sorted({*SPEED_LENGTHS, length})
     seconds = settings.seconds / len(TEMPERATURES)
     speeds = []
@@ -296,7 +302,7 @@ def _speeds(
 def _ngram_speeds(
     core: EngineCore, tokenizer: Any | None, settings: CheckSettings, progress: Stages
 ) -> list[Speed]:
-    """Returns what n-grams bring where the text repeats itself; they cost little elsewhere."""
+    """Returns the speeds of n-grams where the text repeats itself; they cost little elsewhere."""
     if core.admission.encoder_decoder is not None:
         return []
     progress.begin("Speed of n-grams")

@@ -1,4 +1,4 @@
-"""Compares what a target could draft with here: models, heads, its own weights, the text so far."""
+"""Compares the drafts that a target could have here: models, heads, its own weights, the text so far."""
 
 import math
 import statistics
@@ -21,24 +21,24 @@ NGRAM = NgramProposer.name
 
 @dataclass(frozen=True)
 class DraftResult:
-    """Holds what one draft brings. ``memory``: bytes of its weights, and of its cache for 1,000 tokens;
-    ``reason`` says why it was not measured."""
+    """Holds the measurements of one draft. ``memory`` is the size of its weights, and of its cache for 1,000
+    tokens; ``reason`` says why it was not measured."""
 
-    draft: str  # the setting for it, or n-grams
+    draft: str  # the value of the setting for it, or n-grams
     speeds: list[Speed]
     memory: int = 0
     reason: str = ""
 
     @property
     def best(self) -> list[Speed]:
-        """Returns the speeds of the length that gains most over all temperatures."""
+        """Returns the speeds of the length with the highest gain over all temperatures."""
         lengths = self.by_length
         best = max(lengths, key=lambda length: lengths[length])
         return [speed for speed in self.speeds if speed.num_speculative_tokens == best]
 
     @property
     def by_length(self) -> dict[int, float]:
-        """Returns the speed-up of each draft length: geometric mean over the temperatures."""
+        """Returns the speed-up of each draft length, as the geometric mean over the temperatures."""
         ratios: dict[int, list[float]] = {}
         for speed in self.speeds:
             ratios.setdefault(speed.num_speculative_tokens, []).append(speed.speedup)
@@ -46,7 +46,7 @@ class DraftResult:
 
     @property
     def speedup(self) -> float:
-        """Returns the best length's."""
+        """Returns the speed-up of the best length."""
         return max(self.by_length.values())
 
     @property
@@ -66,7 +66,7 @@ class DraftResult:
 
 
 def memory_of(core: EngineCore) -> int:
-    """Returns the bytes that the engine's drafting takes: weights, and caches of a text."""
+    """Returns the bytes that drafting takes in the engine: weights, and the caches of one text."""
     models = [runner.model for proposer in core.scheduler.proposers for runner in proposer.runners]
     return sum(weight_bytes(model) + NUM_CACHED_TOKENS * model.cache_bytes_per_token for model in models)
 
@@ -79,7 +79,7 @@ def others_to_try(config: EngineConfig, core: EngineCore, named: list[str]) -> l
 
 
 def _has_head(config: EngineConfig, core: EngineCore) -> bool:
-    assert config.target is not None  # filled in by EngineConfig
+    assert config.target is not None  # EngineConfig filled it in.
     try:
         return load_head(MTP, core.target.model, config.target, load_options(config)) is not None
     except ModelLoadError:
@@ -87,8 +87,8 @@ def _has_head(config: EngineConfig, core: EngineCore) -> bool:
 
 
 def advice(results: list[DraftResult], given: str) -> str:
-    """Says in words which draft to use. The one that was asked about, ``given``, stays where no other is
-    clearly faster; among others that are about as fast it is the one that takes least memory."""
+    """Says in words which draft to use. The draft ``given`` by the user stays unless another is clearly
+    faster; among others that are about equally fast the one with the least memory is advised."""
     measured = [result for result in results if result.speeds]
     if not measured:
         return ""

@@ -1,6 +1,6 @@
 """Tests that greedy text and its log-probabilities are those of plain decoding, token by token.
 
-Knows token ids only; used by ``check``.
+This module knows token ids only; ``check`` uses it.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOut
 
 
 class EngineFailedError(Exception):
-    """The engine gave up on a request, which no sound model makes it do."""
+    """The engine ended a request with an error, which it never does with a sound model."""
 
 
 class Resolution(NamedTuple):
@@ -29,9 +29,12 @@ class Resolution(NamedTuple):
 
 @dataclass(frozen=True)
 class GreedyResult:
-    """``near_ties``: places where two logits are closer than floating point resolves, which excuse a
-    difference; ``differences`` are inexcusable ones, in words. ``largest_gap``: how far apart
-    log-probabilities were."""
+    """Counts differences between greedy texts.
+
+    ``near_ties`` are places where two logits are closer than floating point resolves, which excuses a
+    difference; ``differences`` describes those without an excuse; ``largest_gap`` is the largest difference
+    of log-probabilities.
+    """
 
     num_tokens: int = 0
     near_ties: int = 0
@@ -59,7 +62,7 @@ def outputs(
 
 
 def answers(core: EngineCore, requests: Sequence[Generate]) -> Iterator[TokenOutput]:
-    """Decodes the requests together; ``EngineFailedError`` if one fails."""
+    """Decodes the requests together; raises ``EngineFailedError`` if one fails."""
     for request in requests:
         core.add(request)
     while core.has_work:
@@ -101,7 +104,8 @@ def check_greedy(
 def compared(
     result: GreedyResult, plain: list[Completion], others: list[Completion], resolution: Resolution, how: str
 ) -> GreedyResult:
-    """Adds to ``result`` what ``others`` of the same prompts show; ``how`` says how they were computed."""
+    """Adds to ``result`` the differences of ``others``, answers to the same prompts; ``how`` says how they
+    were computed."""
     num_tokens, near_ties, differences = result.num_tokens, result.near_ties, list(result.differences)
     gaps: list[float] = []
     for number, (expected, got) in enumerate(zip(plain, others, strict=True)):
@@ -126,8 +130,9 @@ def in_words(largest_gap: float) -> str:
 
 
 def is_wide(gaps: Sequence[float], limit: float) -> bool:
-    """Tells whether log-probabilities are further apart than floating point explains. Bits must be the same
-    for all tokens; where they may differ, a rounded number may choose other experts now and then."""
+    """Tells whether log-probabilities are further apart than floating point explains. Where bits must be the
+    same, this holds for all tokens; where they may differ, a rounded number may choose other experts now and
+    then."""
     if not gaps:
         return False
     return (statistics.fmean(gaps) if limit else max(gaps)) > limit
@@ -141,7 +146,7 @@ def _first_difference(expected: list[int], got: list[int]) -> int | None:
 
 
 def _margin(completion: Completion, place: int) -> float:
-    """Returns how far the best logit was ahead of the second."""
+    """Returns by how much the best logit exceeded the second."""
     if place >= len(completion.logprobs):
         return float("inf")
     top = completion.logprobs[place].top

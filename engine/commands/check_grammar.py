@@ -1,4 +1,4 @@
-"""What a grammar costs with a model, and whether drafts change constrained text. Used by ``check``."""
+"""Measures what a grammar costs with a model, and whether drafts change constrained text, for ``check``."""
 
 import json
 import statistics
@@ -29,8 +29,8 @@ GRAMMAR = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), defaults={"whit
 
 @dataclass(frozen=True)
 class GrammarResult:
-    """``mask_microseconds``: of one token's mask, in the median and at most. ``reason``: why there is
-    none."""
+    """Holds the findings. ``mask_microseconds`` are the median and the maximum of one token's mask;
+    ``reason`` says why there are no findings."""
 
     greedy: GreedyResult
     mask_microseconds: tuple[float, float]
@@ -53,7 +53,8 @@ def check_grammar(
     max_tokens: int,
     resolution: Resolution,
 ) -> GrammarResult:
-    """Greedy JSON of a schema, with forced tokens and looked-up ones drafted, against none."""
+    """Compares greedy JSON of a schema, with forced and looked-up tokens drafted, with JSON without
+    drafts."""
     params = SamplingParams(max_tokens=max_tokens, grammar=GRAMMAR)
     try:
         core.admission.sequences(Generate("", prompts[0], params))
@@ -62,7 +63,7 @@ def check_grammar(
     greedy = check_greedy(core, prompts, lengths, max_tokens, resolution, GRAMMAR)
     assert core.admission.grammars is not None
     matcher = core.admission.grammars.matcher(GRAMMAR)
-    # Each of their masks is timed.
+    # These texts are walked token by token, and each mask is timed.
     ids = core.admission.grammars.tokenizer.tokenize_str('{"name":"Rex","kind":"dog","tags":["big"],"age":3')
     seconds = []
     for token_id in ids:

@@ -1,11 +1,12 @@
-"""Asks of every token of random requests whether it follows the target's law, given the text before it.
+"""Tests for every token of random requests whether it follows the target's law, given the text before it.
 
 Each request has a prompt, a seed, a draft length and parameters of its own, drawn from all that requests may
-ask for, and its text is longer than the longest draft. What the target says is computed anew, by passes over
-whole texts without drafts. A token's place in its law, counted from the most likely token on, is a number
-between 0 and 1 (the randomised probability integral transform), and these are uniform if the text follows the
-law, at each position of a round (Diebold, Gunther and Tay, 1998). They are tested with Anderson and Darling's
-statistic. A token that the law rules out is a failure by itself. Used by ``check``.
+ask for, and its text is longer than the longest draft. The target's distributions are computed anew, by
+passes over whole texts without drafts. A token's place in its distribution, counted from the most likely
+token on, is a number between 0 and 1 (the randomised probability integral transform), and these are uniform
+if the text follows the law, at each position of a round (Diebold, Gunther and Tay, 1998). They are tested
+with Anderson and Darling's statistic. A token that the law rules out is a failure by itself. ``check`` uses
+this module.
 """
 
 import math
@@ -49,31 +50,35 @@ LAST_POSITION = 5
 MIN_TESTED = 40
 # A position tells nothing where the law leaves no choice, or an order where it hardly tells tokens apart.
 CERTAIN, ALIKE, TINY = 0.99, 0.01, 1e-30
-# The tests of one round's positions, as they are named.
+# Tests of one round's positions have these names.
 FIRST, BONUS, ALL, LATER, NEIGHBOURS = "undrafted", "bonus", "all", "2 and later", "neighbours"
-# What a request without them has.
+# A request without these parameters has these values.
 NEUTRAL: dict[str, dict[str, Any]] = {
     "biases": {"logit_bias": {}},
     "penalties": {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
 }
-# Each leaves choices at every token, and allows other tokens after each.
+# Each of these constraints leaves choices at every token, and allows other tokens after each.
 REGEXES = r"( [a-z]{1,3}[0-9]|[A-Z][.,])+", r"([b-y]{1,2}[A-Z ])+"
 GRAMMARS = [LLMatcher.grammar_from_regex(regex) for regex in REGEXES]
-# So many logits are kept at a time.
+# Logits are kept for this many tokens at a time.
 MAX_LOGITS = 1 << 25
 MAX_BATCH, BLOCK_SIZE = 64, 16
-# A moved share is found 9 times of 10 if it is the root of this times the limit over the number (simulated).
+# A moved share of the law is found 9 times of 10 if it is the root of this number times the limit divided by
+# the number of tokens (simulated).
 POWER = 0.6
 Order = tuple[str, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class LawResult:
-    """Holds what the texts under one rule say. ``p_value`` is the smallest one of ``num_tests``, times their
-    number; ``worst`` names that test. ``impossible`` is what cannot be, in words.
-    ``largest_gap``: how far log-probabilities are from those of the passes over whole texts; ``are_far``: too
-    far. ``found``: a shift of this share of the law, at the second drafted position and later ones, is found
-    in 9 of 10 checks."""
+    """Holds the findings for the texts under one rule.
+
+    ``p_value`` is the smallest of ``num_tests``, times their number; ``worst`` names that test.
+    ``impossible`` describes tokens that the law rules out. ``largest_gap`` is the largest difference of
+    log-probabilities from those of the passes over whole texts; ``are_far`` says that it is too large.
+    ``found`` is the shift, as a share of the law at the second drafted position and later ones, that 9 of 10
+    checks would find.
+    """
 
     verification: str
     num_texts: int
@@ -90,7 +95,8 @@ class LawResult:
 
     @property
     def failure(self) -> str:
-        """Says what is wrong; empty if nothing is. Where bits may differ, so may one cut in a thousand."""
+        """Says what is wrong; empty if nothing is. Where bits may differ, one token in a thousand may be at a
+        cut."""
         under = f"under {self.verification}"
         if len(self.impossible) > (self.num_tokens / 1000 if self.resolution else 0):
             return f"samples have another distribution {under} ({self.impossible[0]})"
@@ -110,7 +116,7 @@ class LawResult:
 
 @dataclass
 class Text:
-    """A request, what came of it, and in which rounds."""
+    """Holds a request, its output, and the rounds that gave the output."""
 
     request: Generate
     sequence: TextSequence
@@ -127,13 +133,13 @@ class Text:
 
     @property
     def offsets(self) -> list[int]:
-        """Returns how many tokens of its round are before each token."""
+        """Returns for each token how many tokens of its round precede it."""
         return [number for origin in self.origins for number in range(origin.num_tokens)]
 
     @property
     def ends_well(self) -> bool:
-        """Tells whether it ends with the first token that ends it, or where there is no room. The sequence
-        has followed it."""
+        """Tells whether the text ends with the first token that must end it, or at its length limit. The
+        sequence has followed it."""
         sequence, stops = self.sequence, self.sequence.stop_token_ids
         *others, last = self.token_ids
         is_full = len(sequence.token_ids) == sequence.max_num_tokens
@@ -155,7 +161,8 @@ def check_law(
     resolution: float,
     seed: int = 0,
 ) -> LawResult:
-    """Samples ``num_texts`` texts and judges them. ``resolution``: what log-probabilities may differ by."""
+    """Samples ``num_texts`` texts and judges them. ``resolution`` bounds the differences of
+    log-probabilities."""
     rng = random.Random(f"{verification} {seed}")
     requests = list(random_requests(core, prompts, verification, num_texts, rng))
     texts = sampled(core, requests)
@@ -171,7 +178,7 @@ def check_law(
 
 
 def undrafted(request: Generate) -> Generate:
-    """Returns what gets the same tokens under the coupled rule, as its seed is the same."""
+    """Returns a request that gets the same tokens under the coupled rule, as it has the same seed."""
     params = replace(request.params, num_speculative_tokens=0)
     return replace(request, params=params, prediction_token_ids=None)
 
@@ -179,7 +186,8 @@ def undrafted(request: Generate) -> Generate:
 def random_requests(
     core: EngineCore, prompts: list[list[int]], verification: Verification, number: int, rng: random.Random
 ) -> Iterator[Generate]:
-    """Yields requests that the engine accepts. Their prompts share beginnings, of which it keeps some."""
+    """Yields requests that the engine accepts. Their prompts share some beginnings, which the generator
+    keeps."""
     longest = max(1, min(LONGEST_PROMPT, core.admission.room(0) // 2))
     num_tokens = max(1, min(NUM_TOKENS, core.admission.room(longest)))
     plain = SamplingParams(max_tokens=num_tokens, temperature=0, num_speculative_tokens=0, ignore_eos=True)
@@ -216,7 +224,7 @@ def random_params(
         return rng.random() < chance
 
     has_grammar, has_stops = is_asked(0.2), is_asked(0.4)
-    # With several penalties a token that is favoured comes once in a round, and without them again and again.
+    # With several penalties, a token that biases favour comes once in a round; without them, again and again.
     biased = rng.sample(likely, min(4, len(likely))) if is_asked(0.4) else []
     return SamplingParams(
         max_tokens=num_tokens,
@@ -243,7 +251,7 @@ def random_params(
 def sampled(core: EngineCore, requests: list[Generate]) -> list[Text]:
     """Returns the texts of requests that run together."""
     texts = [Text(each, core.admission.sequences(each)[0], Completion(), []) for each in requests]
-    # Rounds of requests that ask for nothing more may be those of the loop in C.
+    # Rounds of requests without further needs may be those of the loop in C.
     asks_more = [each.params.grammar is not None or each.params.logprobs is not None for each in requests]
     plain, others = (
         [each for each, more in zip(requests, asks_more, strict=True) if more is wanted]
@@ -265,8 +273,9 @@ class Places:
         self._last: dict[tuple[int, str], tuple[int, float]] = {}
 
     def add(self, text: int, at: int, positions: set[str], order: str, before: float, own: float) -> None:
-        """``before`` is the mass of what the order has before the token, ``own`` that of the token and its
-        equals. The difference of neighbours, around the circle, is uniform if one tells nothing of the other.
+        """Adds a token's place: ``before`` is the mass of tokens that precede it in the order, ``own`` that
+        of the token and its equals. The difference of neighbours, around the circle, is uniform if they are
+        independent.
         """
         number = before + self._uniform() * own
         for position in positions:
@@ -293,7 +302,8 @@ def judge(
     rng: random.Random,
     differences: list[str],
 ) -> LawResult:
-    """Compares every token of the texts with the target's law. ``differences`` are known to be impossible."""
+    """Compares every token of the texts with the target's law. ``differences`` are those already known to be
+    impossible."""
     places, impossible, gaps = Places(rng), differences, list[float]()
     vocab_size = core.target.vocab_size
     batch = max(1, min(MAX_BATCH, MAX_LOGITS // (NUM_TOKENS * vocab_size)))
@@ -346,9 +356,9 @@ def judge(
 
 
 def positions_of(origins: Sequence[RoundOrigin], is_block: bool) -> list[set[str]]:
-    """Returns for each token which positions of rounds it is tested at. Whether a round reaches a position
-    must not depend on the token there: the block rule looks at all drafts before it accepts the first, so
-    that its positions count from where rounds begin, whether or not they reach them."""
+    """Returns for each token the positions of rounds at which it is tested. Whether a round reaches a
+    position must not depend on the token there: the block rule looks at all drafts before it accepts the
+    first, so its positions count from the rounds' beginnings, whether or not rounds reach them."""
     ends = list(accumulate((origin.num_tokens for origin in origins), initial=0))
     positions: list[set[str]] = [{ALL} for _ in range(ends[-1])]
     for first, end, origin in zip(ends, ends[1:], origins, strict=False):
@@ -371,7 +381,7 @@ def whole_logits(model: Model, vocab_size: int, texts: list[Text]) -> list[torch
         table = BlockTable(text.sequence.num_encoder_tokens)
         table.block_ids = list(range(row * num_blocks, (row + 1) * num_blocks))
         table.state_slot = row
-        # A draft may know fewer ids.
+        # A draft may have fewer token ids.
         spans.append(Span(table, [min(one, model.vocab_size - 1) for one in own], len(text.token_ids)))
     runner = ModelRunner.build(model, len(texts) * num_blocks, BLOCK_SIZE, num_state_slots=len(texts))
     logits = in_width(runner.forward(spans).logits.float().cpu(), vocab_size)
@@ -385,8 +395,8 @@ def law_of(
     params: list[SamplingParams] | None = None,
     uncounted: list[int] | None = None,
 ) -> torch.Tensor:
-    """Returns what each text's next token is drawn from, float64 [texts, V], as plain decoding has it.
-    ``params`` stand in for the texts' own. The last tokens of each text may be ``uncounted``."""
+    """Returns the distributions from which plain decoding draws each text's next token, float64 [texts, V].
+    ``params`` replace the texts' own. The last tokens of each text may be ``uncounted``."""
     params = params or [text.request.params for text in texts]
     lone = [
         LoneText(
@@ -418,10 +428,10 @@ def orders(
     law: torch.Tensor,
     drafted: torch.Tensor | None,
 ) -> Iterator[Order]:
-    """Yields orders of tokens, as scores [texts, V], and for which texts they tell tokens apart. Likely
-    deviations have an order each: a flatter law, random numbers that are not new, biases and penalties
-    that are ignored or do not see the round's drafts, drafts that are believed, and texts that end too early
-    or too late."""
+    """Yields orders of tokens, as scores [texts, V], and for which texts they tell tokens apart. Each likely
+    fault has an order: a flatter law, random numbers that are used twice, biases and penalties that are
+    ignored or do not see the round's drafts, drafts that are accepted without a test, and texts that end too
+    early or too late."""
     is_open = law.amax(1) < CERTAIN
 
     def is_unlike(other: torch.Tensor) -> torch.Tensor:
@@ -445,7 +455,7 @@ def orders(
 
 
 def gaps_of(texts: list[Text], raw: torch.Tensor, at: int) -> list[float]:
-    """Returns how far the log-probabilities that texts ask for are from those of ``raw`` logits."""
+    """Returns how far the log-probabilities of the texts are from those of ``raw`` logits."""
     asking = [row for row, text in enumerate(texts) if text.request.params.logprobs is not None]
     gaps = []
     for own, row in zip(raw[asking].log_softmax(-1), asking, strict=True):
@@ -458,8 +468,8 @@ def gaps_of(texts: list[Text], raw: torch.Tensor, at: int) -> list[float]:
 def ruled_out(
     core: EngineCore, texts: list[Text], raw: torch.Tensor, law: torch.Tensor, at: int, resolution: float
 ) -> list[str]:
-    """Returns in words which texts have a token of probability zero. One that is at a cut, as far as floating
-    point resolves, is excused."""
+    """Describes the texts that have a token of probability zero. A token at a cut is excused as far as
+    floating point resolves."""
     found = []
     for row, text in enumerate(texts):
         token, params = text.token_ids[at], text.request.params
@@ -476,8 +486,8 @@ def ruled_out(
 
 
 def uniformity(numbers: Sequence[float]) -> float:
-    """Returns the p-value of Anderson and Darling's statistic for numbers that should be uniform. Its tail is
-    that of the first term of its series; a tenth is added to stay above the exact one."""
+    """Returns the p-value of Anderson and Darling's statistic for numbers that should be uniform. The tail is
+    that of the first term of its series; a tenth is added to stay above the exact value."""
     x = torch.tensor(sorted(numbers), dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
     weights = 2 * torch.arange(len(x)) + 1
     statistic = -len(x) - float((weights * (x.log() + (1 - x.flip(0)).log())).mean())
@@ -489,8 +499,8 @@ def tail(statistic: float) -> float:
 
 
 def detectable(number: int, num_tests: int) -> float:
-    """Returns which share of a law can be moved from its second half to its first and be found in 9 of 10
-    cases, by one of ``num_tests`` tests with ``number`` tokens."""
+    """Returns the share of a law that, moved from its second half to its first, one of ``num_tests`` tests
+    with ``number`` tokens finds in 9 of 10 cases."""
     statistic = 0.0
     while tail(statistic) * max(1, num_tests) > SIGNIFICANCE:
         statistic += 0.1

@@ -1,8 +1,9 @@
-"""Tells whether a text stays the same among others, beyond every boundary that the target's config names.
+"""Tests whether a text stays the same among others, beyond every boundary that the target's config names.
 
 A short text, and for each boundary (a window, an original context, ...) a text that crosses it while it goes
 on, are decoded together with drafts; then each by itself, without. The log-probabilities of all their tokens
-are compared with transformers' layers, too, which compute them before the engine comes. Used by ``check``.
+are compared with those of transformers' layers, too, which are computed before the engine is loaded.
+``check`` uses this module.
 """
 
 import time
@@ -27,18 +28,19 @@ from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.positions import boundaries
 
 SHORT_LENGTH, NEIGHBOUR_LENGTH = 12, 150
-# Tokens before a boundary at the end of the prompt, and tokens that are decoded then.
+# A prompt ends this many tokens before a boundary, and this many tokens are decoded then.
 BEFORE, NUM_TOKENS = 4, 16
-# Log-probabilities that are compared of each token that follows a prompt.
+# This many log-probabilities are compared for each token that follows a prompt.
 NUM_TOP = 5
-# A text is computed this often, in prompts' time: by the reference, and in each of three runs.
+# A text is computed this often: by the reference, and in each of three runs.
 NUM_RUNS = 4
 
 
 @dataclass(frozen=True)
 class LongTexts:
-    """``prompts`` begin with the shortest; ``expected`` are the reference's log-probabilities of a prompt's
-    tokens but the first, and of all that could follow it. ``crossed`` and ``skipped`` are boundaries."""
+    """Holds the texts and what is expected of them. ``prompts`` begin with the shortest; ``expected`` are the
+    reference's log-probabilities of all tokens of a prompt but the first, and of all that could follow it.
+    ``crossed`` and ``skipped`` are boundaries."""
 
     prompts: list[list[int]]
     expected: list[tuple[list[float], torch.Tensor]]
@@ -48,7 +50,8 @@ class LongTexts:
 
 @dataclass(frozen=True)
 class PositionsResult:
-    """``reference`` computed ``num_scored`` log-probabilities, which are within ``largest_gap``."""
+    """Holds the differences. ``reference`` names the code that computed ``num_scored`` log-probabilities,
+    which are within ``largest_gap``."""
 
     greedy: GreedyResult
     crossed: list[int]
@@ -75,17 +78,17 @@ class PositionsResult:
 
 
 def long_texts(target: FreshModel, max_model_len: int | None, seconds: float) -> LongTexts:
-    """Returns as many as take about ``seconds``, shorter ones first."""
+    """Returns as many texts as take about ``seconds``, shorter ones first."""
     config = target.model.config
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     served = max_model_len or context or NEIGHBOUR_LENGTH
     texts = LongTexts([], [], [], [])
-    # What an encoder reads is limited by settings, which come with the engine.
+    # Settings limit the texts that an encoder reads; they come with the engine.
     longer = 3 * SHORT_LENGTH if config.is_encoder_decoder else NEIGHBOUR_LENGTH
     for length in (SHORT_LENGTH, longer):
         _add(texts, target, min(length, served - NUM_TOKENS))
     start = time.perf_counter()
-    _reference(target, texts.prompts[-1])  # once more, as the first one is slow
+    _reference(target, texts.prompts[-1])  # The pass runs once more, as the first one is slow.
     seconds_per_token = (time.perf_counter() - start) / len(texts.prompts[-1])
     for boundary in boundaries(config):
         length = boundary - BEFORE
@@ -116,15 +119,15 @@ def _reference(target: FreshModel, prompt: list[int]) -> tuple[list[float], torc
 
 
 def _score_bytes(config: Any, length: int) -> int:
-    """Counts what eager attention holds of one layer: scores, their mask, their softmax."""
+    """Returns the memory of eager attention in one layer: scores, their mask, their softmax."""
     return 12 * int(getattr(config.get_text_config(), "num_attention_heads", 1)) * length * length
 
 
 def check_positions(
     core: EngineCore, texts: LongTexts, num_drafted: int, resolution: Resolution, reference: str, far: float
 ) -> PositionsResult:
-    """Compares as ``check_greedy`` does. ``reference`` names what the expected log-probabilities are
-    from, and the engine's may be as ``far`` from them."""
+    """Compares as ``check_greedy`` does. ``reference`` names the source of the expected log-probabilities,
+    and the engine's may be as ``far`` from them."""
     params = SamplingParams(
         max_tokens=min(NUM_TOKENS, core.admission.room(max(map(len, texts.prompts)))),
         temperature=0,

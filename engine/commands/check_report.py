@@ -1,4 +1,4 @@
-"""Says what ``truedraft check`` has found: the report, its verdict, and how a terminal shows them."""
+"""Writes the report of ``truedraft check``, its verdict, and how a terminal shows them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from truedraft.engine.messages import HEADS
 from truedraft.engine.proposers.translated.pairing import TokenizerResult
 from truedraft.engine.terminal import console, printable, table
 
-# Characters of a draft's name in a table.
+# A draft's name in a table has this many characters.
 NAME_WIDTH = 30
 Setting: TypeAlias = int | Literal["auto"]
 
 
 class Finding(Protocol):
-    """Says what was compared, and what is not as it must be: nothing if the pair is exact."""
+    """Says what was compared, and lists what is wrong: nothing if the pair is exact."""
 
     @property
     def failure(self) -> str: ...
@@ -34,7 +34,7 @@ class Finding(Protocol):
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Holds what was compared with plain decoding, and with what computes the target elsewhere."""
+    """Holds the comparisons with plain decoding, and with other code that computes the target."""
 
     weights: WeightsResult | None
     greedy: GreedyResult
@@ -56,8 +56,11 @@ class Comparisons:
 
 @dataclass(frozen=True)
 class Report(Comparisons):
-    """Holds the comparisons, and what drafting gains: ``ngrams`` on a text that repeats itself, ``drafts``
-    whatever the target could draft with, the given draft first, and ``advice``, which of them to use."""
+    """Holds the comparisons and the gain of drafting.
+
+    ``ngrams`` has the gain on a text that repeats itself, ``drafts`` that of each possible draft, the given
+    one first, and ``advice`` says which of them to use.
+    """
 
     target: str
     draft: str | None
@@ -76,7 +79,7 @@ class Report(Comparisons):
 def verdict_of(
     failures: list[str], speeds: list[Speed], ngrams: list[Speed], setting: Setting, method: str
 ) -> str:
-    """Says whether the pair is exact and pays; ``setting`` is ``num_speculative_tokens``."""
+    """Says whether the pair is exact and pays; ``setting`` is the value of ``num_speculative_tokens``."""
     if failures:
         return f"NOT EXACT: {'; '.join(failures)}."
     return " ".join(["Exact.", *_gains(speeds, ngrams, setting, method)])
@@ -185,5 +188,5 @@ def _print_drafts(results: list[DraftResult]) -> None:
 
 
 def _short(name: str) -> str:
-    """Returns the end of a long path: the table's numbers are to stand next to it."""
+    """Returns the end of a long path, so that the table's numbers fit next to it."""
     return name if len(name) <= NAME_WIDTH else f"...{name[3 - NAME_WIDTH :]}"

@@ -1,7 +1,7 @@
-"""What speculation gains on this machine: acceptance, costs and the measured ratio to plain decoding.
+"""Measures the gain of speculation on this machine: acceptance, costs and the ratio to plain decoding.
 
 Runs with and without speculation alternate, so that a machine that slows down slows both; medians are
-reported. One sequence at a time. Knows token ids only; used by ``check``.
+reported. One sequence runs at a time. The module knows token ids only; ``check`` uses it.
 """
 
 import statistics
@@ -13,13 +13,14 @@ from truedraft.engine.commands.check_exactness import outputs
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Method, SamplingParams
 
-PAYS_FROM = 1.03  # less than this is noise
+PAYS_FROM = 1.03  # A difference below this is noise.
 MIN_TOKENS, MAX_TOKENS = 16, 96
 
 
 @dataclass(frozen=True)
 class Costs:
-    """In units of one plain target step: a drafted token, the scoring of a round, the rest of a round."""
+    """Holds costs in units of one plain target step: of a drafted token, of a round's scoring, of the rest of
+    a round."""
 
     draft: float
     score: float
@@ -28,8 +29,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Speed:
-    """Holds a draft length's speed at one temperature. ``speedup`` is over plain decoding, ``ideal`` what it
-    would be if a round took the models' own time and nothing else."""
+    """Holds the speed of a draft length at one temperature. ``speedup`` is relative to plain decoding;
+    ``ideal`` is the speed-up if a round took the models' own time and nothing else."""
 
     temperature: float
     num_speculative_tokens: int
@@ -45,7 +46,8 @@ class Speed:
 
 @dataclass(frozen=True)
 class _Timed:
-    """``drafted`` and ``accepted``: tokens by position; ``phase_seconds`` as ``Stats`` counts them."""
+    """Holds one run. ``drafted`` and ``accepted`` count tokens by position; ``phase_seconds`` are as in
+    ``Stats``."""
 
     seconds: float
     num_tokens: int
@@ -68,12 +70,12 @@ def measure(
     seconds: float,
     method: Method | None = None,
 ) -> list[Speed]:
-    """Returns one ``Speed`` per draft length of ``method``, or of the engine's own; the runs are made so
-    short that all take about ``seconds``."""
+    """Returns one ``Speed`` for each draft length of ``method``, or of the engine's own choice; the runs are
+    so short that all together take about ``seconds``."""
     num_tokens = _num_tokens(core, prompts, temperature, seconds / (repeats * (len(lengths) + 1)))
     runs: dict[int, list[_Timed]] = {length: [] for length in (0, *lengths)}
     for length in runs:
-        _timed(core, prompts, temperature, length, MIN_TOKENS, seed=0, method=method)  # warm
+        _timed(core, prompts, temperature, length, MIN_TOKENS, seed=0, method=method)  # This run warms up.
     for seed in range(repeats):
         for length, done in runs.items():
             done.append(_timed(core, prompts, temperature, length, num_tokens, seed, method))
@@ -81,7 +83,7 @@ def measure(
 
 
 def _num_tokens(core: EngineCore, prompts: list[list[int]], temperature: float, seconds: float) -> int:
-    """Tokens per prompt that plain decoding makes in ``seconds``, within limits."""
+    """Returns the number of tokens per prompt that plain decoding makes in ``seconds``, within limits."""
     trials = [_timed(core, prompts, temperature, 0, MIN_TOKENS, seed=0) for _ in range(2)]
     affordable = seconds / min(trial.seconds for trial in trials) * MIN_TOKENS
     room = core.admission.room(max(len(prompt) for prompt in prompts))
@@ -97,7 +99,7 @@ def _timed(
     seed: int,
     method: Method | None = None,
 ) -> _Timed:
-    """The prompts one after the other, under the rule of requests without a seed."""
+    """Runs the prompts one after the other, under the rule for requests without a seed."""
     params = SamplingParams(
         max_tokens=num_tokens,
         temperature=temperature,

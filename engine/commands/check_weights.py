@@ -1,7 +1,8 @@
-"""What rounded weights, inputs, keys and values cost: log-probabilities of a text, against float32's.
+"""Measures the effect of rounded weights, inputs, keys and values on a text's log-probabilities, against
+float32.
 
 The reference computes in float32: a GGUF file's dequantised weights, or the checkpoint that ``quantize`` or
-``dtype: bfloat16`` was given. Used by ``check``.
+``dtype: bfloat16`` was given. ``check`` uses this module.
 """
 
 import math
@@ -14,7 +15,7 @@ from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 
-# Written for this purpose, so that no model has learnt it by heart.
+# This text was written for the purpose, so that no model has learnt it by heart.
 TEXT = """The harbour master kept two logbooks. In the first he wrote what the port authority wanted to \
 know: the names of the ships, their draughts and cargoes, the hour at which each had crossed the \
 bar, and the state of the tide. In the second, which nobody had asked for, he wrote what he had \
@@ -28,28 +29,29 @@ harbour master said that there was not. Years later a student of tides found tha
 was the better instrument: the first gave high water to the nearest quarter of an hour, but the \
 second said at what moment the cat had left the jetty."""
 MAX_TOKENS = 256
-# float32 weights, and a quarter as much for what is computed with them.
+# Memory must hold float32 weights, and a quarter as much for computing with them.
 BYTES_PER_PARAMETER = 5
-# Nats a token.
+# The limit is in nats a token.
 MAX_LOSS = 0.1
 
 
 @dataclass(frozen=True)
 class WeightsResult:
-    """Holds the mean log-probability of a token: as served, with float32 caches in place of float16 ones, and
-    all in float32, from which those served have a mean ``distance``. None where caches are in float32 anyway,
-    and if there is no memory for the last."""
+    """Holds mean log-probabilities of a token: as served, with float32 caches in place of float16 ones, and
+    all in float32, from which the served ones differ by ``distance`` on average. None where caches are in
+    float32 anyway, or if memory is too small for the last."""
 
     num_tokens: int
     served: float
     wide_cache: float | None
     reference: float | None
     distance: float | None
-    may_differ: bool = False  # the setting ``quantize`` has rounded them
+    may_differ: bool = False  # true if the setting ``quantize`` has rounded them
 
     @property
     def failure(self) -> str:
-        """Rounding that kernels do to inputs, caches and sums is far below this limit."""
+        """Says what is wrong, if anything is. The rounding of inputs, caches and sums stays far below this
+        limit."""
         if self.distance is None or self.may_differ or self.distance < MAX_LOSS:
             return ""
         return f"log-probabilities are {self.distance:.2g} from those of the checkpoint's own weights"
@@ -69,10 +71,10 @@ class WeightsResult:
 def check_weights(
     target: FreshModel, path: str, options: LoadOptions, tokenizer: Any | None
 ) -> WeightsResult | None:
-    """None if nothing of ``target`` is rounded."""
+    """Returns the comparison; None if nothing of ``target`` is rounded."""
     if target.served is None:
         return None
-    if tokenizer is None:  # any ids will do
+    if tokenizer is None:  # Any ids will do.
         ids = [(7 * i * i + 3 * i) % target.vocab_size for i in range(MAX_TOKENS)]
     else:
         ids = list(tokenizer.encode(TEXT))
@@ -96,6 +98,6 @@ def check_weights(
 
 
 def _log_probs(model: FreshModel, ids: list[int]) -> torch.Tensor:
-    """Returns those of all tokens but the first."""
+    """Returns the log-probabilities of all tokens but the first."""
     log_probs = model.logits(ids, model.vocab_size)[:-1].log_softmax(-1).cpu()
     return log_probs.gather(1, torch.tensor(ids[1:])[:, None])

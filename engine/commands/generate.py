@@ -1,4 +1,5 @@
-"""``truedraft generate``: stream one prompt to the terminal, accepted tokens in the colour of their source.
+"""Implements ``truedraft generate``: streams one prompt to the terminal, accepted tokens in their source's
+colour.
 
 ``--rounds`` prints what each round did instead. With ``--compare`` the same prompt runs with and without
 speculation, and with n-grams alone where there is a draft model, several times in alternation, and the
@@ -28,7 +29,7 @@ from truedraft.engine.models.generation_defaults import recommended
 from truedraft.engine.terminal import console, loading_bar, printable, stages, table
 from truedraft.engine.text.detokenizer import TextStream
 
-# Each source has its colour; other accepted tokens are green, too.
+# Each source has its colour; accepted tokens of other sources are green, too.
 COLOURS = {
     **dict.fromkeys(WITH_DRAFT, "green"),
     "ngram": "cyan",
@@ -48,7 +49,8 @@ class Run:
 
 
 class Printer:
-    """Writes tokens as text as soon as they form whole characters; raw where there is no terminal."""
+    """Writes tokens as text as soon as they form whole characters, and without escapes where there is no
+    terminal."""
 
     def __init__(self, stream: TextStream, out: Console) -> None:
         self.stream = stream
@@ -91,7 +93,8 @@ def main(settings: GenerateSettings) -> int:
 
 
 def _generate(llm: LLM, settings: GenerateSettings) -> None:
-    # Both sides of a comparison say the same: greedily, or drawing with one seed under the coupled rule.
+    # Both sides of a comparison give the same text: greedily, or drawing with one seed under the coupled
+    # rule.
     values = recommended(settings.generation_config, llm.core.target.model.generation_config)
     values |= {"seed": secrets.randbits(32)} if settings.compare else {}
     values |= settings.asked() | {"max_tokens": settings.max_tokens, "origins": True}

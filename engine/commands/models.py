@@ -1,4 +1,4 @@
-"""``truedraft pull``, ``list`` and ``rm``: the models of the hub's cache on this machine."""
+"""Implements ``truedraft pull``, ``list`` and ``rm``, for models of the hub's cache on this machine."""
 
 import sys
 
@@ -66,7 +66,7 @@ def remove_model(settings: RemoveSettings) -> int:
 
 
 def _way(model: Stored) -> tuple[str, str]:
-    """Returns what would compute a model, and why nothing would."""
+    """Returns what would compute a model here, or why nothing can."""
     from truedraft.engine.models.sources import way_of
 
     try:

@@ -1,4 +1,5 @@
-"""Options of the terminal's commands, next to the engine's settings, which all of them have.
+"""Declares the options of the terminal's commands, in addition to the engine's settings, which all of them
+have.
 
 They stand apart from the commands so that help and wrong usage do not wait for torch.
 """
@@ -21,7 +22,8 @@ S = TypeVar("S", bound=EngineConfig)
 
 
 def with_models(settings: S) -> S:
-    """Returns the settings with paths of models, after fetching what is not here; ``ModelLoadError``."""
+    """Returns the settings with paths of models, after fetching what is not here; raises
+    ``ModelLoadError``."""
     with fetch_bar() as tell:
         return located(settings, tell, lambda note: print(note, file=sys.stderr))
 
@@ -39,7 +41,7 @@ def command_options(name: str) -> SettingsConfigDict:
 
 
 def option(name: str) -> Any:
-    """Returns the option of a sampling parameter, as its row describes it. Without it the value is what the
+    """Returns the option of a sampling parameter, as its row describes it. Its default is the value that the
     model's makers recommend."""
     row = PARAMETERS[name]
     assert row.range is not None

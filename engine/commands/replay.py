@@ -1,8 +1,8 @@
-"""Replays a traced answer offline: every draft, every verdict and every drawn token, decided again.
+"""Replays a traced answer offline: every draft, every verdict and every drawn token is decided again.
 
-Fresh forwards (no cache, no batch) give the distributions of the target and of who drafted, the seed gives
-the random numbers, and each decision of the trace is compared with what the rules say (``replay_round``).
-Knows nothing of files and output; ``verify_trace`` prints the result.
+Fresh forward passes (no cache, no batch) give the distributions of the target and of the draft, the seed
+gives the random numbers, and each decision of the trace is compared with what the rules say
+(``replay_round``). The module knows nothing of files and output; ``verify_trace`` prints the result.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from truedraft.engine.sampling.thinking import ThinkingBudget
 
 
 class DraftKey(NamedTuple):
-    """Tells who drafts and, if it is a head, with which output layer of which tokens."""
+    """Identifies who drafts and, if it is a head, its output layer and the tokens of that."""
 
     source: str
     head_output: str | None = None
@@ -36,7 +36,7 @@ def key_of(round_: TracedRound) -> DraftKey:
 
 @dataclass(frozen=True)
 class RoundReport:
-    number: int  # from 1
+    number: int  # counts from 1
     round: TracedRound
     findings: list[Finding]
 
@@ -48,8 +48,8 @@ class RoundReport:
 
 
 class Replayer:
-    """``drafts`` are those who draft with a model or as a head: what others drew cannot be judged.
-    ``grammars`` are needed if the output is constrained; ``tolerance`` is for probabilities."""
+    """Replays answers. ``drafts`` are the models and heads that draft: tokens drawn by others cannot be
+    judged. ``grammars`` are needed if the output is constrained; ``tolerance`` is for probabilities."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Replayer:
         self.grammars = grammars
 
     def replay(self, choice: TracedChoice) -> Iterator[RoundReport]:
-        """Yields a report per round. Wrong rounds are followed as traced, so that later ones are judged,
-        as far as they make sense."""
+        """Yields a report for each round. Rounds with a wrong decision are followed as traced, so that later
+        ones are judged as far as possible."""
         num_prompt_tokens = len(self.target.begin(choice.prompt_token_ids))
         stop_token_ids = self.target.stop_token_ids(self.params)
         output: list[int] = []
@@ -101,7 +101,8 @@ class Replayer:
         return self.grammars.constraint(self.params, self.target.vocab_size)
 
     def _decisions(self, round_: TracedRound, text: LoneText, seed: int) -> list[Finding]:
-        """Allows a token within noise of the top-p or min-p cut to have been on either side of it."""
+        """Compares the decisions; a token within noise of the top-p or min-p cut may have been on either side
+        of it."""
         findings = self._check(round_, text, seed)
         params = text.params
         if not _is_wrong(findings) or (params.top_p == 1 and params.min_p == 0):
@@ -121,7 +122,7 @@ class Replayer:
         return list(check.findings())
 
     def _structure(self, round_: TracedRound, length: int, has_ended: bool) -> list[Finding]:
-        """What makes a round senseless before any number is looked at."""
+        """Returns faults that make a round senseless before any number is compared."""
         flags = [token.accepted for token in round_.drafted]
         greedy = is_greedy(self.params)
         asked = Rule.EXACT_MATCH.value if greedy else self.params.verification or round_.rule
@@ -157,7 +158,7 @@ def _until_stop(token_ids: list[int], stop_token_ids: frozenset[int]) -> list[in
 
 
 def _compare_output(answer: list[int], start: int, emitted: list[int]) -> list[Finding]:
-    """The answer may end earlier than the trace, at a stop string."""
+    """Compares the answer with the trace; it may end earlier than the trace, at a stop string."""
     got = answer[start : start + len(emitted)]
     if got == emitted[: len(got)]:
         return []

@@ -1,8 +1,8 @@
 """Runs one traced round again, from fresh logits and the seed, by the operations of every round.
 
-Fresh logits differ from the engine's by floating-point noise. So a draw or a verdict that is not the trace's
-is repeated with distributions that lean towards the trace, by no more than the tolerance: if that gives what
-the trace has, it was a near tie. Used by ``replay``.
+Fresh logits differ from the engine's by floating-point noise. So a draw or a verdict that differs from the
+trace is repeated with distributions that lean towards the trace, by no more than the tolerance: if that gives
+the trace's result, it was a near tie. ``replay`` uses this module.
 """
 
 from collections.abc import Iterator
@@ -34,14 +34,14 @@ class Outcome(Enum):
 
 
 class Finding(NamedTuple):
-    """Something that is not exactly as the trace has it."""
+    """Describes a difference from the trace."""
 
     outcome: Outcome
     message: str
 
 
 class Fresh(Protocol):
-    """Is a model or a head, computed anew for every round."""
+    """Is a model or a head that is computed anew for every round."""
 
     def following(self, text: LoneText, drafted: list[int], vocab_size: int) -> torch.Tensor:
         """Returns logits [drafted tokens + 1, vocab_size]: row j predicts what follows ``drafted[:j]``."""
@@ -49,8 +49,8 @@ class Fresh(Protocol):
 
 
 class RoundCheck:
-    """Runs one round of ``text`` again. ``draft`` None: the drafted tokens are taken as they are, as those of
-    a deterministic source."""
+    """Runs one round of ``text`` again. ``draft`` is None where the drafted tokens are taken as they are, as
+    those of a deterministic source."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class RoundCheck:
         method = text.params.draft_sample_method
         self.drafts_greedily = self.rule is Rule.EXACT_MATCH if method is None else method == "greedy"
         self.text = replace(text, rule=self.rule, seed=seed, drafts_greedily=self.drafts_greedily)
-        # A distribution that has been processed already is drawn from as it is.
+        # This distribution has been processed already, and is drawn from as it is.
         uncut = SamplingParams(max_tokens=1, temperature=1.0)
         self.leaning = replace(self.text, params=uncut, matcher=None, has_rules=False)
         self.ops = TorchOps(target.rules)
         self.token_ids = torch.tensor([self.ids], dtype=torch.int64)
         self.target_logits = self._logits(target)
         self.draft_logits = None if draft is None else self._logits(draft)
-        # What is deterministic is certain. Whether it is the draft's own guess is checked where that can be
+        # A deterministic draft is certain. It is compared with the draft's own guess where that can be
         # computed again.
         self.draft_probs = F.one_hot(self.token_ids[0], self.vocab_size).float()
         if self.draft_logits is not None and not self.drafts_greedily:
@@ -91,12 +91,12 @@ class RoundCheck:
         return self.ops.adjust(self._step(self.text), logits, self.token_ids, 0, [len(self.ids) + 1])
 
     def _step(self, text: LoneText, num_rows: int = 1) -> StepRows:
-        """Returns the rows of a step, each of the same text. They end with their texts, which are kept."""
+        """Returns the rows of a step, one for each text. The texts are kept, and a row ends with its text."""
         self._kept = [replace(text) for _ in range(num_rows)]
         return StepRows(RowTable().rows_of(self._kept), self.vocab_size, CPU)
 
     def _check_draft(self, number: int, logits: torch.Tensor, token_id: int) -> Iterator[Finding]:
-        """Checks that this token is the draft's most likely one, or is what the seed draws from it."""
+        """Checks that this token is the draft's most likely one, or the one that the seed draws."""
 
         def drawn(text: LoneText, logits: torch.Tensor) -> list[int]:
             ids: list[int] = self.ops.draw(self._step(text, len(logits)), logits, number).ids.tolist()
@@ -134,7 +134,7 @@ class RoundCheck:
                     )
 
     def _check_verdict(self) -> Iterator[Finding]:
-        """Checks how many drafts stand, and the token that follows them."""
+        """Checks the number of accepted drafts, and the token that follows them."""
         accepted, next_token = traced = self.round.num_accepted, self.round.next_token
         (found,) = self.ops.judge(self._step(self.text), self.target_logits, self._drafts(1))
         if found[:2] == traced:
@@ -148,7 +148,8 @@ class RoundCheck:
         yield self._finding(traced in self._leaning_verdicts(), message)
 
     def _leaning_verdicts(self) -> list[tuple[int, int]]:
-        """Returns the verdicts that noise might have given, how many drafts stand and the next token each."""
+        """Returns the verdicts that noise might have given: the number of accepted drafts and the next token
+        of each."""
         accepted, next_token = self.round.num_accepted, self.round.next_token
         if self.rule is Rule.EXACT_MATCH:
             expected = [*self.ids[:accepted], next_token]
@@ -179,7 +180,7 @@ class RoundCheck:
         return found
 
     def _drawn_from(self, probs: torch.Tensor, accepted: int) -> torch.Tensor:
-        """Returns of what masses the recovered or the bonus token is drawn, in terms of the target's."""
+        """Returns the masses from which the recovered or bonus token is drawn, in terms of the target's."""
         if accepted == len(self.ids):
             return probs[accepted]
         weight = torch.ones((), dtype=torch.float64)
@@ -190,8 +191,9 @@ class RoundCheck:
         return (left / weight.clamp(min=self.tolerance)).float()
 
     def _leaning(self, probs: torch.Tensor, token_id: int, drawn_from: torch.Tensor) -> list[torch.Tensor]:
-        """Returns ``probs`` [V] as they draw the token rather. With the coupled rule it gains a share; else
-        mass moves to it from the tokens before or after it, in proportion to ``drawn_from`` [V]."""
+        """Returns ``probs`` [V] changed so that drawing the token is more likely. With the coupled rule the
+        token gains a share; otherwise mass moves to it from the tokens before or after it, in proportion to
+        ``drawn_from`` [V]."""
         if self.rule is Rule.COUPLED:
             gained = probs.clone()
             gained[token_id] *= 1 + self.tolerance
@@ -202,7 +204,7 @@ class RoundCheck:
             mass = float(drawn_from[part].sum())
             moved[part] -= drawn_from[part] * min(1.0, self.tolerance / max(mass, self.tolerance))
             moved.clamp_(min=0)
-            # What is cut stays cut.
+            # Tokens that were cut off stay at zero.
             moved[token_id] += (probs - moved).sum() * (probs[token_id] > 0)
             found.append(moved)
         return found
@@ -224,7 +226,8 @@ class RoundCheck:
 
 
 def _with_mass(probs: torch.Tensor, token_id: int, more: float) -> torch.Tensor:
-    """Returns ``probs`` [V] where this token has so much more, and the others less in proportion."""
+    """Returns ``probs`` [V] in which this token has that much more mass, and the others less in
+    proportion."""
     before = float(probs[token_id])
     after = min(1.0, max(0.0, before + more))
     if before in (0.0, 1.0) or after == before:

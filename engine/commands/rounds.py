@@ -1,6 +1,6 @@
-"""Prints what each round of a text did: drafted tokens, both models' probabilities, what was kept.
+"""Prints each round of a text: drafted tokens, both models' probabilities, and the tokens that were kept.
 
-Used by ``truedraft generate --rounds``. The rounds come from the engine's own trace.
+``truedraft generate --rounds`` uses it. The rounds come from the engine's own trace.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class RoundPrinter:
         self._num_rounds = 0
 
     def print(self, round_: RoundTrace, token_ids: Sequence[int]) -> None:
-        """``token_ids`` is what the round has added to the text."""
+        """Prints one round; ``token_ids`` are those that it added to the text."""
         self._num_rounds += 1
         self._text += "".join(map(self._stream.step, token_ids))
         num_drafted, kept = len(round_.draft_ids), round_.num_accepted

@@ -1,12 +1,12 @@
-"""A traced answer as JSON: what ``engine.commands.replay`` needs of it, and nothing else.
+"""Reads a traced answer from JSON: the parts that ``engine.commands.replay`` needs.
 
-Either a whole answer of the server (completion or chat) or its ``truedraft`` object alone, for instance
+It is a whole answer of the server (completion or chat) or its ``truedraft`` object alone, for instance
 
     {"sampling_params": {"max_tokens": 40, "temperature": 0.7}, "prompt_token_ids": [[1, 5, 9]],
      "seeds": [42], "trace": [[{"position": 3, "source": "draft_model", "rule": "rejection", "next_token": 8,
        "drafted": [{"id": 7, "target_prob": 0.4, "draft_prob": 0.5, "accepted": true}]}]]}
 
-Seeds and rounds come by choice, prompts by prompt: choices are numbered prompt by prompt.
+Seeds and rounds have an entry for each choice; choices are numbered prompt by prompt.
 
 A round that a head drafted for has ``head_output`` and, if it drafted fewer tokens than it could, the name of
 these, ``draft_vocabulary``: they are in ``{"draft_vocabularies": {name: bitmap in base64}}``, and the name is
@@ -30,7 +30,8 @@ class TraceFileError(Exception):
 
 
 class DraftedToken(msgspec.Struct, frozen=True):
-    """Probabilities are as processed by the request's parameters; one-hot at temperature 0."""
+    """Holds a drafted token. Probabilities are those after processing by the request's parameters; 0 or 1 at
+    temperature 0."""
 
     id: int
     target_prob: float
@@ -39,8 +40,9 @@ class DraftedToken(msgspec.Struct, frozen=True):
 
 
 class TracedRound(msgspec.Struct, frozen=True):
-    """``position`` is the index of the round's first token in prompt plus output, ``head_output`` the output
-    layer of the head that drafted, and ``draft_vocabulary`` names its tokens if these are not all."""
+    """Holds one round. ``position`` is the index of its first token in prompt plus output, ``head_output``
+    the output layer of the head that drafted, and ``draft_vocabulary`` names its tokens if these are not
+    all."""
 
     position: int
     source: str
@@ -60,7 +62,7 @@ class TracedRound(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, trace: RoundTrace) -> "TracedRound":
-        """Returns what the server writes of the engine's report."""
+        """Converts the engine's report of a round into the server's form."""
         drafted = zip(trace.draft_ids, trace.target_probs, trace.draft_probs, strict=True)
         tokens = [DraftedToken(*token, number < trace.num_accepted) for number, token in enumerate(drafted)]
         vocabulary = None if trace.vocabulary is None else trace.vocabulary.digest
@@ -104,7 +106,8 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 def read_answer(path: Path) -> TracedAnswer:
-    """``TraceFileError`` if the file cannot be read or lacks what a replay needs."""
+    """Reads an answer; raises ``TraceFileError`` if the file cannot be read or lacks something that a replay
+    needs."""
     try:
         answer = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:

@@ -1,10 +1,10 @@
-"""Train a head that drafts for a target, from texts that the target writes itself.
+"""Trains a head that drafts for a target, from texts that the target writes itself.
 
     truedraft train-draft --target MODEL --prompts FILE --out FOLDER
 
 A new head (EAGLE-3) goes into FOLDER, in the layout that vLLM reads, too; with ``--head mtp`` it is the MTP
-head of the target's checkpoint, trained further. ``--draft FOLDER`` serves it. A stopped run goes on where it
-was. ``truedraft check`` says what the head gains.
+head of the target's checkpoint, trained further. ``--draft FOLDER`` serves it. A run that was stopped
+continues when it is started again. ``truedraft check`` measures the head's gain.
 """
 
 import math
@@ -35,16 +35,16 @@ from truedraft.engine.training.trained_head import TrainedHead, stored_dtype
 from truedraft.engine.training.trainer import Measured, Progress, Schedule, Trainer
 
 DONE, FAILED = 0, 1
-# A part of the tokens to learn from is only counted, to rank the vocabulary.
+# Some tokens of the training texts are only counted, to rank the vocabulary.
 COUNTED_SHARE = 0.05
 # One prompt in ten is kept for validation, up to a largest number.
 VALIDATION_STEP, MAX_VALIDATION = 10, 32
 SAVE_SECONDS = 120.0
-# Texts that are held back have random numbers that no text to learn from has.
+# Texts for validation have random numbers that no text for training has.
 HELD_BACK = 1 << 40
-# Measurements on the way, and seconds between lines of progress.
+# Training is measured this often, and lines of progress are this many seconds apart.
 SHOWN, SHOW_SECONDS = 20, 30.0
-# A stopped run goes on with the same of these settings.
+# A stopped run can only continue with the same values of these settings.
 OF_A_RUN = (
     *("target", "head", "tokens", "text_tokens", "temperature", "draft_vocab_size", "steps"),
     *("learning_rate", "texts_per_update"),
@@ -62,11 +62,11 @@ def main(settings: TrainSettings) -> int:
 
 
 def train(settings: TrainSettings) -> Measured:
-    """Returns what the trained head is measured to accept."""
+    """Trains the head, and returns its measured acceptance."""
     assert settings.prompts is not None
     prompts = read_prompts(settings.prompts)
     kept = prompts[::VALIDATION_STEP][:MAX_VALIDATION]
-    # What is said twice is not held back.
+    # Duplicates are not held back for validation.
     learned = [prompt for prompt in prompts if prompt not in kept]
     _check_paths(settings)
     if not learned:
@@ -77,7 +77,7 @@ def train(settings: TrainSettings) -> Measured:
     listener = Listener(layer_inputs if settings.head is None else lambda num_layers: ())
     llm = LLM(settings.target, draft="none", proposer=listener, **_fields(settings))
     target = llm.core.target.model
-    assert isinstance(target, FusedDecoder)  # others have no states to listen to
+    assert isinstance(target, FusedDecoder)  # Other targets have no hidden states that a head could read.
     held = Writer(llm, listener, kept, settings.text_tokens, settings.temperature)
     writer = Writer(llm, listener, learned or kept, settings.text_tokens, settings.temperature)
     head = _head(settings, target)
@@ -87,7 +87,7 @@ def train(settings: TrainSettings) -> Measured:
 
 
 def _check_paths(settings: TrainSettings) -> None:
-    """Refuses what is no head to begin with, and to write over models."""
+    """Refuses a beginning that is no head, and an output folder that holds a model."""
     head, out = settings.head, settings.out
     assert out is not None
     if head is not None and head_method(head) != MTP:
@@ -100,7 +100,7 @@ def _check_paths(settings: TrainSettings) -> None:
 
 
 def _head(settings: TrainSettings, target: FusedDecoder) -> TrainedHead:
-    assert settings.target is not None  # filled in by EngineConfig
+    assert settings.target is not None  # EngineConfig filled it in.
     options = load_options(settings)
     dtype = stored_dtype(settings.target, options)
     if settings.head is None:
@@ -110,7 +110,8 @@ def _head(settings: TrainSettings, target: FusedDecoder) -> TrainedHead:
 
 
 def _fields(settings: TrainSettings) -> dict[str, Any]:
-    """Returns the engine's settings: without a draft of its own, and with all of a text computed."""
+    """Returns the engine's settings: without a draft, and without cached prefixes, as all states of a text
+    are needed."""
     fields = {name: getattr(settings, name) for name in EngineConfig.model_fields}
     del fields["target"], fields["draft"]
     return fields | {"method": "auto", "num_speculative_tokens": 1, "prefix_caching": False}
@@ -160,7 +161,7 @@ class _Run:
         return found
 
     def _begin(self) -> tuple[Trainer, int]:
-        """Returns a trainer, and the number of texts that it has seen."""
+        """Returns a trainer, and the number of texts that it has learnt from."""
         state, num_texts = self.progress.state, 0
         if state is None:
             token_ids, num_texts = self._vocabulary()
@@ -183,7 +184,8 @@ class _Run:
         return trainer, num_texts
 
     def _vocabulary(self) -> tuple[torch.Tensor | None, int]:
-        """Returns the ids that the head drafts, None: all; and how many texts it took to find that out."""
+        """Returns the ids that the head drafts, or None for all, and the number of texts that were counted
+        for it."""
         vocab_size = self.target.vocab_size
         asked = self.settings.draft_vocab_size
         most = vocab_size if asked == "full" else self.head.most_drafted
@@ -205,14 +207,14 @@ class _Run:
 
 
 class _Pace:
-    """Says how much of ``budget`` tokens is done, and about how long the rest takes."""
+    """Reports how much of ``budget`` tokens is done, and about how long the rest takes."""
 
     def __init__(self, done: int, budget: int) -> None:
         self.first, self.budget = done, budget
         self.started = self.said = time.perf_counter()
 
     def tell(self, done: int, *, is_due: bool = False) -> None:
-        """Says it every now and then, or now if it ``is_due``."""
+        """Prints a report every few seconds, or now if it ``is_due``."""
         now = time.perf_counter()
         if self.first < done < self.budget and (is_due or now - self.said > SHOW_SECONDS):
             self.said = now

@@ -1,4 +1,5 @@
-"""``truedraft verify-trace``: prints the replay of a traced answer, round by round, and a verdict in words.
+"""Implements ``truedraft verify-trace``: prints the replay of a traced answer, round by round, and a verdict
+in words.
 
 Exit code 0: every decision is confirmed (near ties included); 1: some are not; 2: it cannot be replayed.
 Settings are the engine's own, from flags and ``TRUEDRAFT_*``; those about scheduling change nothing here.
@@ -35,9 +36,9 @@ from truedraft.engine.sampling.grammar_compiler import GrammarError
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
-# Half precision leaves logits two or three digits.
+# Half precision leaves two or three digits of a logit.
 TOLERANCES = {"torch.float32": 1e-4, "torch.bfloat16": 0.05, "torch.float16": 0.02}
-# These draw nothing, and what a draft model draws is judged if there is one.
+# These sources draw nothing; tokens that a draft model drew are judged if there is one.
 JUDGED = (
     *(GrammarProposer.name, NgramProposer.name, PredictionProposer.name),
     *(TranslatedDraftProposer.trace_source, DRAFT_MODEL, "none"),
@@ -61,7 +62,7 @@ def main(settings: ReplaySettings) -> int:
 
 def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
     options = load_options(settings)
-    assert settings.target is not None  # filled in by EngineConfig
+    assert settings.target is not None  # EngineConfig filled it in.
     if settings.draft == AUTO:
         raise TraceFileError(
             "draft auto is measured anew at each start: name what the server's start says is taken"
@@ -88,12 +89,12 @@ def _keys_of_heads(answer: TracedAnswer) -> set[DraftKey]:
 def _heads(
     settings: ReplaySettings, target: Model, keys: set[DraftKey], vocabularies: Mapping[str, bytes]
 ) -> dict[DraftKey, Fresh]:
-    """Returns the head that the settings name as what it is in ``keys``. An output layer has all tokens, of
-    which the others are left out again."""
+    """Returns the head of the settings for each of ``keys``. Its output layer has all tokens, of which some
+    are left out again."""
     assert settings.target is not None
     assert settings.draft is not None
     head = load_head(settings.draft, target, settings.target, draft_source(settings)[1])
-    assert head is not None  # the draft is no model
+    assert head is not None  # The draft is no model.
     outputs: dict[str | None, Head] = {"own": head}
     if any(key.head_output == "int4" for key in keys):
         make = head.model.weights.make_output
@@ -114,7 +115,7 @@ def _heads(
 
 
 def _check_drawn(answer: TracedAnswer, drafts: Mapping[DraftKey, Fresh]) -> None:
-    """Refuses what was drawn from probabilities that cannot be computed again."""
+    """Refuses tokens that were drawn from probabilities that cannot be computed again."""
     for round_ in answer.rounds:
         is_drawn = any(token.draft_prob != 1 for token in round_.drafted)
         if not is_drawn or round_.source in JUDGED or key_of(round_) in drafts:

@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from truedraft.engine.core.state_slots import StateSlots
+from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.block_table import BlockHash, BlockTable
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class BlockPool:
         self.states = states
         self.lookahead = lookahead
         self.files: CacheFiles | None = None
+        self.events: KvEvents | None = None
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
@@ -58,11 +60,14 @@ class BlockPool:
     def fresh(self) -> "BlockPool":
         """Returns one like this that knows of no table."""
         states = self.states and StateSlots(self.states.num_slots, self.states.copy)
-        made = BlockPool(self.num_blocks, self.block_size, states, self.lookahead)
+        fresh = BlockPool(self.num_blocks, self.block_size, states, self.lookahead)
+        fresh.events = self.events
+        if self.events is not None:
+            self.events.cleared()
         if self.files is not None:
             self.files.all_changes()
-            made.keep_in(self.files)
-        return made
+            fresh.keep_in(self.files)
+        return fresh
 
     def keep_in(self, files: "CacheFiles") -> None:
         """Lets ``files`` keep what is published from now on."""
@@ -178,6 +183,9 @@ class BlockPool:
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
                 published.append((block_hash, block))
+                if self.events is not None and not salt:
+                    end = len(table.hashes) * self.block_size
+                    self.events.stored(table.hashes[-2:], token_ids[end - self.block_size : end])
         if self.files is not None:
             self.files.keep_blocks(published)
 
@@ -236,18 +244,22 @@ class BlockPool:
         """Tells whether a block of this hash is published."""
         return block_hash in self._block_of
 
-    def restore(self, block_hash: BlockHash, before: BlockHash | None, data: memoryview) -> None:
-        """Publishes a block that files have, in place of the free one that would be used next; ``before`` is
-        the hash of the block before it in its text."""
+    def restore(
+        self, chain: Sequence[BlockHash], token_ids: Sequence[int], salt: str, data: memoryview
+    ) -> None:
+        """Publishes a block that files have, in place of the free one that would be used next. ``chain`` is
+        its hash, after that of the block before it in its text; ``token_ids`` are its own."""
+        *before, block_hash = chain
         if self.files is None or not self._free or self.has(block_hash):
             return
-        last = None if before is None else self._block_of.get(before)
-        block = self._best_after([] if last is None else [last])
+        block = self._best_after([self._block_of[each] for each in before if self.has(each)])
         self._forget(block)
         self.files.store_block(block, data)
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
         self._free.move_to_end(block)
+        if self.events is not None and not salt:
+            self.events.stored(chain, token_ids)
 
     def use_again(self, hashes: Sequence[BlockHash]) -> None:
         """Makes the blocks of a text the last ones to be used for something else."""
@@ -281,6 +293,8 @@ class BlockPool:
             del self._block_of[block_hash]
             if self.files is not None:
                 self.files.block_changes(block)
+            if self.events is not None:
+                self.events.removed(block_hash)
 
     def hash_chain(
         self, token_ids: Sequence[int], salt: str, known: Sequence[BlockHash] = ()

@@ -1,7 +1,7 @@
-"""Ends a step: what its rounds emitted is appended, counted and reported, and the caches are truncated.
+"""Ends a step: the tokens of its rounds are appended, counted and reported, and the caches are truncated.
 
-Everything that counts counts rounds: a step of several is several. Counters are since the engine started; who
-reads them derives rates.
+Everything that counts counts rounds: a step of several rounds counts as several. Counters run since the
+engine started; their readers derive rates.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ MAX_POSITIONS = 32
 
 
 class EngineStats:
-    """``phase_seconds`` are wall time by phase. Verdicts are counted by lengths: sums by position are made
-    when they are asked for."""
+    """Counts what the engine has done. ``phase_seconds`` are wall time by phase. Verdicts are counted by
+    lengths: sums by position are made when they are asked for."""
 
     def __init__(self) -> None:
-        self.num_rows: Counter[str] = Counter()  # keys: runners; rows of all their rounds
+        self.num_rows: Counter[str] = Counter()  # keys are runners; values are rows of all their rounds
         self.phase_seconds = dict.fromkeys(("draft", "score", "verify", "host"), 0.0)
-        self._verdicts: Counter[tuple[str, int, int]] = Counter()  # keys: source, drafted, accepted
+        self._verdicts: Counter[tuple[str, int, int]] = Counter()  # keys are (source, drafted, accepted)
 
     def count_draft(self, source: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Counts one row's verdict in one round, if it drafted something."""
@@ -98,10 +98,10 @@ def commit(
     for row, part in enumerate(plan.rows):
         sequence = part.sequence
         if sequence.request_id in failed_requests:
-            continue  # another choice of its request has just failed
+            continue  # Another choice of its request has just failed.
         if failed is not None and failed[row]:
             failed_requests.add(sequence.request_id)
-            if len(result.rounds) > 1:  # it has emitted tokens in rounds before
+            if len(result.rounds) > 1:  # It has emitted tokens in earlier rounds.
                 before = dataclasses.replace(result, rounds=result.rounds[:-1])
                 outputs.append(_commit_row(row, part, before, stats))
             scheduler.abort({sequence.request_id})
@@ -124,7 +124,7 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
     for one in result.rounds:
         emitted = sequence.append(one.emitted[row])
         token_ids += emitted
-        # A stop inside the accepted run ends the sequence there: what follows was never emitted.
+        # A stop inside the accepted run ends the sequence there: later tokens of the run were never emitted.
         accepted = min(one.num_accepted[row], len(emitted))
         if one.num_drafted[row]:
             stats.count_draft(one.source(row, part), one.num_drafted[row], accepted)
@@ -156,7 +156,7 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
 
 
 def _trace_of(sequence: Sequence, row: int, traces: Sequences[RoundTrace | None] | None) -> RoundTrace | None:
-    """Returns the round's trace if the sequence asks for it, with a vocabulary's tokens once."""
+    """Returns the round's trace if the sequence asks for it; a vocabulary's tokens come only once."""
     trace = traces[row] if traces is not None and sequence.params.trace else None
     if trace is None or trace.vocabulary is None:
         return trace
@@ -168,13 +168,13 @@ def _trace_of(sequence: Sequence, row: int, traces: Sequences[RoundTrace | None]
 
 
 def _follow_grammar(sequence: Sequence) -> None:
-    """Moves the matcher over what it has not read of the output."""
+    """Moves the matcher over the output that it has not read."""
     if sequence.matcher is not None and sequence.finish_reason is None:
         sequence.matcher.advance(sequence.token_ids[sequence.num_prompt_tokens + sequence.matcher.num_read :])
 
 
 def _follow_prediction(part: ScheduledSequence, emitted: list[int], num_drafted: int) -> PredictionUse | None:
-    """Moves the cursor over what was emitted, and reports how much of it the prediction knew."""
+    """Moves the cursor over the emitted tokens, and reports how many of them the prediction knew."""
     cursor = part.sequence.prediction
     if cursor is None:
         return None
@@ -185,7 +185,7 @@ def _follow_prediction(part: ScheduledSequence, emitted: list[int], num_drafted:
 
 
 def _failure(sequence: Sequence) -> Failed:
-    """Says that the model gave no distribution for this sequence, or its grammar no tokens."""
+    """Returns the error of a sequence for which the model gave no distribution, or its grammar no tokens."""
     if sequence.matcher is not None and sequence.matcher.error:
         return Failed(
             sequence.request_id, "invalid_grammar", f"the grammar gave up: {sequence.matcher.error}"

@@ -4,7 +4,7 @@
 executes steps, ``worker`` runs the loop next to a socket, ``llm`` in place.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
@@ -39,6 +39,7 @@ class EngineCore:
         self.drafter = drafter
         self.tried = tried
         self.stats = EngineStats()
+        self.when_stepped: Callable[[], None] = lambda: None
 
     def step(self) -> list[TokenOutput | Failed]:
         """Runs one step; returns tokens of every sequence that took part, none if there is nothing to do."""
@@ -50,6 +51,7 @@ class EngineCore:
         outputs = commit(plan, result, self.scheduler, self.stats)  # append, truncate, publish, finish, count
         self.planner.observe(plan, result)  # acceptance and costs
         self.scheduler.pace.observe(plan, result)
+        self.when_stepped()
         return outputs
 
     def add(self, request: Generate) -> None:

@@ -1,8 +1,7 @@
-"""Says in which order sequences go, who gives way to whom, and how many tokens of prompts a step takes: no
-tenant shuts another out, and nobody waits long for a step to end.
+"""Decides in which order sequences go, who gives way to whom, and how many tokens of prompts a step takes.
 
-A tenant is whoever a front end keeps apart from others, such as an API key; the name means nothing here. The
-scheduler does what is said here.
+No tenant shuts another out, and nobody waits long for a step to end. A tenant is whoever a front end keeps
+apart from others, such as an API key; the name means nothing here. The scheduler carries out these decisions.
 """
 
 from collections import Counter
@@ -12,14 +11,14 @@ from collections.abc import Sequence as Sequences
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, StepPlan, StepResult
 
-# A step takes so many tokens of prompts at least, if there are any.
+# A step takes at least this many tokens of prompts, if there are any.
 FEWEST_TOKENS = 16
-# Steps begin with so many; it takes few of them to learn what is right.
+# The first steps take this many; few steps are needed to learn the right number.
 FIRST_TOKENS = 256
 
 
 def order(sequence: Sequence) -> tuple[int, int, int]:
-    """Returns the place in the order: lower goes first."""
+    """Returns the sort key of a sequence: lower goes first."""
     return sequence.priority, sequence.place, sequence.arrival
 
 
@@ -54,15 +53,15 @@ def shut_out(waiting: Sequences[Sequence], running: Iterable[Sequence]) -> list[
 
 
 def next_to_give_way(sequence: Sequence, running: Sequences[Sequence]) -> Sequence | None:
-    """Returns who gives its place to a shut out ``sequence``: the last of the tenant that has most running.
-    A tenant keeps one, and a better priority is kept, too."""
+    """Returns the sequence that gives its place to a shut out ``sequence``: the last one of the tenant that
+    has most running. A tenant keeps one sequence, and one with a better priority stays, too."""
     counts = Counter(other.tenant for other in running)
     may = [other for other in running if counts[other.tenant] > 1 and other.priority >= sequence.priority]
     return max(may, key=lambda other: (counts[other.tenant], order(other)), default=None)
 
 
 def all_that_may_give_way(sequence: Sequence, running: Sequences[Sequence]) -> list[Sequence]:
-    """Returns whom ``next_to_give_way`` would name one after the other."""
+    """Returns the sequences that ``next_to_give_way`` would name one after the other."""
     left, found = list(running), []
     while (other := next_to_give_way(sequence, left)) is not None:
         left.remove(other)
@@ -71,9 +70,9 @@ def all_that_may_give_way(sequence: Sequence, running: Sequences[Sequence]) -> l
 
 
 class PromptPace:
-    """Prompts may take ``seconds`` of a step, or as long as decoding takes if that is longer; 0: any time.
+    """Limits prompts to ``seconds`` of a step, or to the time of decoding if that is longer; 0: no limit.
 
-    What the last steps took decides, so a step may take up to twice as long where costs change.
+    The times of the last steps decide, so a step may take up to twice as long where costs change.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -82,7 +81,7 @@ class PromptPace:
         self._decoding = 0.0  # seconds of a round without prompts
 
     def within(self, budget: int) -> int:
-        """Returns how many of the budget's tokens may be those of prompts."""
+        """Returns how many of the budget's tokens prompts may have."""
         return min(budget, self._most) if self.seconds else budget
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:

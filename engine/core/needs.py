@@ -1,11 +1,12 @@
-"""Names what the rows of a step ask of a runner. Sets of names are quick to unite and to compare."""
+"""Names what the rows of a step need of a runner. Sets of names are quick to unite and to compare."""
 
 from collections.abc import Set
 from enum import StrEnum, auto
 
 
 class Need(StrEnum):
-    """Names what not every runner does. A row's needs never change; others arise from a step's plan."""
+    """Names abilities that not every runner has. A row's needs never change; others arise from a step's
+    plan."""
 
     PROMPT = auto()  # more known tokens than the pending one, or a piece of a prompt
     LONG_PROMPT = auto()  # many of them, or only a part of them; or the log-probabilities of a prompt
@@ -18,8 +19,8 @@ class Need(StrEnum):
     BLOCK_RULE = auto()  # block verification
     BIAS = auto()  # logit_bias, or stop tokens forbidden below min_tokens
     PENALTIES = auto()  # presence, frequency, repetition
-    RULES = auto()  # what the checkpoint's generation config forbids or forces
-    MASK = auto()  # tokens allowed by position, as a grammar says
+    RULES = auto()  # tokens that the checkpoint's generation config forbids or forces
+    MASK = auto()  # tokens allowed by position, by a grammar
     LOGPROBS = auto()
     TRACE = auto()
 

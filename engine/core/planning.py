@@ -1,5 +1,4 @@
-"""Says what the scheduler asks before a step is drawn: who drafts for each decoding sequence, and how
-much."""
+"""Defines the planner, which decides before a step who drafts for each decoding sequence, and how much."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import DraftChoice, InRound, StepPlan, StepResult
 from truedraft.engine.messages import Source
 
-# The most tokens that a grammar forces in a later round of a step: each round has blocks for them.
+# A grammar forces at most this many tokens in a later round of a step: each round has blocks for them.
 MAX_FORCED = 8
 
 
@@ -24,7 +23,7 @@ class Lookup(Protocol):
 
 @runtime_checkable
 class ReadingLookup(Lookup, Protocol):
-    """Must read a sequence to its end before it offers something."""
+    """Must read a sequence to its end before it offers anything."""
 
     def read(self, sequence: Sequence, max_tokens: int) -> int:
         """Reads up to ``max_tokens`` more of the sequence's tokens; returns how many were read."""
@@ -38,15 +37,15 @@ class InRoundLookup(Lookup, Protocol):
     """Makes offers that are always accepted, and follows the rounds of a step by itself."""
 
     def in_round(self, sequence: Sequence, limit: int) -> InRound:
-        """Returns what later rounds ask, for up to ``limit`` drafts each."""
+        """Returns an object that later rounds ask, for up to ``limit`` drafts each."""
 
 
 @dataclass(slots=True)
 class StepChoice:
-    """Holds what a planner decides for a step: the ``drafts`` of all decoding sequences.
+    """Holds a planner's decisions for a step: the ``drafts`` of all decoding sequences.
 
     They stand for ``max_rounds`` rounds if the rows stay. ``option`` comes back to ``observe`` in the step's
-    plan: it is whatever the planner must know to learn from the step.
+    plan: it holds whatever the planner must know to learn from the step.
     """
 
     drafts: dict[Sequence, DraftChoice]
@@ -63,19 +62,19 @@ class Planner(Protocol):
         """Returns the mean length of the drafts that the last ``choose`` has asked for."""
 
     def choose(self, decoding: list[Sequence]) -> StepChoice:
-        """Chooses for sequences whose pending token is all that the target has to compute."""
+        """Chooses for sequences of which the target has only the pending token to compute."""
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
         """Chooses for a prompt of one token, which is a row at once."""
 
     def lagging(self, sequence: Sequence) -> Collection[str]:
-        """Returns the proposers that let a prompt pass, and catch up when they draft."""
+        """Returns the proposers that skip a prompt, and catch up when they draft."""
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Learns from the verdicts on what ``choose`` asked for, and from what the rounds cost."""
+        """Learns from the verdicts on the drafts that ``choose`` asked for, and from the rounds' costs."""
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence, which has ended."""
 
     def state(self) -> dict[str, object]:
-        """Returns builtins only, for ``GET /speculation``."""
+        """Returns builtins, for ``GET /speculation``."""

@@ -1,27 +1,28 @@
-"""Follows an output through what the client expects it to be: OpenAI's predicted outputs.
+"""Follows an output through the text that the client expects: OpenAI's predicted outputs.
 
 A *cursor* says where in the prediction one sequence's output is. It starts at the first token and moves along
 while the output agrees. After a divergence it looks for the end of the output elsewhere in the prediction: a
-run of at least two tokens anywhere, the longest one and among equals the next one after the place that was
-left, or one token shortly behind that place. Every output token costs constant time; the index is built once
-per request, when it is first needed.
+run of at least two tokens anywhere, the longest one and among equals the next one after the old place, or one
+token shortly after the old place. Every output token costs constant time; the index is built once per
+request, when it is first needed.
 """
 
 from bisect import bisect_left
 
-# These bound how far a run is compared, and how many places of one are looked at: next ones and last ones.
+# A run is compared up to this length, and this many of its places are examined: next ones and last ones.
 MAX_RUN, PLACES_AFTER, PLACES_BEFORE = 32, 8, 4
-# The most tokens that a search indexes at a time, about two milliseconds: other rows wait for the step.
+# A search indexes at most this many tokens at a time, which takes about two milliseconds: other rows wait for
+# the step.
 INDEXED_PER_SEARCH = 4096
-# A single token is looked for this far after the place that was left.
+# A single token is looked for up to this far after the old place.
 WINDOW = 16
-# The client says that the output starts like the prediction: worth as much as a run of this many tokens. A
-# place after a shorter run may be a coincidence; it is not where the next search starts from.
+# The client says that the output starts like the prediction, which counts as a run of this many tokens. A
+# place after a shorter run may be a coincidence; the next search does not start from it.
 TRUSTED_RUN = 4
 
 
 class Prediction:
-    """Holds the tokens, and where each pair of neighbours is; a request's choices share it."""
+    """Holds the tokens, and the places of each pair of neighbours; a request's choices share it."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
@@ -29,8 +30,8 @@ class Prediction:
         self._num_indexed = 1
 
     def ends_of(self, first: int, second: int) -> list[int]:
-        """Returns where this pair of tokens ends (exclusive), in rising order, as far as the index has
-        come."""
+        """Returns the places where this pair of tokens ends (exclusive), in rising order, as far as the index
+        is built."""
         start = self._num_indexed
         if start < len(self.token_ids):
             self._num_indexed = min(len(self.token_ids), start + INDEXED_PER_SEARCH)
@@ -41,21 +42,22 @@ class Prediction:
 
 
 class PredictionCursor:
-    """``place`` is the index of the prediction's token that is expected next; at its end nothing is.
+    """Is a place in the prediction. ``place`` is the index of the prediction's token that is expected next;
+    at its end nothing is expected.
 
-    ``run`` tokens before it agree with the output's last ones, as far as is known; 0 after a token that was
-    not found: the next guess is then that it replaced the one that was expected.
+    ``run`` tokens before it are known to agree with the output's last ones; 0 after a token that was not
+    found: the next guess is then that it replaced the expected token.
     """
 
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
         self.place = 0
         self.run = TRUSTED_RUN
-        self._left = 0  # where the output was last known to follow
+        self._left = 0  # the last place at which the output was known to follow
         self._recent: list[int] = []  # the output's last tokens
 
     def expected(self, num_tokens: int) -> list[int]:
-        """Returns what the prediction goes on with."""
+        """Returns the continuation of the prediction."""
         return self.prediction.token_ids[self.place : self.place + num_tokens]
 
     def follow(self, token_ids: list[int]) -> list[int]:
@@ -75,7 +77,8 @@ class PredictionCursor:
             self.place, self.run = found
         else:
             if self.run:
-                # Perhaps one token was replaced by another. After a coincidence: back to where it was left.
+                # Perhaps one token was replaced by another. After a coincidence the cursor goes back to the
+                # old place.
                 is_trusted = self.run >= TRUSTED_RUN
                 self.place = min(self.place + 1, len(text)) if is_trusted else self._left
             self.run = 0

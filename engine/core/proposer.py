@@ -1,4 +1,5 @@
-"""A proposer drafts during a step, with a model of its own or from the target's states, and owns its cache.
+"""Defines proposers, which draft during a step with a model or from the target's states, and own their
+caches.
 
 Drafts that are known before a step, from texts and grammars, come from look-ups instead (``planning``).
 """
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the target's pass has computed of one sequence, as far as it stands: rejected drafts are left out.
+    """Holds the results of the target's pass for one sequence; rejected drafts are left out.
 
     ``token_ids`` are those from index ``first`` of the sequence on: a piece of its prompt, or its pending
     token and the accepted drafts. ``next_token`` follows them. ``hidden`` [tokens, taps, hidden size] are the
-    states of ``token_ids`` after the tapped layers, in the order of the proposer's ``taps``; None without.
+    states of ``token_ids`` after the tapped layers, in the order of the proposer's ``taps``; None without
+    taps.
     """
 
     sequence: Sequence
@@ -64,35 +66,36 @@ class Proposer:
 
     @property
     def trace_source(self) -> str:
-        """What traces call it."""
+        """Returns its name in traces."""
         return self.name
 
     @property
     def head_output(self) -> HeadOutput | None:
-        """Returns with which output layer it drafts now, if it is a head."""
+        """Returns the output layer with which it drafts now, if it is a head."""
         return None
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
-        """Returns the tokens that it drafts now, if it is a head that does not draft all that it could."""
+        """Returns the tokens that it drafts now, if it is a head that drafts fewer than it could."""
         return None
 
     @property
     def runners(self) -> Sequences[Any]:
-        """Returns the ``ModelRunner`` of each model that it drafts with, for a report of their memory."""
+        """Returns the ``ModelRunner`` of each of its models, for a report of their memory."""
         return ()
 
     @property
     def lets_go(self) -> bool:
-        """Tells whether following a sequence takes blocks, which are given back while it does not pay."""
+        """Tells whether following a sequence takes blocks, which are given back while following does not
+        pay."""
         return not self.can_lag and bool(self.pools)
 
     def attach(self, target: Any) -> None:
-        """Learns whom it drafts for, before its first step: the target's ``ModelRunner``."""
+        """Receives the target's ``ModelRunner``, before the first step."""
 
     @property
     def pools(self) -> Sequences[BlockPool]:
-        """Returns the pools of its own whose blocks the scheduler hands out."""
+        """Returns its own pools whose blocks the scheduler hands out."""
         return ()
 
     def tables(self, sequence: Sequence) -> Sequences[tuple[BlockPool, BlockTable]]:
@@ -108,7 +111,8 @@ class Proposer:
         return 0
 
     def prefill(self, prompts: Sequences[ScheduledSequence]) -> None:
-        """Stores what the target stores of ``prompts``, where no row drafts with it in the step."""
+        """Stores the tokens of ``prompts`` that the target stores, where no row drafts with it in the
+        step."""
 
     def propose(self, plan: StepPlan, sampler: "Sampler") -> "Drafts":
         """Drafts up to ``num_drawn_by(name)`` tokens for each of ``plan.rows``; ``prefill`` is part of it.
@@ -122,7 +126,7 @@ class Proposer:
         """Follows the target, after its pass and the verdicts; only called if it cannot lag."""
 
     def reset(self) -> None:
-        """Forgets all sequences and what the caches hold, whatever state a broken step has left."""
+        """Forgets all sequences and the contents of its caches, whatever state a broken step has left."""
 
 
 class ProposerCache:
@@ -139,7 +143,7 @@ class ProposerCache:
         return table
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Returns how many tokens it lacks, the pending one apart."""
+        """Returns how many tokens the cache lacks, the pending one apart."""
         return max(0, len(sequence.token_ids) - 1 - self.table(sequence).num_computed_tokens)
 
     def reset(self) -> None:

@@ -14,8 +14,8 @@ P = TypeVar("P", bound=SamplingParams)
 
 
 def checked(params: P) -> P:
-    """Returns them, with 0 for a ``top_k`` of -1, another usual way to say "off"; ``RequestError`` names what
-    has another type or is out of range."""
+    """Returns the parameters, with 0 for a ``top_k`` of -1, another usual way to say "off". Raises
+    ``RequestError``, which names a parameter of a wrong type or out of range."""
     if not isinstance(params, SamplingParams):
         raise RequestError("invalid_value", f"params must be SamplingParams, not {type(params).__name__}")
     try:
@@ -49,7 +49,7 @@ def checked(params: P) -> P:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yields the numbers that a parameter's value is or holds, and what they are of."""
+    """Yields the numbers that a parameter's value is or holds, and words for what they are."""
     if isinstance(value, dict):
         yield from ((f"{name} of {key}", number) for key, number in value.items())
     elif isinstance(value, list):

@@ -145,10 +145,12 @@ class Restoring:
             if part.pool.states is not None:
                 part.pool.states.restore(block_hash, arrived.num_folded, arrived.data)
             return
-        before = part.hashes[place - 1] if place else None
-        part.pool.restore(block_hash, before, arrived.data)
+        size, sequence = part.pool.block_size, load.sequence
+        token_ids = sequence.token_ids[place * size : (place + 1) * size]
+        chain = part.hashes[max(0, place - 1) : place + 1]
+        part.pool.restore(chain, token_ids, sequence.cache_salt, arrived.data)
         if part is load.parts[0]:
-            load.sequence.num_restored_tokens += part.pool.block_size
+            sequence.num_restored_tokens += size
 
     def _end(self, load: Load) -> None:
         self.forget(load.sequence)

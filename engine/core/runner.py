@@ -1,20 +1,15 @@
-"""What executes a step: drafts, scores and verifies what the scheduler has planned."""
+"""Defines runners, which execute a step: they draft, score and verify as the scheduler has planned."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from truedraft.engine.core.needs import Needs
 from truedraft.engine.core.step import StepPlan, StepResult
 
 
 class Runner(Protocol):
-    """``run`` returns the step's rounds and leaves the sequences as they are, but for what their block tables
-    count as computed: at least every token but the pending one, and perhaps rejected drafts, which the commit
-    truncates."""
-
-    @property
-    def supports(self) -> Needs:
-        """Returns what rows may need for this runner to execute their step."""
+    """Executes steps. ``run`` returns the step's rounds and changes nothing of the sequences except the
+    number of computed tokens in their block tables: at least every token but the pending one, and perhaps
+    rejected drafts, which the commit truncates."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one round, or several up to ``plan.max_rounds`` where they are short."""

@@ -1,4 +1,4 @@
-"""Holds the data of a step: what the scheduler plans, and what a runner makes of it, in plain integers.
+"""Holds the data of a step: the scheduler's plan, and a runner's results, in plain integers.
 
 A *round* is one draft, score and verify of every row. A step has one round, or several where rounds are
 short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
@@ -14,14 +14,14 @@ from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.messages import RoundTrace, Source, TokenLogprob
 
-# Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
-# in the same round.
+# A pass over decoding rows takes up to this many tokens of one sequence: a draft cache may catch up with them
+# and draft in the same round.
 MAX_CATCH_UP_TOKENS = 32
-# Tokens of a step's prompts that such a pass takes: its working memory stays small, and what Python does in a
-# step counts little against longer ones.
+# Such a pass takes up to this many tokens of a step's prompts: its working memory stays small, and the time
+# of Python in a step counts little against longer passes.
 MAX_PROMPT_TOKENS = 256
-# The longest drafts where the length is open: a proposer's, and those of known text, whose tokens cost
-# next to nothing.
+# These are the longest drafts where the length is open: a proposer's, and those of known text, whose tokens
+# cost next to nothing.
 PROPOSER_LIMIT = 8
 AUTO_LIMITS: dict[str, int] = {"ngram": 16, "prediction": 32, "grammar": 32}
 
@@ -34,7 +34,7 @@ class Known(NamedTuple):
 
 
 class InRound(Protocol):
-    """Knows drafts again and again within a step, as it follows what the rounds emit."""
+    """Finds drafts again and again within a step, as it follows the tokens of its rounds."""
 
     source: Source
     limit: int
@@ -45,7 +45,8 @@ class InRound(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """``source`` drafts ``num_tokens`` with its model in every round for which nothing else is known.
+    """Says who drafts for a row: ``source`` drafts ``num_tokens`` with its model in every round for which
+    nothing else is known.
 
     ``known`` tokens are the drafts of the first round instead; ``in_round`` is asked before each later one.
     ``num_missing`` tokens must be computed by the model's cache before its first draft, the pending token
@@ -98,22 +99,23 @@ def auto_limit(source: str) -> int:
 
 
 class Kind(Enum):
-    """Says what a sequence's part in a step is. The number of tokens does not tell: a piece of a prompt may
-    be a single one."""
+    """Says what a sequence's part in a step is. The number of tokens does not tell it: a piece of a prompt
+    may be a single token."""
 
     PIECE = auto()  # a part of a prompt, whose last token comes in a later step: it emits nothing
     PROMPT = auto()  # all that is left of a prompt, several tokens: a row whose first pass brings them
     DECODE = auto()  # the pending token alone: a row
 
 
-@dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
+# The class is not frozen: many are made in every step, and freezing would take five times as long.
+@dataclass(slots=True)
 class ScheduledSequence:
     """Describes one sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
-    ``kind`` follows from what the sequence has left to compute when the part is made.
-    ``num_catch_up_tokens`` of those that the drafting proposer's cache misses are computed before it drafts,
-    or instead of it; a prompt's chunk does not count. ``lagging`` are proposers that let a prompt's chunk
-    pass; the others' caches take it in now.
+    ``kind`` follows from the tokens that are left to compute when the part is made. ``num_catch_up_tokens``
+    of those that the drafting proposer's cache misses are computed before it drafts, or instead of it; a
+    prompt's chunk does not count. ``lagging`` are proposers that skip a prompt's chunk; the others' caches
+    take it in now.
     """
 
     sequence: Sequence
@@ -140,16 +142,16 @@ class ScheduledSequence:
         return self.sequence.is_followed_by(proposer) and proposer not in self.lagging
 
     def num_drawn_by(self, proposer: str) -> int:
-        """Returns how many drafts of the first round a proposer with a model has to draw."""
+        """Returns how many drafts of the first round a proposer with a model must draw."""
         draft = self.draft
         return draft.num_tokens if draft.known is None and draft.source == proposer else 0
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """``rows`` are the scheduled sequences that complete, in order. Blocks are reserved for ``max_rounds``
-    rounds. ``started`` is the time when planning began, by ``time.perf_counter``. ``option`` is the planner's
-    own account of what it chose, from which it learns when the step has run."""
+    """Holds the plan of a step. ``rows`` are the scheduled sequences that complete, in order. Blocks are
+    reserved for ``max_rounds`` rounds. ``started`` is the time when planning began, by ``time.perf_counter``.
+    ``option`` is the planner's own account of its choice, from which it learns when the step has run."""
 
     scheduled: list[ScheduledSequence]
     rows: list[ScheduledSequence]
@@ -168,12 +170,12 @@ class StepPlan:
 
     @property
     def prompts(self) -> list[ScheduledSequence]:
-        """Returns the prompts that take part, and pieces of them."""
+        """Returns the prompts, and pieces of prompts, that take part."""
         return [part for part in self.scheduled if part.kind is not Kind.DECODE]
 
 
 class PhaseSeconds(NamedTuple):
-    """The wall time of a round is the sum of these."""
+    """Holds the seconds of each phase; their sum is the wall time of a round."""
 
     draft: float
     score: float
@@ -182,7 +184,7 @@ class PhaseSeconds(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """What became of one round, row by row.
+    """Holds the results of one round, row by row.
 
     ``emitted`` are the accepted drafts and the token that follows them, before stop tokens and limits cut
     them off. ``failed`` rows had no distribution to draw from. ``sources`` says who drafted, where that is
@@ -199,20 +201,21 @@ class Round:
     sources: list[str] | None = None
 
     def source(self, row: int, part: ScheduledSequence) -> str:
-        """Returns who drafted for the row, which is that of ``part``."""
+        """Returns who drafted for the row that belongs to ``part``."""
         return part.draft.first_source if self.sources is None else self.sources[row]
 
     def logprobs_of(self, row: int) -> list[TokenLogprob]:
-        """Returns the log-probabilities of what the row emitted, if it asks for them."""
+        """Returns the log-probabilities of the tokens that the row emitted, if it asks for them."""
         return [] if self.logprobs is None else self.logprobs[row] or []
 
 
 @dataclass(slots=True)
 class StepResult:
-    """``rounds`` has at least one, if the plan has rows; only in the last one may a row end.
+    """Holds the results of a step. ``rounds`` has at least one, if the plan has rows; only in the last one
+    may a row end.
 
     ``num_rows`` counts the rows of all rounds by the runner that executed them. ``prompt_seconds`` are those
-    of prompts, outside rounds. ``host_seconds`` are what else the step took, known once it is committed.
+    of prompts, outside rounds. ``host_seconds`` are the rest of the step, known once it is committed.
     """
 
     rounds: list[Round]

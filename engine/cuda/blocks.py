@@ -15,31 +15,32 @@ from gguf import GGMLQuantizationType
 
 from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 
-# Weights of a block, which have a scale in common, and blocks that share more in some types.
+# A block has this many weights with a scale in common; some types have super-blocks that share more.
 BLOCK, BLOCKS_OF_SUPER = 32, 8
-# Outputs that one program computes; a tile of codes has 32 times as many.
+# One program computes this many outputs; a tile of codes has 32 times as many bytes.
 COLUMNS = 64
-# Rows that are repacked at a time, where each code takes a byte.
+# This many rows are repacked at a time; each code takes a byte meanwhile.
 REPACKED_ROWS = 1 << 13
 
-# Codes become weights in one of these ways; kernels know their numbers. SCALE: float16 of a block. SCALE_MIN:
-# and float16 to add. SUPER: scale and minimum in 8 bits each, times float16 of 256 inputs. SUPER_HALF: scales
-# in 8 bits of 16 inputs, times float16 of 256. SUPER_HALF_MIN: scales and minima in 4 bits each of 16 inputs,
-# times float16 of 256. SUPER_SCALE: a scale in 8 bits, times float16 of 256. POWER: a power of two.
+# Codes become weights in one of these ways, which kernels know by their numbers. SCALE: float16 of a block.
+# SCALE_MIN: the same, and a float16 minimum to add. SUPER: scale and minimum in 8 bits each, times float16 of
+# 256 inputs. SUPER_HALF: scales in 8 bits of 16 inputs, times float16 of 256. SUPER_HALF_MIN: scales and
+# minima in 4 bits each of 16 inputs, times float16 of 256. SUPER_SCALE: a scale in 8 bits, times float16 of
+# 256. POWER: a power of two.
 SCALE, SCALE_MIN, SUPER, SUPER_HALF, SUPER_HALF_MIN, SUPER_SCALE, POWER = range(7)
-# Four bits of some types are the numbers of these levels.
+# Codes of four bits are indices into these levels in some types.
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 LEVEL_OFFSET = 128
-# They are codes uint8 [rows, blocks, 32], scales [rows, blocks, fields], and what eight blocks share [rows,
-# blocks / 8, fields].
+# A function of this type returns codes uint8 [rows, blocks, 32], scales [rows, blocks, fields], and the
+# numbers that eight blocks share [rows, blocks / 8, fields].
 Fields: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``bits`` of a code, which is the weight divided by its scale, plus ``offset``; or with ``levels`` the
-    number of one of them."""
+    """Describes a type of blocks. A weight is its scale times (its code of ``bits`` + ``offset``) or, with
+    ``levels``, its scale times the level that the code names."""
 
     bits: int
     scaling: int
@@ -53,7 +54,7 @@ class Kind:
 
     @property
     def super_fields(self) -> int:
-        """Returns how many numbers eight blocks have in common."""
+        """Returns how many numbers eight blocks share."""
         return {SUPER: 2, SUPER_HALF: 1, SUPER_HALF_MIN: 2, SUPER_SCALE: 1}.get(self.scaling, 0)
 
     @property
@@ -63,8 +64,8 @@ class Kind:
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """Returns what kernels know of it, in the order of ``block_weights``. Levels are bytes of two
-        integers, plus ``LEVEL_OFFSET``."""
+        """Returns the numbers that kernels know of the kind, in the order of ``block_weights``. A level is a
+        byte of two integers, with ``LEVEL_OFFSET`` added."""
         bytes_ = bytes(level + LEVEL_OFFSET for level in self.levels) or bytes(16)
         first, last = (int.from_bytes(bytes_[at : at + 8], "little", signed=True) for at in (0, 8))
         offset = LEVEL_OFFSET if self.levels else self.offset
@@ -196,7 +197,7 @@ def _q3_k(data: torch.Tensor, _: int) -> Fields:
     rows, supers = data.shape[:2]
     low, high = _nibbles(data[..., 96:104]), data[..., None, 104:108]
     twos = 2 * torch.arange(4, dtype=torch.uint8, device=data.device)
-    scales = (low | (high >> twos[:, None] & 3).flatten(2) << 4) - 32  # bits of a signed number
+    scales = (low | (high >> twos[:, None] & 3).flatten(2) << 4) - 32  # The six bits are a signed number.
     shifts = torch.arange(BLOCKS_OF_SUPER, dtype=torch.uint8, device=data.device)
     third = (data[..., None, :32] >> shifts[:, None] & 1).view(rows, -1, BLOCK)
     codes = _pairs_of_bits(data[..., 32:96]) | third << 2
@@ -240,7 +241,7 @@ def _halves(data: torch.Tensor) -> torch.Tensor:
 
 
 def _tiled(numbers: torch.Tensor) -> torch.Tensor:
-    """[rows, blocks, n] to [tiles, blocks, columns, n]; zeros fill the last tile."""
+    """Turns [rows, blocks, n] into [tiles, blocks, columns, n]; zeros fill the last tile."""
     padded = F.pad(numbers, (0, 0, 0, 0, 0, -len(numbers) % COLUMNS))
     return padded.view(-1, COLUMNS, *numbers.shape[1:]).transpose(1, 2).contiguous()
 
@@ -270,7 +271,7 @@ def _overlaid(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def random_blocks(type_: int, rows: int, in_features: int) -> QuantisedBlocks:
-    """Draws every bit, but scales of one size."""
+    """Draws every bit at random, except that scales have one size."""
     kind = KINDS[type_]
     block, size = (int(number) for number in gguf.GGML_QUANT_SIZES[GGMLQuantizationType(type_)])
     generator = np.random.default_rng(type_)

@@ -44,7 +44,7 @@ def choose_for_token(
     wanted = scores
     if HAS_BIAS:
         wanted += tl.load(bias + number, mask=is_expert, other=0.0)
-    # Broken numbers choose experts, too: what these say is no number either.
+    # Numbers that are not finite choose experts, too; the outputs of these are not finite either.
     wanted = tl.where(is_expert & (wanted == wanted), wanted, float("-inf"))
     if GROUPS > 1:
         group = number // (EXPERTS // GROUPS)
@@ -82,7 +82,7 @@ def choose_for_token(
 def find_tokens_of_expert(
     pairs,  # int32 [experts, tokens]: tokens and their experts, numbered as in ``chosen``
     counts,  # int32 [experts]
-    touched,  # int64 [2]: experts and layers that were read, added up
+    touched,  # int64 [2]: the numbers of experts and of layers that were read, added up
     chosen,  # int32 [tokens, CHOSEN]
     num_tokens,
     num_pairs,
@@ -113,14 +113,14 @@ def multiply_tile(
     multiplier,
     num_tokens,
     num_tiles,
-    first_output,  # where these parts of the layer begin
-    num_outputs,  # each part has so many
+    first_output,  # rows at which these parts of the layer begin
+    num_outputs,  # number of outputs of each part
     out_features,
-    NUM_INPUTS: tl.constexpr,  # tells where rows are aligned
+    NUM_INPUTS: tl.constexpr,  # says how rows are aligned
     EXPERTS: tl.constexpr,
     TENSORS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
-    KIND: tl.constexpr,  # It is a kind of blocks, or DENSE.
+    KIND: tl.constexpr,  # KIND is one of the kinds of blocks, or DENSE.
     ROWS: tl.constexpr,
     BLOCKS_AT_A_TIME: tl.constexpr,
 ):

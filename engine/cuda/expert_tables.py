@@ -27,7 +27,8 @@ from truedraft.engine.layers.mlp import Experts, TouchedExperts
 from truedraft.engine.layers.torch_run import TorchPointwise
 from truedraft.engine.memory.pointers import device_address
 
-# Tokens of the comparison at load: of every size of program, and of more than one.
+# The comparison at load has these numbers of tokens: one for every size of program, and more than one
+# program.
 CHECKED_TOKENS = (1, 17, 33, 80)
 # Addresses are multiples of this, so that many numbers are loaded at once.
 ALIGNMENT = 16
@@ -59,7 +60,7 @@ def grouped(
 
 
 def are_right(name: str, checks: Iterator[bool]) -> bool:
-    """Tells whether the kernels for something pass these checks, and says why not."""
+    """Tells whether the kernels named ``what`` pass these checks; a warning says why not."""
     try:
         if all(checks):
             return True
@@ -70,7 +71,8 @@ def are_right(name: str, checks: Iterator[bool]) -> bool:
 
 
 def _group(experts: Experts, dtype: torch.dtype) -> GroupedExperts | None:
-    """Returns None for experts that the kernels do not serve: with biases or scales."""
+    """Makes the tables of experts; returns None if the kernels do not serve them, as with biases or
+    scales."""
     gate_up = grouped_linear([mlp.gate_up for mlp in experts.experts], dtype)
     down = grouped_linear([mlp.down for mlp in experts.experts], dtype)
     is_plain = all(mlp.scales is None for mlp in experts.experts)
@@ -107,8 +109,8 @@ def grouped_linear(linears: Sequence[Linear], dtype: torch.dtype) -> GroupedLine
 
 
 def _alike(parts: Sequence[ExpertMatrices]) -> tuple[ExpertMatrices, ...]:
-    """Joins parts that are alike and follow each other, as gates do and what they gate: one launch multiplies
-    with all of them."""
+    """Joins neighbouring parts of the same kind, such as gates and the matrices that they gate, so that one
+    launch multiplies with all of them."""
     kinds = groupby(parts, key=lambda part: (part.rows, part.in_features, part.type))
     joined = [(kind, torch.cat([part.addresses for part in some])) for kind, some in kinds]
     return tuple(ExpertMatrices(*kind, addresses) for kind, addresses in joined)
@@ -128,7 +130,8 @@ class _Matrix:
 
 
 def _part(matrices: Sequence[_Matrix]) -> ExpertMatrices | None:
-    """Returns None for matrices that are not alike, or lie where the kernels cannot read them."""
+    """Makes one part's table; returns None for matrices of different kinds, or whose addresses kernels cannot
+    read."""
     first = matrices[0]
     kinds = {(matrix.rows, matrix.in_features, matrix.type) for matrix in matrices}
     if len(kinds) > 1 or not all(each.is_contiguous() for matrix in matrices for each in matrix.tensors):
@@ -141,7 +144,7 @@ def _part(matrices: Sequence[_Matrix]) -> ExpertMatrices | None:
 
 
 def _shape(experts: GroupedExperts) -> tuple[Any, ...]:
-    """Returns what programs are compiled for."""
+    """Returns the sizes for which programs are compiled."""
     router, linears = experts.router, (experts.gate_up, experts.down)
     parts = [(part.rows, part.in_features, part.type) for linear in linears for part in linear.parts]
     kind = router.scoring, router.renormalises, router.choice_bias is None, router.groups

@@ -1,6 +1,6 @@
-"""Experts whose tokens are multiplied together, by addresses of their weights in a table on the device.
+"""Multiplies the tokens of each expert together, by a table of the weights' addresses on the device.
 
-``expert_tables`` makes it. Which tokens an expert has is known on the device alone.
+``expert_tables`` makes the table. Only the device knows which tokens an expert has.
 """
 
 from dataclasses import dataclass, field
@@ -15,19 +15,18 @@ from truedraft.engine.layers.torch_run import TorchPointwise
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """Are matrices [rows, in features] of each expert, one or several that are alike, in blocks of this
-    ``type``, or dense (None). ``addresses`` int64 [matrices, tensors, experts] are those of their tensors."""
+    """Holds matrices [rows, in features] of each expert, one or several of the same shape and type."""
 
     rows: int
     in_features: int
     type: int | None
-    addresses: torch.Tensor
+    addresses: torch.Tensor  # int64 [matrices, tensors, experts]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinear:
     """Is a linear layer of each expert, whose ``parts`` give outputs one after the other. ``linears`` keep
-    the weights."""
+    the weights alive."""
 
     parts: tuple[ExpertMatrices, ...]
     linears: tuple[Linear, ...]
@@ -37,7 +36,7 @@ class GroupedLinear:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts(Experts):
-    """Are experts that the kernels serve."""
+    """Holds experts that the kernels serve."""
 
     gate_up: GroupedLinear = field(kw_only=True)
     down: GroupedLinear = field(kw_only=True)
@@ -47,8 +46,8 @@ class GroupedExperts(Experts):
         return self.experts[0].activation
 
     def working_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of what a pass computes of a token: gates and what they gate, what was gated,
-        what experts say, and the places where each of them may have it."""
+        """Returns the bytes that a pass needs for one token: gates and the numbers that they gate, their
+        products, the experts' outputs, and the token's places in the experts' lists."""
         numbers = self.gate_up.out_features * 3 // 2 + self.down.out_features
         places = self.router.num_experts + 2 * self.router.num_chosen
         return self.router.num_chosen * numbers * dtype.itemsize + places * torch.int32.itemsize
@@ -56,8 +55,8 @@ class GroupedExperts(Experts):
 
 @dataclass(frozen=True, slots=True)
 class TokenGroups:
-    """Says which tokens each expert has: the first ``counts`` int32 [experts] of ``pairs`` int32 [experts,
-    tokens], which are places in ``chosen`` [tokens, experts that a token has]."""
+    """Lists the tokens of each expert: the first ``counts`` int32 [experts] of ``pairs`` int32 [experts,
+    tokens], which are indices into the flattened ``chosen`` [tokens, experts of a token]."""
 
     pairs: torch.Tensor
     counts: torch.Tensor
@@ -65,7 +64,7 @@ class TokenGroups:
 
 
 class ExpertKernels(Protocol):
-    """The module ``launch_experts``, or what stands in for it in tests."""
+    """Is the interface of the module ``launch_experts``, which tests replace."""
 
     def choose_experts(
         self, router: Router, numbers: torch.Tensor, is_there: torch.Tensor | None

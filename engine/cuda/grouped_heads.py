@@ -14,13 +14,13 @@ from truedraft.engine.layers.mlp import HeadLinears
 
 @dataclass(frozen=True, slots=True)
 class GroupedHeads(HeadLinears):
-    """Are those that the kernels serve, in ``table``."""
+    """Holds linear layers of heads that the kernels serve, in ``table``."""
 
     table: GroupedLinear
 
 
 def every_head(num_tokens: int, num_heads: int, device: torch.device) -> TokenGroups:
-    """Returns groups in which each token has all heads, in their order."""
+    """Returns groups in which every head has all tokens, in their order."""
     numbers = torch.arange(num_tokens * num_heads, dtype=torch.int32, device=device)
     pairs = numbers.view(num_tokens, num_heads).T.contiguous()
     counts = torch.full((num_heads,), num_tokens, dtype=torch.int32, device=device)
@@ -31,5 +31,5 @@ def every_head(num_tokens: int, num_heads: int, device: torch.device) -> TokenGr
 def run_heads(
     kernels: ExpertKernels, linears: GroupedHeads, x: torch.Tensor, groups: TokenGroups
 ) -> torch.Tensor:
-    """Computes ``x`` [tokens, heads, size], each by the layer of its head."""
+    """Multiplies ``x`` [tokens, heads, size], each head's vectors by the head's own layer."""
     return kernels.multiply_experts(x.flatten(0, 1), linears.table, groups, 1).view(*x.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""Makes tables of the linear layers of heads at load, as ``expert_tables`` makes those of experts."""
+"""Makes tables of the linear layers of heads at load, in the way ``expert_tables`` makes those of experts."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def _with_table(heads: HeadLinears, dtype: torch.dtype) -> HeadLinears:
 
 
 def _shape(heads: GroupedHeads) -> tuple[object, ...]:
-    """Returns what programs are compiled for."""
+    """Returns the sizes for which programs are compiled."""
     return len(heads.linears), *((each.rows, each.in_features, each.type) for each in heads.table.parts)
 
 

@@ -1,4 +1,4 @@
-"""The kernels of a decoder's layer, in Triton: attention over the paged cache, rotary embedding with the
+"""Has the kernels of a decoder's layer in Triton: attention over the paged cache, rotary embedding with the
 write to it, RMSNorm, and the MLP's gate; recurrences are in ``recurrent_kernels``.
 
 Attention gathers nothing. One program takes a row, one key-value head and a share of the row's keys, and
@@ -25,23 +25,23 @@ from truedraft.engine.cuda.launch_recurrent import recur as recur
 from truedraft.engine.cuda.multiprocessors import NORMED_BY_A_WARP, num_multiprocessors
 from truedraft.engine.memory.batch import PagedRows
 
-# Rows of queries x shared heads, and keys, that a program multiplies at a time: tl.dot wants 16 of each, and
-# 64 rows of float32 numbers, which are not multiplied by matrix units, do not fit into registers.
+# A program multiplies this many rows of queries x shared heads, and keys, at a time: tl.dot wants 16 of each,
+# and 64 rows of float32 numbers, which are not multiplied by matrix units, do not fit into registers.
 MIN_TILE, MAX_TILE = 16, 64
-# Bytes of a tile of keys, and as many of values. Keys wait for their entry in the table, so stages are shared
-# by two loads (https://github.com/triton-lang/triton/issues/4721): from five on the compiler gives keys and
-# values a second buffer, and loads the next tile while this one is computed.
+# A tile of keys has this many bytes, and one of values as many. Keys wait for their entry in the table, so
+# stages are shared by two loads (https://github.com/triton-lang/triton/issues/4721): from five on the
+# compiler gives keys and values a second buffer, and loads the next tile while this one is computed.
 KEY_TILE_BYTES, NUM_STAGES = 8 << 10, 5
-# A share below this many keys is not worth a program; more programs than this many a multiprocessor wait.
+# A share below this many keys is not worth a program; each multiprocessor gets at most this many programs.
 MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
 
 # Latent vectors are long: more rows of queries would not fit into registers, nor a larger tile of keys into
 # the least shared memory there is. In float32 there is no second buffer of keys.
 MAX_LATENT_TILE, LATENT_KEY_TILE, LATENT_ROWS_OF_WARP = 32, 16, 4
 
-# Numbers of a head that a warp turns.
+# One warp turns this many numbers of a head.
 TURNED_BY_A_WARP = 256
-# Numbers of the MLP that one program gates.
+# One program gates this many numbers of the MLP.
 GATE_TILE = 1024
 
 
@@ -76,7 +76,7 @@ def attend_share(
     kv_head = tl.program_id(1) // num_tiles
     split, num_splits = tl.program_id(2), tl.num_programs(2)
     place = tl.program_id(1) % num_tiles * TILE + tl.arange(0, TILE)
-    index = place // SHARED  # counts a row's tokens
+    index = place // SHARED  # counts the tokens of a row
     head = kv_head * SHARED + place % SHARED
     is_query = index < tl.load(counts + row)
     token = tl.load(first_tokens + row) + index
@@ -89,7 +89,7 @@ def attend_share(
         other=0.0,
     )
 
-    # Keys that any of these queries sees, and this program's share of them.
+    # These queries see the keys up to here; this program takes its share of them.
     end = tl.max(position, 0) + 1
     begin = tl.zeros_like(end)
     if WINDOW > 0:
@@ -103,7 +103,7 @@ def attend_share(
     attended = tl.zeros([TILE, PADDED_SIZE], tl.float32)
     for start in range(begin, end, KEY_TILE):
         key = start + tl.arange(0, KEY_TILE)
-        # What lies beyond a row's keys may be anything, even NaN: it is not loaded.
+        # Memory beyond a row's keys may hold anything, even NaN, so it is not loaded.
         is_key = key < end
         block = tl.load(tables + row * max_blocks + key // block_size, mask=is_key, other=0)
         stored = ((block * block_size + key % block_size) * KV_HEADS + kv_head) * SIZE
@@ -194,11 +194,11 @@ def attend_rows(
     sliding_window: int | None,
     num_splits: int | None = None,
 ) -> None:
-    """Write to ``output`` [tokens, heads, size], contiguous, what the tokens of ``rows`` attend to.
+    """Writes to ``output`` [tokens, heads, size], contiguous, the attention of the tokens of ``rows``.
 
-    ``query`` like ``output``, its heads and numbers contiguous; ``keys`` and ``values`` [slots, kv heads,
-    size], contiguous; ``positions`` int64 [tokens]: a token sees its row's keys up to its own position.
-    ``num_splits``, up to ``MAX_SPLITS``, is chosen by the shapes unless given.
+    ``query`` is like ``output``, its heads and numbers contiguous; ``keys`` and ``values`` are [slots, kv
+    heads, size], contiguous; ``positions`` are int64 [tokens]: a token sees its row's keys up to its own
+    position. ``num_splits``, up to ``MAX_SPLITS``, is chosen by the shapes unless given.
     """
     _, heads, size = query.shape
     kv_heads = keys.shape[1]
@@ -255,9 +255,9 @@ def attend_latents(
     scaling: float,
     num_splits: int | None = None,
 ) -> None:
-    """Write to ``output`` [tokens, heads, latent size], contiguous, what the tokens of ``rows`` attend to,
-    of any number. ``query`` [tokens, heads, size], ``keys`` [slots, 1, size]: latent vectors are the last
-    numbers of keys. Otherwise as ``attend_rows``."""
+    """Writes to ``output`` [tokens, heads, latent size], contiguous, the attention of the tokens of ``rows``,
+    any number of them. ``query`` is [tokens, heads, size], ``keys`` are [slots, 1, size], whose last numbers
+    are the latent vectors. The other arguments are those of ``attend_rows``."""
     _, heads, size = query.shape
     latent = output.shape[-1]
     num_rows, max_blocks = rows.tables.shape
@@ -299,8 +299,7 @@ def attend_latents(
 
 
 def _shares(output: torch.Tensor, rows: PagedRows, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns where programs put what was attended, and its logarithms; a lone one puts it where it
-    belongs."""
+    """Returns the buffers of the shares' outputs and logarithms; a lone share goes to the output directly."""
     if num_splits == 1:
         return output, output
     shape = len(rows.counts), rows.queries, output.shape[1], num_splits
@@ -386,11 +385,11 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Rotate the queries of ``query_key`` [tokens, heads + kv heads, size] in place, and write its rotated
+    """Rotates the queries of ``query_key`` [tokens, heads + kv heads, size] in place, and writes its rotated
     keys and ``value`` [tokens, kv heads, size] to ``slots`` int64 [tokens] of ``keys`` and ``values`` [slots,
-    kv heads, size]; without heads of values, keys are all that is written. ``cos`` and ``sin`` [tokens, n]
-    are as in ``Rotary``, and each head's first n numbers are turned. Sums in float32; heads and numbers of
-    the first two are contiguous, the others wholly."""
+    kv heads, size]; without heads of values only keys are written. ``cos`` and ``sin`` [tokens, n] are as in
+    ``Rotary``, and the first n numbers of each head are rotated. Sums are in float32; heads and numbers of
+    the first two tensors are contiguous, the other tensors wholly."""
     tokens, heads, size = query_key.shape
     kv_heads = keys.shape[1]
     padded_size = triton.next_power_of_2(size)
@@ -428,7 +427,7 @@ def gated_silu_part(output, gate_up, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 
 def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, [tokens, size], of ``gate_up`` [tokens, 2 * size]; in float32 inside."""
+    """Returns silu(gate) * up, [tokens, size], of ``gate_up`` [tokens, 2 * size]; computes in float32."""
     gate_up = gate_up.contiguous()
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
@@ -466,9 +465,9 @@ def rms_norm_row(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """RMSNorm of ``x`` [tokens, size], contiguous, by ``weight`` [size], or of [tokens, heads, size], heads
-    and numbers contiguous, by [heads, size]; plus ``residual``, if there is one, contiguous and of the same
-    shape. Sums in float32."""
+    """Returns the RMSNorm of ``x`` [tokens, size], contiguous, by ``weight`` [size], or of [tokens, heads,
+    size], heads and numbers contiguous, by [heads, size]; plus ``residual``, if there is one, contiguous and
+    of the same shape. Sums are in float32."""
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, size = len(x), x.shape[-1]
     heads = weight.numel() // size

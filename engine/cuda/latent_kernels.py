@@ -8,7 +8,7 @@ of a row's keys are joined in the same way.
 import triton
 import triton.language as tl
 
-# What differs from pass to pass must not be compiled in: whatever is served is compiled at load.
+# Numbers that differ from pass to pass must not be compiled in: whatever is served is compiled at load.
 VARIES = (
     "tables",
     "first_tokens",
@@ -50,7 +50,7 @@ def attend_share_of_latents(
     row = tl.program_id(0) // num_tiles
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     place = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
-    index = place // HEADS  # counts a row's tokens
+    index = place // HEADS  # counts the tokens of a row
     head = place % HEADS
     is_query = index < tl.load(counts + row)
     token = tl.load(first_tokens + row) + index
@@ -65,7 +65,7 @@ def attend_share_of_latents(
         query + of_query + TURNED + number[None, :], mask=is_query[:, None] & is_number[None, :], other=0.0
     )
 
-    # Keys that any of these queries sees, and this program's share of them.
+    # These queries see the keys up to here; this program takes its share of them.
     end = tl.max(position, 0) + 1
     share = tl.cdiv(tl.cdiv(end, num_splits), KEY_TILE) * KEY_TILE
     begin = split * share
@@ -76,7 +76,7 @@ def attend_share_of_latents(
     attended = tl.zeros([TILE, PADDED_LATENT], tl.float32)
     for start in range(begin, end, KEY_TILE):
         key = start + tl.arange(0, KEY_TILE)
-        # What lies beyond a row's keys may be anything, even NaN: it is not loaded.
+        # Memory beyond a row's keys may hold anything, even NaN, so it is not loaded.
         is_key = key < end
         block = tl.load(tables + row * max_blocks + key // block_size, mask=is_key, other=0)
         stored = (block * block_size + key % block_size) * SIZE

@@ -15,14 +15,14 @@ from truedraft.engine.layers.quantised_blocks import TYPES
 LOOKED_AT, MOST_TOKENS = 1024, 64
 DENSE_BLOCKS, BLOCKS_AT_A_TIME = 2, 4
 DENSE_STAGES = 3
-# Dense weights are told from kinds of blocks by codes of 0 bits.
+# Codes of 0 bits mark dense weights, so that they differ from all kinds of blocks.
 DENSE = (0,) * len(KINDS[TYPES["Q8_0"]].constants)
 
 
 def choose_experts(
     router: Router, numbers: torch.Tensor, is_there: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes as ``Router.choose_by``; tokens that are not there choose -1."""
+    """Computes as ``Router.choose_by`` does; padding tokens choose -1."""
     numbers = numbers.contiguous()
     shape, groups = (len(numbers), router.num_chosen), router.groups
     chosen = torch.empty(shape, dtype=torch.int32, device=numbers.device)
@@ -53,7 +53,7 @@ def choose_experts(
 
 
 def group_tokens(chosen: torch.Tensor, num_experts: int, touched: torch.Tensor) -> TokenGroups:
-    """Finds the tokens of each expert, and counts experts that have some in ``touched``."""
+    """Finds the tokens of each expert, and adds the number of experts that have some to ``touched``."""
     num_tokens = len(chosen)
     pairs = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=chosen.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
@@ -67,8 +67,8 @@ def group_tokens(chosen: torch.Tensor, num_experts: int, touched: torch.Tensor) 
 def multiply_experts(
     x: torch.Tensor, linear: GroupedLinear, groups: TokenGroups, pairs_of_row: int
 ) -> torch.Tensor:
-    """Returns products [tokens * chosen, out features] of rows of ``x``, each of which serves
-    ``pairs_of_row`` of a token's experts. Where no expert was chosen, outputs are undefined."""
+    """Returns products [tokens * chosen, out features] of the rows of ``x``, each of which serves
+    ``pairs_of_row`` experts of a token. Where no expert was chosen, outputs are undefined."""
     x = x.contiguous()
     num_experts, num_tokens = groups.pairs.shape
     output = torch.empty(groups.chosen.numel(), linear.out_features, dtype=x.dtype, device=x.device)
@@ -111,8 +111,8 @@ def join_experts(
     shared: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns the sum [tokens, size] of what experts say, by their weights, and of the others, if there are
-    some, rounded once."""
+    """Returns the sum [tokens, size] of the experts' outputs by their weights, and of the shared experts' and
+    the residual if there are some, rounded once."""
     tokens, num_chosen = chosen.shape
     size = said.shape[1]
     output = torch.empty(tokens, size, dtype=said.dtype, device=said.device)

@@ -8,14 +8,15 @@ from truedraft.engine.layers.recurrent import Convolution, DeltaRule, Mamba2, Re
 from truedraft.engine.memory.batch import StateRows
 from truedraft.engine.memory.recurrent_state import CHUNK, NUM_RECORDS, LayerState
 
-# Tokens and channels that a program convolves at a time, and numbers that one copies.
+# A program convolves this many tokens and channels at a time, and copies this many numbers.
 TOKENS, CHANNELS, COPIED = 16, 128, 1024
-# Columns of a state that a program keeps in registers.
+# A program keeps this many columns of a state in registers.
 MIN_COLUMNS, MAX_COLUMNS = 16, 32
 
 
 def recur(rule: Recurrence, x: torch.Tensor, rows: StateRows, state: LayerState) -> torch.Tensor:
-    """Computes as ``LayerRun.recur``, for tokens of ``rows``; padding gets finite, unused outputs."""
+    """Computes as ``LayerRun.recur`` does for the tokens of ``rows``; padding gets finite outputs that nobody
+    uses."""
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         match rule:
@@ -133,8 +134,8 @@ def _recur(
     state: LayerState,
     tiled: bool,
 ) -> torch.Tensor:
-    """Returns what states answer to ``query`` [tokens, key heads * size], [tokens, heads, columns]. ``key``
-    is likewise, ``value`` [tokens, heads * columns]; ``added`` become the values of records."""
+    """Returns the states' outputs [tokens, heads, columns] for ``query`` [tokens, key heads * size]. ``key``
+    has the same shape, ``value`` is [tokens, heads * columns]; ``added`` receives the values of records."""
     shape, num_rows = rule.state, len(rows.counts)
     answers = torch.zeros_like(added)
     columns = min(MAX_COLUMNS, max(MIN_COLUMNS, int(triton.next_power_of_2(shape.columns))))
@@ -197,7 +198,7 @@ def _finish(
     eps: float,
     size: int,
 ) -> torch.Tensor:
-    """Gates ``answers`` by the numbers of ``x`` from ``z_first`` on, and norms ``size`` at a time."""
+    """Gates ``answers`` by the numbers of ``x`` from ``z_first`` on, and norms groups of ``size`` numbers."""
     tokens, _, head_size = answers.shape
     output = torch.empty(tokens, answers[0].numel(), dtype=x.dtype, device=x.device)
     padded_size = triton.next_power_of_2(size)

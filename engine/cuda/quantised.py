@@ -1,8 +1,9 @@
-"""Linear layers and embeddings keep their weights in 2 to 8 bits on a GPU, as files or ``quantize`` have it.
+"""Linear layers and embeddings keep their weights in 2 to 8 bits on a GPU, as files or ``quantize`` have
+them.
 
-Not a bit of a weight changes (``blocks``). A few rows are multiplied where the weights are
-unpacked, many rows by torch, after a part of the weights has been unpacked into memory. Inputs are not
-rounded to fewer bits.
+Not a bit of a weight changes (``blocks``). Kernels unpack the weights in registers for a few rows; for many
+rows a part of the weights is unpacked into memory at a time, and torch multiplies. Inputs are not rounded to
+fewer bits.
 """
 
 import logging
@@ -23,19 +24,19 @@ from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings, Linear, 
 from truedraft.engine.layers.weight import Weight
 
 # Up to this number of rows are multiplied where the weights are unpacked: 128 rows at a time, each time
-# reading them anew. Unpacked they are read and written in 16 bits, which takes as much as seven times 4.5
+# reading them anew. Unpacked weights are read and written in 16 bits, which takes as much as seven times 4.5
 # bits.
 MAX_ROWS = 320
-# Weights that are unpacked at a time for more rows than that.
+# This many weights are unpacked at a time where there are more rows than that.
 UNPACKED = 1 << 26
-# Rows of the products that are checked: of every size of program, and of more than one.
+# Products of these numbers of rows are checked: one for every size of program, and more than one program.
 CHECKED_ROWS = (1, 17, 33, COLUMNS + 1)
 
 logger = logging.getLogger(__name__)
 
 
 class BlockKernels(Protocol):
-    """The module ``quantised_kernels``, or what stands in for it in tests."""
+    """Is the interface of the module ``quantised_kernels``, which tests replace."""
 
     def multiply(
         self,
@@ -51,15 +52,15 @@ class BlockKernels(Protocol):
         ...
 
     def unpack(self, packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor) -> torch.Tensor:
-        """Returns rows by their numbers, [rows, in features]: to the bit what the package gguf gives, rounded
-        to ``dtype``."""
+        """Returns the rows with these numbers, [rows, in features], to the bit as the package gguf has them,
+        rounded to ``dtype``."""
         ...
 
     round_rows: RoundRows
 
 
 class PackedLinear:
-    """Multiplies by blocks. ``parts`` of the same number of inputs may be of several types."""
+    """Multiplies by blocks. ``parts`` have the same number of inputs and may be of several types."""
 
     def __init__(
         self,
@@ -122,9 +123,9 @@ class BlockLinears:
         self.kernels = kernels
         self.dtype = dtype
         self.device = device
-        # Types that were met, and whether the kernels compute their weights rightly here.
+        # Says for each type met so far whether the kernels compute its weights correctly on this device.
         self.checked: dict[int, bool] = {}
-        # An output layer may have the weights of the embeddings, which are there once.
+        # An output layer may share the weights of the embeddings, which are then in memory once.
         self.embedded: list[tuple[Weight, PackedBlocks]] = []
 
     def make(self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0) -> Linear:
@@ -164,12 +165,13 @@ class BlockLinears:
 
 
 def find_linears(dtype: torch.dtype, device: torch.device) -> BlockLinears | None:
-    """Returns the backend, if there are kernels for ``device``; whether they are right is seen as each type
-    of blocks is met."""
+    """Returns the backend if there are kernels for ``device``; each type of blocks is checked when it is
+    first met."""
     if not serves([], dtype, device):
         return None
     try:
-        kernels: BlockKernels = import_module("truedraft.engine.cuda.quantised_kernels")  # imports triton
+        # This imports triton.
+        kernels: BlockKernels = import_module("truedraft.engine.cuda.quantised_kernels")
     except Exception as error:  # compilers and drivers fail in many ways; dense weights need none of this
         logger.warning("The kernels for quantised weights cannot be used: %s", error, exc_info=True)
         return None
@@ -191,7 +193,7 @@ def is_right(kernels: BlockKernels, type_: int, dtype: torch.dtype, device: torc
         for rows, wanted in ((range(len(weights)), weights), (ids, weights[ids])):
             if not torch.equal(kernels.unpack(packed, torch.float32, rows), wanted):
                 return False
-            kernels.unpack(packed, dtype, rows)  # compiles
+            kernels.unpack(packed, dtype, rows)  # This compiles the kernels.
         generator = torch.Generator().manual_seed(type_)
         x = torch.randn(COLUMNS + 1, blocks.in_features, generator=generator).to(device, dtype)
         expected = x.double() @ weights.to(dtype).double().t()

@@ -1,4 +1,4 @@
-"""Products with quantised weights, in Triton, and the weights themselves by their rows.
+"""Multiplies by quantised weights in Triton, and unpacks the weights of single rows.
 
 A program multiplies 64 outputs' weights of a share of the inputs by up to 128 rows. Weights are unpacked in
 registers, rounded to the type of the inputs, and are the left factor of ``tl.dot``: so the instructions that
@@ -19,22 +19,23 @@ from truedraft.engine.cuda.blocks import PackedBlocks
 from truedraft.engine.cuda.multiprocessors import NORMED_BY_A_WARP, num_multiprocessors
 from truedraft.engine.layers.weight import FP8, LARGEST_FP8, LEAST_LARGEST
 
-# Sizes of a program's tile of rows; more rows take several of the largest. Products of float32 numbers have
-# no matrix units, and need registers for all of them.
+# A program's tile of rows has one of these sizes; more rows take several of the largest. Products of float32
+# numbers have no matrix units, and need registers for all of them.
 MIN_ROWS, MOST_ROWS = 16, 128
 # Blocks of each output that a program multiplies at a time, while it loads the next ones, or those after
 # these, too. What waits in shared memory grows with the rows, and a multiprocessor of a consumer's card has
 # 100 KiB: many rows have two stages, with which it holds two to four programs in place of one.
 BLOCKS_AT_A_TIME, NUM_STAGES, MANY_ROWS, STAGES_OF_MANY = 4, 3, 64, 2
-# Programs that a multiprocessor is given, as far as there are inputs for so many shares.
+# A multiprocessor gets this many programs, as far as the inputs can be divided.
 PROGRAMS_OF_MULTIPROCESSOR, MAX_SHARES = 4, 16
-# Numbers that one program sums over the shares.
+# One program sums this many numbers over the shares.
 JOINED = 1024
-# Kernels see numbers of a module only as these.
+# Kernels see a module's numbers only as constants of this type.
 COLUMNS = tl.constexpr(blocks.COLUMNS)
 BLOCK = tl.constexpr(blocks.BLOCK)
 BLOCKS_OF_SUPER = tl.constexpr(blocks.BLOCKS_OF_SUPER)
-# What differs from layer to layer must not be compiled in: all is compiled at load, by one small layer.
+# Numbers that differ from layer to layer must not be compiled in: all is compiled at load, by one small
+# layer.
 _VARIES = ("num_blocks", "num_rows", "first_output", "num_outputs", "out_features")
 
 
@@ -44,11 +45,11 @@ def block_weights(
     high,
     scales,
     supers,
-    tile,  # int64, of each row, or one for all
-    column,  # in the tile, of each row
+    tile,  # int64, one for each row or one for all
+    column,  # in the tile, one for each row
     block,
     num_blocks,
-    KIND: tl.constexpr,  # what Kind.constants returns
+    KIND: tl.constexpr,  # the numbers that Kind.constants returns
 ):
     """Returns float32 [rows, 32]; zeros where there is no such block."""
     BITS: tl.constexpr = KIND[0]
@@ -225,7 +226,7 @@ def round_row(
     scales,  # float32 [rows]
     x,  # [rows, SIZE]
     LARGEST: tl.constexpr,  # number of FP8
-    LEAST: tl.constexpr,  # what the largest number of a row is at the least
+    LEAST: tl.constexpr,  # lower bound of the largest number of a row
     SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
 ):
@@ -246,7 +247,7 @@ def multiply(
     multiplier: float,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes as ``BlockKernels`` says. ``bias`` and ``residual`` are contiguous."""
+    """Computes as ``BlockKernels.multiply`` does. ``bias`` and ``residual`` are contiguous."""
     x = x.contiguous()
     num_rows, out_features = len(x), sum(part.rows for part in parts)
     output = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
@@ -297,7 +298,7 @@ def multiply(
 
 
 def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor) -> torch.Tensor:
-    """Computes as ``BlockKernels`` says."""
+    """Computes as ``BlockKernels.unpack`` does."""
     device = packed.low.device
     output = torch.empty(len(rows), packed.in_features, dtype=dtype, device=device)
     if not len(rows):
@@ -325,7 +326,7 @@ def unpack(packed: PackedBlocks, dtype: torch.dtype, rows: range | torch.Tensor)
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes as ``RoundRows`` says."""
+    """Computes as ``RoundRows`` does."""
     x = x.contiguous()
     values = torch.empty(x.shape, dtype=FP8, device=x.device)
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -345,7 +346,7 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def row_tile(num_rows: int, dtype: torch.dtype) -> int:
-    """Returns how many of ``num_rows`` one program multiplies."""
+    """Returns how many of ``num_rows`` rows one program multiplies."""
     largest = MIN_ROWS if dtype == torch.float32 else MOST_ROWS
     return min(largest, max(MIN_ROWS, int(triton.next_power_of_2(num_rows))))
 
@@ -356,6 +357,7 @@ def stages_of(rows: int) -> int:
 
 
 def shares_of(out_features: int, in_features: int, device: torch.device) -> int:
-    """Returns in how many shares the inputs of a layer are divided, by the layer and the device alone."""
+    """Returns the number of shares into which a layer's inputs are divided, by the layer and the device
+    alone."""
     wanted = PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device) // -(-out_features // blocks.COLUMNS)
     return max(1, min(wanted, -(-in_features // (blocks.BLOCK * BLOCKS_AT_A_TIME)), MAX_SHARES))

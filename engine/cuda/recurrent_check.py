@@ -1,6 +1,6 @@
-"""Asks at load whether recurrences in Triton compute what they do by torch's operations, on the same device.
+"""Checks at load that recurrences in Triton compute the same as torch's operations on the same device.
 
-That compiles them, too. Prompts, drafts that are taken back and folds are part of it.
+The check compiles the kernels, too. It covers prompts, drafts that are taken back, and folds.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.huge_pages import HugePages
 from truedraft.engine.memory.recurrent_state import LayerState, RecurrentCache
 
-# New tokens of two rows in each pass, and how many of them are taken back.
+# Each pass has this many new tokens for two rows; this many of them are taken back.
 PASSES = (((17, 40), 0), ((5, 2), 1), ((12, 12), 4), ((1, 1), 0))
 
 RecurRows = Callable[[Recurrence, torch.Tensor, StateRows, LayerState], torch.Tensor]
@@ -31,16 +31,16 @@ def distinct(recurrences: Iterable[Recurrence]) -> list[Recurrence]:
 def is_right(
     recur: RecurRows, rule: Recurrence, dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> bool:
-    """Tells whether ``recur`` computes ``rule`` like torch, but for ``tolerance`` of the largest number, and
-    leaves what later passes need."""
+    """Tells whether ``recur`` computes ``rule`` as torch does, within ``tolerance`` of the largest number,
+    and leaves the state that later passes need."""
     if not isinstance(rule, ShortConv):
-        # Else old tokens are forgotten, and with them what was done wrong.
+        # Otherwise states forget old tokens, and errors with them.
         rule = replace(rule, decay_rate=rule.decay_rate / 100)
     channels, width = rule.convolution.weight.shape
     spec = RecurrentCache(channels, width, rule.state, device)
     ours, theirs = (LayerState.zeros(spec, 3, HugePages()) for _ in range(2))
     for tensor in (*ours.tensors, *theirs.tensors):
-        tensor.fill_(torch.nan)  # others have been here
+        tensor.fill_(torch.nan)  # Slots hold the states of earlier texts.
     tables = [BlockTable(), BlockTable()]
     for slot, table in zip((2, 0), tables, strict=True):
         table.state_slot = slot

@@ -1,13 +1,12 @@
-"""Recurrences in Triton: a convolution over the newest tokens, the gated delta rule, and Mamba 2.
+"""Computes recurrences in Triton: a convolution over the newest tokens, the gated delta rule, and Mamba 2.
 
 Chunks stand where ``memory.recurrent_state`` folds, at multiples of their length, and are computed as a whole
-however few of their tokens are there. What is computed of a token depends on its place and on the tokens
-before it, and not on the pass that brings it or on other rows. Where a row's states are, how many tokens are
-folded and how many will be, is read on the device, so that a CUDA graph can hold it.
+however few of their tokens are there. A token's numbers depend on its place and on the tokens before it, and
+not on the pass that brings it or on other rows. The places of a row's states and the numbers of its folded
+tokens are read on the device, so that a CUDA graph can hold the launch.
 
-A program owns some columns of the state of one head of a row. Records are
-written by a launch of their own, when all programs have read those that they may overwrite. They are launched
-by ``launch_recurrent``.
+A program owns some columns of the state of one head of a row. Records are written by a launch of their own,
+when all programs have read those that they may overwrite. ``launch_recurrent`` launches these kernels.
 """
 
 import triton
@@ -34,8 +33,8 @@ def softplus(x):
 def new_inputs(
     x, token, channel, is_there, X_SIZE: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr
 ):
-    """Returns float32 inputs of a convolution: channels that come first in ``x``, or second and last times
-    first."""
+    """Returns float32 inputs of a convolution. The channels come first in ``x``; or they are the product of
+    the second and the last third with the first."""
     start = x + token.to(tl.int64)[:, None] * X_SIZE + channel[None, :]
     value = tl.load(start, mask=is_there, other=0.0).to(tl.float32)
     if GATED:
@@ -274,7 +273,7 @@ def recur_head(
             factor = tl.load(factors + record * HEADS + head, mask=is_old, other=1.0)
             new_factor = tl.load(decays + token * HEADS + head, mask=is_new, other=1.0)
             factor = tl.where(is_old, factor, new_factor)
-            # What is left at token i of what token j has added, and of the state.
+            # This is the share of token j's contribution, and of the state, that is left at token i.
             through = tl.cumprod(tl.where(is_before, factor[:, None], 1.0), 0).to(tl.float32)
             whole = tl.cumprod(factor, 0).to(tl.float32)
             for p in range(tl.maximum(stored - start, 0), tl.minimum(end - start, CHUNK)):
@@ -365,7 +364,7 @@ def finish_heads(
     HAS_SKIP: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Norms and gates a head: first the one, or first the other where there are skips."""
+    """Norms and gates a head; with skips the gate comes first."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     number = tl.arange(0, PADDED_SIZE)
     is_number = number < SIZE

@@ -1,11 +1,11 @@
-"""Draws and verdicts of rows by their own rules, in Triton: one program draws a row's next draft, one makes
-the distribution of each scored position, one judges a row.
+"""Draws and verifies rows by their own rules in Triton: one program draws a row's next draft, one makes the
+distribution of each scored position, one judges a row.
 
-Nothing is sorted. Where top-k and top-p cut is found by halving the interval of weights in which it lies, as
-the bits of positive numbers are ordered like these; in registers, once few weights are left. Every number is
-what ``sampling.ops``, ``processors``, ``random`` and ``verify`` have for torch, bit for bit: operations round
-one by one (no multiplication is fused with an addition), and sums are of integers. Only logarithms are the
-library's: two tokens' scores would have to agree in 50 bits for that to matter.
+Nothing is sorted. The cuts of top-k and top-p are found by halving the interval of weights in which they lie,
+as the bits of positive numbers are ordered like the numbers; in registers, once few weights are left. Every
+number is bit for bit that of torch in ``sampling.ops``, ``processors``, ``random`` and ``verify``: operations
+round one by one (no multiplication is fused with an addition), and sums are of integers. Only logarithms are
+the library's: two tokens' scores would have to agree in 50 bits for that to matter.
 
 Importing this module imports triton, which is no dependency: ``triton_sampling`` does where it has a use.
 """
@@ -19,12 +19,12 @@ from truedraft.engine.sampling import ops
 from truedraft.engine.sampling.random import Stream
 from truedraft.engine.sampling.splitmix import MASK_64, MIX_1, MIX_2, WEYL
 
-# Tokens that a program looks at together, and its warps.
+# A program looks at this many tokens together, with this many warps.
 TILE, NUM_WARPS = 4096, 16
 
 
 def _signed(x: int) -> tl.constexpr:
-    """Returns what int64, whose sums and products wrap, has in place of any number."""
+    """Returns the int64 of the same 64 bits; sums and products of int64 wrap."""
     x &= MASK_64
     return tl.constexpr(x - (1 << 64) if x >> 63 else x)
 
@@ -41,22 +41,22 @@ _EXACT_MATCH = tl.constexpr(Rule.EXACT_MATCH.code)
 _REJECTION = tl.constexpr(Rule.REJECTION.code)
 _COUPLED = tl.constexpr(Rule.COUPLED.code)
 _BLOCK = tl.constexpr(Rule.BLOCK.code)
-# Units of 1, and a unit, are powers of two, whose products are exact.
+# The mass 1 has this many units, and a unit is a power of two, so that products are exact.
 _WEIGHT_UNITS, _WEIGHT_UNIT = tl.constexpr(1 / ops.WEIGHT_UNIT), tl.constexpr(ops.WEIGHT_UNIT)
 _PROB_UNITS, _PROB_UNIT = tl.constexpr(1 / ops.PROB_UNIT), tl.constexpr(ops.PROB_UNIT)
 _LOWEST_EXPONENT, _ROUNDER = tl.constexpr(ops.LOWEST_EXPONENT), tl.constexpr(ops.ROUNDER)
 _LOG2_E = tl.constexpr(ops.LOG2_E)
 _LOG_2_HIGH, _LOG_2_LOW = tl.constexpr(ops.LOG_2_HIGH), tl.constexpr(ops.LOG_2_LOW)
 _TERM_0, _TERM_1, _TERM_2, _TERM_3, _TERM_4, _TERM_5, _TERM_6 = (tl.constexpr(term) for term in ops.TERMS)
-# One more than the bits of the highest weight, 1.
+# This is one more than the bits of the highest weight, 1.
 _BITS_ABOVE = tl.constexpr(0x3F800001)
-# Beyond every token id.
+# This is beyond every token id.
 _NO_ID = tl.constexpr(1 << 30)
 
 
 @triton.jit
 def shifted(x, BITS: tl.constexpr):
-    """``x`` int64, shifted right as an unsigned number is."""
+    """Returns ``x`` int64 shifted right as an unsigned number."""
     return (x >> BITS) & ((1 << (64 - BITS)) - 1)
 
 
@@ -99,13 +99,13 @@ def goal_of(share, total):
 
 @triton.jit
 def float_of(number):
-    """A row's float64, by its bits, as the float32 that distributions are made with."""
+    """Returns a row's float64, given by its bits, as the float32 with which distributions are made."""
     return number.to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def most_likely(logits, VOCAB: tl.constexpr, NUM_LOGITS: tl.constexpr, TILE: tl.constexpr):
-    """The first of the most likely tokens, its logit, and whether the logits are no distribution."""
+    """Returns the first of the most likely tokens, its logit, and whether the logits are no distribution."""
     top = tl.full([TILE], float("-inf"), tl.float32)
     ids = tl.zeros([TILE], tl.int32)
     is_nan = tl.zeros([TILE], tl.int32)
@@ -124,7 +124,7 @@ def most_likely(logits, VOCAB: tl.constexpr, NUM_LOGITS: tl.constexpr, TILE: tl.
 
 @triton.jit
 def mass_from(weights, lowest, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """The units of all weights that are not below ``lowest``."""
+    """Returns the units of all weights that are not below ``lowest``."""
     total = tl.zeros([TILE], tl.int64)
     for start in range(0, VOCAB, TILE):
         token = start + tl.arange(0, TILE)
@@ -135,7 +135,8 @@ def mass_from(weights, lowest, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def mass_of_top(weights, lowest, num, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """The units of the ``num`` highest weights, the last of which is ``lowest``, as others may be."""
+    """Returns the units of the ``num`` highest weights; the last of them is ``lowest``, which others may
+    equal."""
     total = tl.zeros([TILE], tl.int64)
     count = tl.zeros([TILE], tl.int64)
     for start in range(0, VOCAB, TILE):
@@ -159,14 +160,14 @@ def reached_by(bits, middle, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def cut_of(weights, goal, lowest, BY_COUNT: tl.constexpr):
-    """Returns what ``cut`` does, of weights in registers."""
+    """Computes what ``cut`` does for weights in registers."""
     low = lowest.to(tl.int32, bitcast=True)
     high = low * 0 + _BITS_ABOVE
     bits = weights.to(tl.int32, bitcast=True)
     while high - low > 1:
         middle = (low + high) >> 1
         is_reached = reached_by(bits, middle, BY_COUNT) >= goal
-        # Either bound is a weight that occurs: few halvings are left where few tokens are.
+        # Both bounds are weights that occur, so few halvings remain where there are few tokens.
         above = tl.min(tl.where(bits >= middle, bits, high), 0)
         below = tl.max(tl.where(bits < middle, bits, low), 0)
         low = tl.where(is_reached, above, low)
@@ -178,13 +179,13 @@ def cut_of(weights, goal, lowest, BY_COUNT: tl.constexpr):
 def cut(
     weights, kept, highest, goal, lowest, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr
 ):
-    """Returns the highest weight from which on all together are ``goal`` or more, by their units or their
-    number. Those from ``lowest`` on are.
+    """Returns the highest weight at which all weights from there up are together ``goal`` or more, in units
+    or in number. Those from ``lowest`` up are known to reach it.
 
     ``highest`` [TILE] are weights of different tokens, most of them among the highest. The cut of these
     alone, if they reach the goal, is a lower bound: weights from there on are few, as a rule, and are put to
-    ``kept`` [TILE] by one pass over the vocabulary, and halved in registers. Each halving of more is a pass
-    of its own.
+    ``kept`` [TILE] by one pass over the vocabulary, and halved in registers. If there are more, each halving
+    is a pass of its own.
     """
     low = lowest.to(tl.int32, bitcast=True)
     bits = highest.to(tl.int32, bitcast=True)
@@ -199,7 +200,7 @@ def cut(
         place = num_kept + tl.cumsum(is_kept.to(tl.int32), 0) - 1
         tl.store(kept + place, weight, mask=is_kept & (place < TILE))
         num_kept += tl.sum(is_kept.to(tl.int32), 0)
-    # What one thread has written others read.
+    # Threads read what another thread has written.
     tl.debug_barrier()
     if num_kept <= TILE:
         place = tl.arange(0, TILE)
@@ -213,7 +214,7 @@ def cut(
 
 @triton.jit
 def cut_by_passes(weights, goal, lowest, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Returns what ``cut`` does, of any number of weights."""
+    """Computes what ``cut`` does for any number of weights."""
     low = lowest.to(tl.int32, bitcast=True)
     high = low * 0 + _BITS_ABOVE
     while high - low > 1:
@@ -250,12 +251,12 @@ def distribute(
     NUM_LOGITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Writes what is drawn from ``logits`` by the parameters of ``row`` to ``probs``. Returns its units.
-    ``kept`` [TILE] is the program's own memory."""
+    """Writes to ``probs`` the distribution that the parameters of ``row`` make of ``logits``, and returns its
+    units. ``kept`` [TILE] is the program's own memory."""
     temperature = float_of(tl.load(row + _TEMPERATURE))
     top_k = tl.load(row + _TOP_K)
     top_p, min_p = float_of(tl.load(row + _TOP_P)), float_of(tl.load(row + _MIN_P))
-    # Each thread's own highest weights; less than any where it has none.
+    # These are each thread's own highest weights, or a number below all weights where it has none.
     tops = tl.zeros([TILE], tl.float32) - 1
     for start in range(0, VOCAB, TILE):
         token = start + tl.arange(0, TILE)
@@ -264,7 +265,7 @@ def distribute(
         weight = exp_below(tl.div_rn(x - highest, temperature))
         tops = tl.maximum(tops, tl.where(token < VOCAB, weight, -1.0))
         tl.store(probs + token, weight, mask=token < VOCAB)
-    # What one thread has written others read.
+    # Threads read what another thread has written.
     tl.debug_barrier()
     lowest = min_p * 0
     total = mass_from(probs, lowest, VOCAB, TILE)
@@ -298,7 +299,7 @@ def race(probs, key, VOCAB: tl.constexpr, TILE: tl.constexpr):
         token = start + tl.arange(0, TILE)
         prob = tl.load(probs + token, mask=token < VOCAB, other=0.0)
         hashed = mixed(key + (token + 1).to(tl.int64) * _WEYL)
-        # Most tokens are out of it, and most tiles, without a logarithm, as -log(u) > 1 - u.
+        # Most tokens, and most tiles, are excluded without a logarithm, as -log(u) > 1 - u.
         rest = (((1 << 24) - 1) - shifted(hashed, 40)).to(tl.float32) * 5.9604644775390625e-08
         may_win = (token < VOCAB) & (prob * 1.0001 >= highest.to(tl.float32) * rest)
         if tl.max(may_win.to(tl.int32), 0) > 0:
@@ -312,8 +313,8 @@ def race(probs, key, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def units_left(target, draft, scale, end, certain, start, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """The units of max(scale * target - draft, 0). The draft's distribution ends before token ``end``, which
-    is 0 where there is none; it has all of its mass on ``certain``, unless that is -1."""
+    """Returns the units of max(scale * target - draft, 0). The draft's distribution ends before token
+    ``end``, which is 0 where there is none; all of its mass is on ``certain``, unless that is -1."""
     token = start + tl.arange(0, TILE)
     had = tl.load(draft + token, mask=token < end, other=0.0)
     had = tl.where(token == certain, 1.0, had).to(tl.float64)
@@ -331,7 +332,7 @@ def mass_left(target, draft, scale, end, certain, VOCAB: tl.constexpr, TILE: tl.
 
 @triton.jit
 def draw(target, draft, scale, end, certain, uniform, total, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Returns the first token up to which more than its share ``uniform`` of ``total`` units are left."""
+    """Returns the first token up to which more than the share ``uniform`` of ``total`` units is left."""
     goal = goal_of(uniform, total)
     before = total * 0
     start = certain * 0
@@ -348,26 +349,25 @@ def draw(target, draft, scale, end, certain, uniform, total, VOCAB: tl.constexpr
 
 @triton.jit
 def draw_row(
-    logits,  # float32 [rows, NUM_LOGITS]: what is beyond, up to the vocabulary's end, cannot be
-    probs,  # float32 [rows, MAX_DRAWN, VOCAB]
+    logits,  # float32 [rows, NUM_LOGITS]: tokens from there to the vocabulary's end cannot be drawn
+    probs,  # float32 [rows, VOCAB]
     kept,  # float32 [rows, TILE]
     numbers,  # int64 [rows, WIDTH]
-    pass_number,  # int64 [1]
+    place_of_draft,  # int64 [1]
     VOCAB: tl.constexpr,
     NUM_LOGITS: tl.constexpr,
-    MAX_DRAWN: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     row = numbers + place * WIDTH
-    number = tl.load(pass_number)
+    number = tl.load(place_of_draft)
     if number < tl.load(row + _NUM_DRAWN):
         logits += place * NUM_LOGITS
         drawn, highest, is_broken = most_likely(logits, VOCAB, NUM_LOGITS, TILE)
         rule = tl.load(row + _RULE)
         if rule != _EXACT_MATCH:
-            probs += (place * MAX_DRAWN + number) * VOCAB
+            probs += place * VOCAB
             kept += place * TILE
             units = distribute(probs, kept, logits, row, highest, is_broken, VOCAB, NUM_LOGITS, TILE)
             seed, first = tl.load(row + _SEED), tl.load(row + _NUM_STORED) + 1
@@ -413,16 +413,17 @@ def judge_position(
         tl.store(found + 2, is_broken.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "most_drawn"])  # they change from round to round
 def judge_row(
-    verdicts,  # int64 [rows, VERDICT_WIDTH]: how many stand, what follows, whether it failed, the drafts
-    found,  # int64 [rows, QUERIES, 3]
-    probs,  # float32 [rows, QUERIES, VOCAB]
-    draft_probs,  # float32 [rows, MAX_DRAWN, VOCAB]
+    # int64 [rows, VERDICT_WIDTH]: number of accepted drafts, next token, whether it failed, the drafts
+    verdicts,
+    found,  # int64 [rows, queries, 3]
+    probs,  # float32 [rows, queries, VOCAB]
+    draft_probs,  # float32 [rows, most_drawn, VOCAB]
     numbers,  # int64 [rows, WIDTH]
+    queries,
+    most_drawn,
     VOCAB: tl.constexpr,
-    QUERIES: tl.constexpr,
-    MAX_DRAWN: tl.constexpr,
     WIDTH: tl.constexpr,
     VERDICT_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
@@ -431,10 +432,10 @@ def judge_row(
     row = numbers + place * WIDTH
     num_drafts = tl.load(row + _NUM_DRAFTS).to(tl.int32)
     if num_drafts >= 0:
-        found += place * QUERIES * 3
+        found += place * queries * 3
         verdicts += place * VERDICT_WIDTH
-        probs += place * QUERIES * VOCAB
-        draft_probs += place * MAX_DRAWN * VOCAB
+        probs += place * queries * VOCAB
+        draft_probs += place * most_drawn * VOCAB
         drafts = row + _DRAFTS
         is_drawn = tl.load(row + _NUM_DRAWN) > 0
         end = tl.where(is_drawn, VOCAB, 0)
@@ -506,13 +507,13 @@ def draw_drafts(
     logits: torch.Tensor,
     probs: torch.Tensor,
     numbers: torch.Tensor,
-    pass_number: torch.Tensor,
+    place: torch.Tensor,
     tile: int = TILE,
 ) -> None:
-    """Draws the next draft of those of the rows that still draft: its id goes to ``numbers`` int64 [rows,
-    fields and ids], and the distribution drawn from, which the rule of exact match never asks for, to
-    ``probs`` float32 [rows, most drafts, V]. ``logits`` float32 [rows, the draft's vocabulary],
-    ``pass_number`` int64 [1] counts from 0. All are contiguous."""
+    """Draws the draft at ``place`` int64 [1], which counts from 0, of those rows that have one there: its id
+    goes to ``numbers`` int64 [rows, fields and ids], and the distribution drawn from, which the rule of
+    exact match never asks for, to ``probs`` float32 [rows, V]. ``logits`` float32 [rows, the draft's
+    vocabulary]. All are contiguous."""
     kept = torch.empty(len(logits), tile, device=logits.device)
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
@@ -521,10 +522,9 @@ def draw_drafts(
             probs,
             kept,
             numbers,
-            pass_number,
-            VOCAB=probs.shape[2],
+            place,
+            VOCAB=probs.shape[1],
             NUM_LOGITS=logits.shape[1],
-            MAX_DRAWN=probs.shape[1],
             WIDTH=numbers.shape[1],
             TILE=tile,
             num_warps=NUM_WARPS,
@@ -539,11 +539,12 @@ def judge(
     verdicts: torch.Tensor,
     tile: int = TILE,
 ) -> None:
-    """Writes to ``verdicts`` int64 [rows, 3 + most drafts] of each of the rows in ``numbers`` how many drafts
-    stand, the token after them, whether one of their logits were no distribution, and the drafts.
+    """Writes to ``verdicts`` int64 [rows, 3 + most drafts], for each of the rows in ``numbers``, how many
+    drafts are accepted, the token after them, whether some logits were no distribution, and the drafts.
 
-    ``logits`` float32 [rows, K+1, V] of up to K drafts, ``draft_probs`` float32 [rows, most drafts, V] for
-    those that the draft model has drawn; others are certain. All are contiguous."""
+    ``logits`` are float32 [rows, K+1, V] of up to K drafts; ``draft_probs`` float32 [rows, most drafts, V]
+    belong to drafts that the draft model has drawn; others are certain. All tensors are contiguous.
+    """
     num_rows, queries, vocab_size = logits.shape
     probs = torch.empty_like(logits)
     kept = torch.empty(num_rows, queries, tile, device=logits.device)
@@ -558,8 +559,8 @@ def judge(
             probs,
             draft_probs,
             numbers,
-            QUERIES=queries,
-            MAX_DRAWN=draft_probs.shape[1],
+            queries,
+            draft_probs.shape[1],
             VERDICT_WIDTH=verdicts.shape[1],
             **sizes,
             **options,

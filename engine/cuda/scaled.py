@@ -1,5 +1,6 @@
-"""Linear layers multiply 8-bit floating point on a GPU: weights have a scale for each output, and inputs are
-rounded with a scale for each row."""
+"""Multiplies 8-bit floating point in linear layers on a GPU: weights have a scale for each output, and inputs
+are rounded with a scale for each row.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ MIN_CAPABILITY = (8, 9)
 DTYPE = torch.bfloat16
 # The numbers of inputs and outputs must be multiples of this.
 MULTIPLE = 16
-# Largest deviation of a product, as a share of the largest, from that of the same rounded numbers in float64.
+# A product may deviate from that of the same rounded numbers in float64 by this share of the largest.
 TOLERANCE = 2e-2
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 class RoundRows(Protocol):
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``x`` [rows, n] in FP8, and the float32 scale [rows] that each row was divided by, of which
-        its largest number is 448 times as much."""
+        """Returns ``x`` [rows, n] in FP8, and the float32 scale [rows] by which each row was divided: its
+        largest number is 448 times the scale."""
         ...
 
 
@@ -84,7 +85,7 @@ def is_right(round_rows: RoundRows, device: torch.device) -> bool:
         expected = ScaledRows.of(x.float())
         if not torch.allclose(scales, expected.scales, rtol=1e-5):
             return False
-        # A quotient may fall to the other side of a middle.
+        # Quotients next to the middle of two numbers may be rounded to the other one.
         if (rounded.float() - expected.values.float()).ne(0).float().mean() > 0.01:
             return False
         whole = (rounded.double() * scales[:, None]) @ weights.dense().double().t()

@@ -1,8 +1,8 @@
-"""Draws and verifies rows with torch's operations, without reading a number on the host. ``sampling_kernels``
-must do the same bit for bit, and a CUDA graph holds this where they cannot be used.
+"""Draws and verifies rows with torch's operations, without reading a number on the host.
 
-The rules are those of ``engine.sampling``, of whose parts these are made. A row gets what its own rule says;
-what other rules would have said of it is computed and dropped.
+``sampling_kernels`` must do the same bit for bit; a CUDA graph captures these operations where the kernels
+cannot be used. The rules are those of ``engine.sampling``, of whose parts these are made. All rules are
+computed for all rows; each row keeps the result of its own.
 """
 
 import torch
@@ -22,32 +22,31 @@ from truedraft.engine.sampling.verify import (
 
 
 def draw_drafts(
-    logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, pass_number: torch.Tensor
+    logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, place: torch.Tensor
 ) -> None:
     """Does as ``sampling_kernels.draw_drafts``, and keeps greedy rows' distributions, too."""
-    vocab_size = probs.shape[2]
+    vocab_size = probs.shape[1]
     logits, _ = _replace_broken(in_width(logits, vocab_size))
     drawn_from = to_probs(logits[:, None], SamplingTensors.on_device(numbers))[:, 0]
     rule, seeds = numbers[:, Field.RULE], numbers[:, Field.SEED]
     first = numbers[:, Field.NUM_STORED] + 1
-    positions = first + pass_number
+    positions = first + place
     spent = round_seeds_on_device(seeds, first)
     ids = inverse_cdf(drawn_from, uniform_on_device(spent, positions, Stream.DRAFT))
     coupled = (drawn_from / noise_on_device(seeds, positions, vocab_size)).argmax(-1)
     ids = torch.where(rule == Rule.COUPLED.code, coupled, ids)
     ids = torch.where(rule == Rule.EXACT_MATCH.code, logits.argmax(-1), ids)
     drafts = numbers[:, DRAFTS_AT:]
-    before = drafts.index_select(1, pass_number).squeeze(1)
-    drafts_still = pass_number < numbers[:, Field.NUM_DRAWN]
-    drafts.index_copy_(1, pass_number, torch.where(drafts_still, ids, before)[:, None])
-    kept = probs.index_select(1, pass_number)
-    probs.index_copy_(1, pass_number, torch.where(drafts_still[:, None, None], drawn_from[:, None], kept))
+    before = drafts.index_select(1, place).squeeze(1)
+    draws = place < numbers[:, Field.NUM_DRAWN]
+    drafts.index_copy_(1, place, torch.where(draws, ids, before)[:, None])
+    probs.copy_(torch.where(draws[:, None], drawn_from, probs))
 
 
 def judge(
     logits: torch.Tensor, draft_probs: torch.Tensor, numbers: torch.Tensor, verdicts: torch.Tensor
 ) -> None:
-    """Does as ``sampling_kernels.judge``."""
+    """Computes what ``sampling_kernels.judge`` does."""
     vocab_size, num_positions = logits.shape[2], logits.shape[1]
     num_drafts = numbers[:, Field.NUM_DRAFTS]
     is_draft = torch.arange(num_positions - 1, device=logits.device) < num_drafts[:, None]

@@ -1,10 +1,11 @@
-"""What a layer does between its matrix products on a GPU, in Triton (``kernels``).
+"""Runs the parts of a layer between its matrix products on a GPU, in Triton (``kernels``).
 
 A norm is one launch, rotary embedding and the write to the cache another, the gate of the MLP a third, and
-attention reads keys where they lie; recurrences have some of their own. The kernels are used if triton is
-there, which torch's CUDA builds bring, and if attention computes what gathering computes, and recurrences
-what torch's operations do: they are asked at load, for every shape of program that will be needed, which
-compiles them too. What the others do shows in the model's logits, which are compared as well.
+attention reads keys where they lie; recurrences have some of their own. The kernels are used if triton, which
+torch's CUDA builds bring, is installed, and if they pass checks at load: attention must compute what
+gathering computes, and recurrences what torch's operations do, for every shape of program that will be
+needed, which compiles them, too. Faults of the other kernels show in the model's logits, which are compared
+as well.
 """
 
 import logging
@@ -40,24 +41,26 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 
 MAX_HEAD_SIZE = 256
-# Numbers of a key before its latent vector, and of that: as many as fit into registers.
+# A key may have this many numbers before its latent vector, and a latent vector this many: as many as fit
+# into registers.
 MAX_TURNED, MAX_LATENT = 64, 512
-# The first with matrix units for bfloat16 and with copies that run during the arithmetic.
+# This is the first capability with matrix units for bfloat16 and with copies that run during the arithmetic.
 MIN_CAPABILITY = (8, 0)
-# Largest deviation of a number that was attended, as a share of the largest, from what float64 gives: rounded
-# weights and results make up to half of it, a key too many or too few far more.
+# An output may deviate from float64's by this share of the largest: rounded weights and results make up to
+# half of it, a key too many or too few far more.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 CHECK_BLOCK_SIZE = 16
-# Tokens in the cache before those of the check's rows: fewer than splits, some blocks, many.
+# The rows of the check have these numbers of tokens in the cache: fewer than splits, some blocks, many.
 CHECK_CONTEXTS = (2, 37, 180)
-# Longer windows are not looked beyond: float64 copies of so many keys would need too much memory.
+# Checks do not reach beyond windows longer than this: float64 copies of that many keys would need too much
+# memory.
 MAX_CHECKED_WINDOW = 8192
 
 logger = logging.getLogger(__name__)
 
 
 class AttendRows(Protocol):
-    """``kernels.attend_rows``."""
+    """Is the interface of ``kernels.attend_rows``."""
 
     def __call__(
         self,
@@ -75,7 +78,7 @@ class AttendRows(Protocol):
 
 
 class AttendLatents(Protocol):
-    """``kernels.attend_latents``."""
+    """Is the interface of ``kernels.attend_latents``."""
 
     def __call__(
         self,
@@ -91,7 +94,7 @@ class AttendLatents(Protocol):
 
 
 class Kernels(ExpertKernels, Protocol):
-    """The module ``kernels``, or what stands in for it in tests."""
+    """Is the interface of the module ``kernels``, which tests replace."""
 
     attend_rows: AttendRows
     attend_latents: AttendLatents
@@ -102,7 +105,7 @@ class Kernels(ExpertKernels, Protocol):
 
 
 class InPlaceAttention:
-    """Attends over what the cache holds: all short rows at once without gathering, long chunks as ever."""
+    """Attends over the cache: all short rows at once without gathering keys, long chunks by gathering."""
 
     def __init__(self, attend_rows: AttendRows, batch: ForwardBatch, cache: KVCache) -> None:
         self.attend_rows = attend_rows
@@ -111,8 +114,8 @@ class InPlaceAttention:
         self._long_of: dict[int | None, list[tuple[int, int, AttentionGroup]]] = {}
 
     def _long(self, sliding_window: int | None) -> list[tuple[int, int, AttentionGroup]]:
-        """Returns first and last token of each long chunk, and what layers with such a window need to know of
-        its keys."""
+        """Returns the first and last token of each long chunk, and what layers with such a window need to
+        know of the chunk's keys."""
         if sliding_window not in self._long_of:
             batch = self.batch
             self._long_of[sliding_window] = [
@@ -122,7 +125,8 @@ class InPlaceAttention:
         return self._long_of[sliding_window]
 
     def attend(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
-        """``query`` [tokens, heads, size], whose keys and values are stored; the same shape, contiguous."""
+        """Attends for ``query`` [tokens, heads, size], whose keys and values are stored; returns the same
+        shape, contiguous."""
         assert call.scaling is not None
         batch, cache = self.batch, self.cache
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -170,7 +174,7 @@ def attend_latents_in_place(
 
 
 class TritonRun(TorchPointwise):
-    """``LayerRun`` of one forward."""
+    """Is the ``LayerRun`` of one forward pass."""
 
     def __init__(self, kernels: Kernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.kernels = kernels
@@ -235,18 +239,18 @@ def find_kernels(
     device: torch.device,
     recurrences: Iterable[Recurrence] = (),
 ) -> Kernels | None:
-    """The kernels, if they serve all of ``shapes`` on ``device``, and attention and ``recurrences`` are
-    right; None, with a warning if they were worth trying."""
+    """Returns the kernels if they serve all of ``shapes`` on ``device`` and pass the checks of attention and
+    ``recurrences``; otherwise None, with a warning if they were worth trying."""
     shapes = list(shapes)
     if not serves(shapes, dtype, device):
         return None
     try:
-        kernels = import_module("truedraft.engine.cuda.kernels")  # which imports triton
+        kernels = import_module("truedraft.engine.cuda.kernels")  # This imports triton.
         checked = set()
         for shape in shapes:
             shared = shape.num_heads // shape.num_kv_heads
             tile_size = kernels.latent_tile_size if shape.values_are_keys else kernels.tile_size
-            # The largest number of new tokens for every size of program.
+            # Each is the largest number of new tokens for one size of program.
             queries = {tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
             heads = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.norm is None
             look = *heads, shape.scaling, shape.sliding_window, shape.value_start
@@ -295,14 +299,14 @@ def _is_served(shape: AttentionShape) -> bool:
 
 
 def _is_latent(shape: AttentionShape) -> bool:
-    """Tells whether values are latent vectors, which one key of all heads ends with."""
+    """Tells whether values are latent vectors, which are the end of the one key that all heads share."""
     is_plain = shape.num_kv_heads == 1 and shape.sliding_window is None and not shape.gated
     latent = shape.head_size - shape.value_start
     return is_plain and 0 < shape.value_start <= MAX_TURNED and latent <= MAX_LATENT
 
 
 def is_fit(device: torch.device) -> bool:
-    # AMD's devices are called cuda as well; nothing was compiled for them, not even to look at it.
+    # AMD's devices are called cuda as well; nothing was compiled or checked for them.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
@@ -345,7 +349,7 @@ def is_right(
         cache.values[0].fill_(torch.nan)
         cache.write(0, stored, *(x.to(used) for x in context))
         call = AttentionCall(0, shape.scaling, window)
-        q, k, v = (x.to(used) for x in (query, *new))  # stays the same view in its own dtype
+        q, k, v = (x.to(used) for x in (query, *new))  # This view stays as it is in its own dtype.
         if used == dtype:
             cache.write(0, batch.slots, k, v)
             outputs.append(attended_by(kernel, replace(shape, layer=0), batch, cache, q))
@@ -362,15 +366,15 @@ def attended_by(
     cache: KVCache,
     query: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns what the layer attends to by its kernel, [tokens, heads, size of values]; keys are stored."""
+    """Returns the output of the layer's kernel, [tokens, heads, size of values]; keys are stored."""
     if shape.values_are_keys:
         return attend_latents_in_place(cast(AttendLatents, kernel), shape, batch, cache, query)
     return InPlaceAttention(cast(AttendRows, kernel), batch, cache).attend(shape.call, query)
 
 
 def _check_spans(contexts: list[int], lengths: list[int]) -> tuple[list[Span], int]:
-    """Rows of ``lengths`` after ``contexts`` in blocks that do not follow each other, and how many blocks
-    there must be."""
+    """Returns rows of ``lengths`` new tokens after ``contexts``, in blocks that do not follow each other, and
+    the number of blocks that they need."""
     needed = [
         -(-(context + length) // CHECK_BLOCK_SIZE) for context, length in zip(contexts, lengths, strict=True)
     ]

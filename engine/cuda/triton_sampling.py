@@ -1,4 +1,4 @@
-"""Finds what draws and judges captured rows: kernels, where they do exactly what torch does."""
+"""Finds what draws and judges rows on a device: kernels, where they do exactly what torch does."""
 
 import logging
 from importlib import import_module
@@ -13,7 +13,7 @@ from truedraft.engine.rows.lone import LoneText
 from truedraft.engine.rows.table import RowTable
 from truedraft.engine.sampling.probes import CHECKS, Check
 
-# Drafts of each row of the comparison, and the tokens before them.
+# Each row of the comparison has this many drafts, after this many tokens.
 CHECK_DRAFTS, CHECK_STORED = 3, 41
 
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Sampling(Protocol):
-    """The module ``sampling_kernels``, ``torch_sampling``, or what stands in for them in tests."""
+    """Is the interface of the modules ``sampling_kernels`` and ``torch_sampling``, which tests replace."""
 
     def draw_drafts(
-        self, logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, pass_number: torch.Tensor
+        self, logits: torch.Tensor, probs: torch.Tensor, numbers: torch.Tensor, place: torch.Tensor
     ) -> None: ...
 
     def judge(
@@ -38,7 +38,7 @@ def find_sampling(vocab_size: int, device: torch.device) -> Sampling:
     if not triton_run.is_fit(device) or find_spec("triton") is None:
         return torch_sampling
     try:
-        kernels: Sampling = import_module("truedraft.engine.cuda.sampling_kernels")  # which imports triton
+        kernels: Sampling = import_module("truedraft.engine.cuda.sampling_kernels")  # This imports triton.
         if is_right(kernels, vocab_size, device):
             return kernels
         what = "differ from torch's operations"
@@ -50,8 +50,8 @@ def find_sampling(vocab_size: int, device: torch.device) -> Sampling:
 
 @torch.inference_mode()
 def is_right(sampling: Sampling, vocab_size: int, device: torch.device) -> bool:
-    """Tells whether ``sampling`` draws and judges like torch's operations, by every rule, with all cuts, over
-    logits with ties, few tokens or none."""
+    """Tells whether ``sampling`` draws and verifies like torch's operations: by every rule, with all cuts,
+    for logits with ties and for those that leave few tokens or none."""
     made = [_logits_of(check, vocab_size) for check in CHECKS]
     logits, draft_logits = (torch.stack(each).to(device) for each in zip(*made, strict=True))
     for is_drawn in (True, False):
@@ -65,8 +65,8 @@ def is_right(sampling: Sampling, vocab_size: int, device: torch.device) -> bool:
 
 
 def _logits_of(check: Check, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the target's logits [drafts + 1, V], and the draft's [drafts, V], close enough that some drafts
-    stand."""
+    """Returns the target's logits [drafts + 1, V], and the draft's [drafts, V], which are close enough that
+    some drafts are accepted."""
     generator = torch.Generator().manual_seed(check.seed)
     logits = 3 * torch.randn(CHECK_DRAFTS + 1, vocab_size, generator=generator)
     if check.logits == "with ties":
@@ -86,13 +86,12 @@ def _logits_of(check: Check, vocab_size: int) -> tuple[torch.Tensor, torch.Tenso
 def _drawn_and_judged(
     sampling: Sampling, logits: torch.Tensor, draft_logits: torch.Tensor, numbers: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Returns everything that is written, but for distributions that no rule asks for."""
+    """Returns everything that is written, except distributions for which no rule asks."""
     num_rows, device = len(numbers), logits.device
-    probs = torch.zeros(num_rows, CHECK_DRAFTS, logits.shape[2], device=device)
-    for number in range(CHECK_DRAFTS):
-        sampling.draw_drafts(
-            draft_logits[:, number].contiguous(), probs, numbers, torch.tensor([number], device=device)
-        )
+    drawn_from = torch.zeros(CHECK_DRAFTS, num_rows, logits.shape[2], device=device)
+    for number, place in enumerate(torch.arange(CHECK_DRAFTS, device=device)[:, None].unbind()):
+        sampling.draw_drafts(draft_logits[:, number].contiguous(), drawn_from[number], numbers, place)
+    probs = drawn_from.transpose(0, 1).contiguous()
     verdicts = torch.zeros(num_rows, 3 + CHECK_DRAFTS, dtype=torch.int64, device=device)
     sampling.judge(logits, probs, numbers, verdicts)
     is_asked_for = (numbers[:, Field.RULE] != Rule.EXACT_MATCH.code) & (numbers[:, Field.NUM_DRAWN] > 0)
@@ -100,7 +99,7 @@ def _drawn_and_judged(
 
 
 def check_rows(vocab_size: int, is_drawn: bool) -> torch.Tensor:
-    """Returns the rows of the comparison with drafts, which the draft model draws or which are certain."""
+    """Returns the rows of the comparison, whose drafts the draft model draws or which are certain."""
     numbers = torch.zeros(len(CHECKS), DRAFTS_AT + CHECK_DRAFTS, dtype=torch.int64)
     seeds = [(-1) ** check.seed * (check.seed << 40) + check.seed for check in CHECKS]
     texts = [LoneText(check.params, check.rule, seed) for check, seed in zip(CHECKS, seeds, strict=True)]

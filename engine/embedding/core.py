@@ -1,6 +1,7 @@
-"""Takes texts in and gives their vectors out, pass by pass, each of as many texts as fit into it.
+"""Computes the vectors of texts, pass by pass, each of as many texts as fit into it.
 
-Requests share passes, text by text: one with a single text is in the next pass, whatever another one has.
+Requests share passes, text by text: one with a single text is in the next pass, however many texts another
+one has.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ NOT_FINITE = "the model computed no finite numbers for a text"
 
 @dataclass
 class _Open:
-    """Is a request of which texts are left: the first ``num_taken`` have been computed."""
+    """Is a request that still has texts to compute: the first ``num_taken`` are done."""
 
     request: Embed
     arrival: int
@@ -30,13 +31,14 @@ class _Open:
 
 
 class EmbedCore:
-    """``most_tokens``: those of a pass, unless one text alone has more."""
+    """Schedules texts. A pass has at most ``most_tokens`` tokens, unless one text alone has more."""
 
     def __init__(self, loaded: Loaded, most_tokens: int) -> None:
         self.loaded = loaded
         self.most_tokens = most_tokens
         self._open: dict[str, _Open] = {}
-        self._tokens_of: Counter[str] = Counter()  # tenant -> its tokens that were computed while it had work
+        # Counts each tenant's tokens that were computed while it had work.
+        self._tokens_of: Counter[str] = Counter()
         self._arrivals = count()
 
     @property
@@ -45,7 +47,8 @@ class EmbedCore:
 
     def add(self, request: Embed) -> None:
         tenants = {each.request.tenant for each in self._open.values()}
-        if request.tenant not in tenants:  # it joins where the others are, not where they began
+        # A tenant that comes back joins at the others' count, not at its old one.
+        if request.tenant not in tenants:
             self._tokens_of[request.tenant] = min((self._tokens_of[name] for name in tenants), default=0)
         self._open[request.request_id] = _Open(request, next(self._arrivals))
 
@@ -54,7 +57,7 @@ class EmbedCore:
         self._open.pop(request_id, None)
 
     def step(self) -> list[Embedded | Failed]:
-        """Computes the next texts together. Returns the answers of requests that have all of theirs."""
+        """Computes the next texts together. Returns the answers of requests that are complete now."""
         taken = self._take()
         vectors = [
             self.loaded.vectors(states, each.request.dimensions, each.request.normalizes)
@@ -66,7 +69,7 @@ class EmbedCore:
         for (each, _), vector in zip(taken, to_bytes(vectors), strict=True):
             name = each.request.request_id
             if self._open.get(name) is not each:
-                continue  # it has failed in this pass
+                continue  # The request has failed in this pass.
             if vector is None:
                 answers.append(Failed(name, "invalid_logits", NOT_FINITE))
                 del self._open[name]

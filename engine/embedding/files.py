@@ -1,4 +1,5 @@
-"""Reads what a checkpoint says of its vectors: files that sentence-transformers writes next to the weights.
+"""Reads what a checkpoint says of its vectors, in the files that sentence-transformers writes next to the
+weights.
 
 ``modules.json`` names what comes after the model, one folder each. Whatever would change a vector and is not
 known here is refused by its name.
@@ -11,9 +12,9 @@ from typing import Any
 
 from truedraft.engine.errors import ModelLoadError
 
-# Vectors of tokens become one of a text by one of these, as ``1_Pooling/config.json`` names them.
+# One of these ways makes a text's vector of its tokens' vectors; ``1_Pooling/config.json`` names them so.
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-# These change nothing where nothing is trained.
+# These modules change nothing where nothing is trained.
 WITHOUT_EFFECT = ("Dropout",)
 ACTIVATIONS = ("Identity", "Tanh", "Sigmoid", "ReLU", "GELU")
 IDENTITY = "Identity"
@@ -30,7 +31,7 @@ class DenseFile:
 
 @dataclass(frozen=True, slots=True)
 class LogitScore:
-    """Makes a score of the logits after a text: that of one token, less that of another."""
+    """Makes a score of the logits after a text: the logit of one token less that of another."""
 
     true_token: int
     false_token: int | None
@@ -38,7 +39,8 @@ class LogitScore:
 
 @dataclass(frozen=True, slots=True)
 class VectorFiles:
-    """Is what the files say. ``pooling`` is empty where no file says it, ``dense`` are in their order."""
+    """Holds what the files say. ``pooling`` is empty where no file names it; ``dense`` has the linear layers
+    in their order."""
 
     pooling: tuple[str, ...] = ()
     dense: tuple[DenseFile, ...] = ()
@@ -57,7 +59,7 @@ def class_name(written: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns what a file says; nothing if there is none."""
+    """Returns the content of a file; nothing if there is none."""
     found = _read(path)
     if not isinstance(found, dict):
         raise ModelLoadError(f"{path} is no JSON object")
@@ -130,7 +132,7 @@ def _pooling(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
         raise ModelLoadError(
             f"{folder} leaves prompts out of what it pools (include_prompt), which is not known here"
         )
-    # Several are laid one after the other, in this order.
+    # A text with several modes gets their vectors one after the other, in this order.
     return tuple(mode for mode in MODES if mode in modes)
 
 

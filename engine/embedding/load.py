@@ -1,11 +1,12 @@
 """Loads a model that makes vectors or scores: an encoder, or a decoder whose states are taken after the last
 norm.
 
-Encoders are read by transformers, described by layers of ours, and compared with transformers' own states of
-a few texts, the fastest kernels first. Decoders are loaded as those that write are.
+Encoders are read by transformers, described by our layers, and compared with transformers' own states of a
+few texts; the fastest kernels are tried first. Decoders are loaded in the way of models that write text.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from truedraft.engine.families.encoders import ENCODERS, describe_encoder, looks
 from truedraft.engine.families.linear import join, weight_of
 from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.gguf.encoders import GgufEncoder, holds_encoder, open_encoder
 from truedraft.engine.hub.folders import check_path
 from truedraft.engine.layers.decoder import Attention
 from truedraft.engine.layers.torch_run import TorchRun
@@ -53,11 +55,11 @@ logger = logging.getLogger(__name__)
 
 # A decoder's texts have at most this many tokens unless max_model_len says more: a pass has whole texts.
 DECODER_TOKENS = 8192
-# Lengths of the texts whose states are compared at load, and how much longer than a window one of them is.
+# States of texts of these lengths are compared at load; one is this much longer than a window.
 PROBE_LENGTHS, BEYOND, LONGEST_PROBE = (48, 9), 24, 600
-# Tensors of an encoder that vectors do not depend on.
+# Vectors do not depend on these tensors of an encoder.
 UNUSED = ("pooler.",)
-# What a model that scores by the next token is asked, and the tokens that answer.
+# A model that scores by the next token is asked this, and answers with one of these tokens.
 ASKED = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -70,7 +72,7 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Is what a worker needs: ``max_tokens`` is the most that a text may have."""
+    """Holds what a worker needs. A text may have at most ``max_tokens`` tokens."""
 
     task: Task
     model: TextModel
@@ -90,10 +92,21 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
         raise ModelLoadError(
             f"{path} does not write text, and is not spread over devices: leave out device_map"
         )
-    if is_gguf(path):
-        model: TextModel | FusedDecoder = load_gguf(path, options, may_pool=True)
-        files = VectorFiles(pooling=_pooling_of_gguf(path, task))
-        head = None
+    head: Head | None = None
+    if is_gguf(path) and holds_encoder(path):
+        files = VectorFiles(pooling=_pooling_of_gguf(path))
+        with stage(path, ""):
+            stored = open_encoder(path)
+        model: TextModel | FusedDecoder
+        model, head = _load_encoder(path, stored.config, options, partial(_from_gguf, stored, task, options))
+    elif is_gguf(path):
+        if task == "rerank":
+            raise ModelLoadError(
+                f"{path} is a GGUF file of a decoder, which does not rerank here: take the folder of "
+                "safetensors"
+            )
+        files = VectorFiles(pooling=_pooling_of_gguf(path))
+        model = load_gguf(path, options, may_pool=True)
     else:
         with stage(path, ""):
             check_path(path, allow_pickle=options.allow_pickle)
@@ -101,7 +114,8 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
         with stage(path, "config.json"):
             described = AutoConfig.from_pretrained(path)
         if looks_ahead(described):
-            model, head = _load_encoder(path, described, task, options)
+            read = partial(_read_encoder, path, described, task, options)
+            model, head = _load_encoder(path, described, options, read)
         else:
             model = _load_decoder(path, options)
             head = _decoder_head(path, model, files) if task == "rerank" else None
@@ -146,7 +160,8 @@ def _vectors(
 
 
 def _activation(path: str) -> str:
-    """Returns the function that makes a score of a classifier's number, as sentence-transformers keeps it."""
+    """Returns the function that turns a classifier's number into a score, as sentence-transformers keeps
+    it."""
     config = {} if is_gguf(path) else read_json(Path(path).expanduser() / "config.json")
     said = (config.get("sentence_transformers") or {}).get("activation_fn")
     name = class_name(said or config.get("sbert_ce_default_activation_function") or "Sigmoid")
@@ -181,19 +196,20 @@ def _max_tokens(
     return min(int(said), longest)
 
 
-# Encoders.
+# The functions below load encoders.
 
 
 def _load_encoder(
-    path: str, described: Any, task: Task, options: LoadOptions
+    path: str, described: Any, options: LoadOptions, read: Callable[[Backend], tuple[Any, Head | None]]
 ) -> tuple[TextModel, Head | None]:
+    """``read`` returns transformers' base model with its weights, and the classifier."""
     if (words := unknown_part(described)) is not None:
         raise ModelLoadError(f"{path} cannot be served: {words}")
     if options.quantize != "none":
         raise ModelLoadError(f"{path} is an encoder, which is not quantised: leave out quantize")
     size = described.hidden_size // described.num_attention_heads
     for backend in backends(options, {int(getattr(described, "head_dim", None) or size)}):
-        module, head = _read_encoder(path, described, task, backend, options)
+        module, head = read(backend)
         model = _describe(module, backend, options)
         if _agrees(model, module, backend):
             return model, head
@@ -201,10 +217,16 @@ def _load_encoder(
     raise ModelLoadError(f"{path} cannot be served: its states are not those of transformers' model")
 
 
-def _read_encoder(
-    path: str, described: Any, task: Task, backend: Backend, options: LoadOptions
+def _from_gguf(
+    stored: GgufEncoder, task: Task, options: LoadOptions, backend: Backend
 ) -> tuple[Any, Head | None]:
-    """Returns transformers' base model with its weights, and the classifier."""
+    head = stored.head(options.device) if task == "rerank" else None
+    return stored.module(backend.dtype).requires_grad_(False).to(options.device), head
+
+
+def _read_encoder(
+    path: str, described: Any, task: Task, options: LoadOptions, backend: Backend
+) -> tuple[Any, Head | None]:
     is_scored = task == "rerank"
     if is_scored and not _is_classifier(described):
         raise ModelLoadError(
@@ -212,7 +234,7 @@ def _read_encoder(
         )
     made_by = AutoModelForSequenceClassification if is_scored else AutoModel
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # what is missing is said below
+    transformers_logging.set_verbosity_error()  # The check below reports what is missing.
     try:
         with stage(path, "weights"):
             module, found = made_by.from_pretrained(
@@ -277,7 +299,7 @@ def _describe(module: Any, backend: Backend, options: LoadOptions) -> TextModel:
 
 @torch.inference_mode()
 def _agrees(model: TextModel, module: Any, backend: Backend) -> bool:
-    """Tells whether the states of a few texts are those of transformers' ``module``, each by itself."""
+    """Tells whether the states of a few texts are those of transformers' ``module``, each text by itself."""
     config, longest = module.config, model.embeddings.longest or module.config.max_position_embeddings
     lengths = [*PROBE_LENGTHS, *(bound + BEYOND for bound in boundaries(config) if bound < LONGEST_PROBE)]
     if (window := getattr(config, "sliding_window", None)) and window < LONGEST_PROBE:
@@ -286,7 +308,7 @@ def _agrees(model: TextModel, module: Any, backend: Backend) -> bool:
     texts = [
         Text(
             [first + (7 * i * i + 3 * i + 11 * number) % (config.vocab_size - first) for i in range(length)],
-            length // 2 if number == 1 and config.model_type == "bert" else None,
+            length // 2 if number == 1 and getattr(config, "type_vocab_size", 0) > 1 else None,
         )
         for number, length in enumerate(min(length, longest) for length in lengths)
     ]
@@ -302,11 +324,12 @@ def _agrees(model: TextModel, module: Any, backend: Backend) -> bool:
     return True
 
 
-# Decoders.
+# The functions below load decoders.
 
 
 class BareCheckpoint(Checkpoint):
-    """Has the tensors of a base model, which was saved without an output layer, as those of a whole one."""
+    """Gives the tensors of a base model, which was saved without an output layer, the names of a whole
+    model's."""
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__({f"model.{name}": file for name, file in source.files.items()})
@@ -329,7 +352,7 @@ def _load_decoder(path: str, options: LoadOptions) -> FusedDecoder:
         if not any(name.startswith("model.") for name in checkpoint.files):
             checkpoint = BareCheckpoint(checkpoint)
         if "lm_head.weight" not in checkpoint.files:
-            found.config.tie_word_embeddings = True  # no text is written, so that any output layer will do
+            found.config.tie_word_embeddings = True  # The model writes no text, so any output layer will do.
         found = replace(found, own_checkpoint=checkpoint)
     with stage(path, "building the model"):
         skeleton = fused_skeleton(found, options.dtype)
@@ -381,7 +404,7 @@ def _says_tied(path: str) -> bool:
 
 
 def _answers(path: str) -> LogitScore:
-    """Finds the tokens of a model that says yes or no."""
+    """Returns the tokens with which the model answers yes or no."""
     tokenizer = load_pretrained_tokenizer(path)
     found = [tokenizer.encode(word, add_special_tokens=False) for word in ANSWERS]
     if any(len(ids) != 1 for ids in found):
@@ -390,7 +413,7 @@ def _answers(path: str) -> LogitScore:
 
 
 def _pair_template(path: str) -> str:
-    """Returns how a decoder is asked about a pair; raises ``ModelLoadError`` where that is not known."""
+    """Returns the text that asks a decoder about a pair; raises ``ModelLoadError`` where it is not known."""
     kind = read_json(Path(path).expanduser() / "config.json").get("model_type")
     if kind != "qwen3":
         raise ModelLoadError(
@@ -399,10 +422,6 @@ def _pair_template(path: str) -> str:
     return ASKED
 
 
-def _pooling_of_gguf(path: str, task: Task) -> tuple[str, ...]:
+def _pooling_of_gguf(path: str) -> tuple[str, ...]:
     pooling = gguf_pooling(path)
-    if task == "rerank":
-        raise ModelLoadError(
-            f"{path} is a GGUF file, which does not rerank here: take the folder of safetensors"
-        )
     return () if pooling in (None, "rank") else (str(pooling),)

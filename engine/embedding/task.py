@@ -1,4 +1,4 @@
-"""Tells from a checkpoint's files what it was made for: to write text, to embed it, or to score pairs."""
+"""Finds out from a checkpoint's files what it was made for: to write text, to embed it, or to score pairs."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,10 @@ from typing import Any
 from truedraft.engine.embedding.files import class_name, read_json
 from truedraft.engine.families.encoders import ENCODERS
 from truedraft.engine.formats.gguf_file import is_gguf, read_gguf
+from truedraft.engine.formats.gguf_word_pieces import ENCODER_TYPES
 from truedraft.engine.messages import Task
 
-# GGUF files say by these numbers how vectors of tokens become one of a text.
+# GGUF files name the way of pooling by these numbers.
 GGUF_POOLING = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 CLASSIFIER = "ForSequenceClassification"
 
@@ -18,7 +19,9 @@ def task_of(path: str) -> Task:
     """Returns the task of the folder or file at ``path``."""
     if is_gguf(path):
         pooling = gguf_pooling(path)
-        return "generate" if pooling is None else "rerank" if pooling == "rank" else "embed"
+        if pooling is None and read_gguf(path).architecture not in ENCODER_TYPES:
+            return "generate"
+        return "rerank" if pooling == "rank" else "embed"
     folder = Path(path).expanduser()
     config = read_json(folder / "config.json")
     architecture = str((config.get("architectures") or [""])[0])
@@ -30,7 +33,8 @@ def task_of(path: str) -> Task:
 
 
 def gguf_pooling(path: str) -> str | None:
-    """Returns how a GGUF file pools, by the name in ``files.MODES`` or ``rank``; None if it does not."""
+    """Returns the way in which a GGUF file pools, by the name in ``files.MODES`` or ``rank``; None if it does
+    not."""
     file = read_gguf(path)
     number = file.metadata.get(f"{file.architecture}.pooling_type")
     return None if number is None else GGUF_POOLING.get(int(number))

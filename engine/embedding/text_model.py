@@ -24,8 +24,8 @@ BLOCK_SIZE = 16
 
 
 class TextModel:
-    """Computes the last layer's normed states. ``begin`` starts a pass on a backend, as in
-    ``FusedDecoder``; ``max_tokens``: as many tokens as a text may have."""
+    """Computes the last layer's normed states. ``begin`` starts a pass on a backend, as in ``FusedDecoder``;
+    a text may have at most ``max_tokens`` tokens."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class TextModel:
         return list(torch.split(hidden.float(), [len(text.token_ids) for text in texts]))
 
     def _cache_of(self, num_blocks: int) -> KVCache:
-        """Returns room for the keys and values of one layer, which all layers use one after the other."""
+        """Returns memory for the keys and values of one layer, which all layers use one after the other."""
         if self._cache is None or num_blocks > self._num_blocks:
             self._num_blocks = max(num_blocks, 2 * self._num_blocks)
             self._cache = None
@@ -98,7 +98,7 @@ def kinds_of(text: Text) -> list[int]:
 
 
 def one_pass_cache(specs: Sequence[AttentionCache], num_blocks: int) -> KVCache:
-    """Makes a cache whose layers of the same sizes are all kept in the same place."""
+    """Makes a cache in which all layers of the same sizes are kept in the same place."""
     kinds = list(dict.fromkeys(specs))
     cache = KVCache(kinds, num_blocks, BLOCK_SIZE)
     return cache.shared([kinds.index(spec) for spec in specs])

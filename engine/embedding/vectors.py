@@ -1,6 +1,6 @@
 """Makes one vector, or one score, of the states of a text's tokens.
 
-Each text is computed by itself, so that its numbers do not depend on what was in the pass with it.
+Each text is computed by itself, so that its numbers do not depend on the other texts of the pass.
 """
 
 import math
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from truedraft.engine.embedding.files import DenseFile
 from truedraft.engine.errors import ModelLoadError
 
-# Makes a score of the states of a text's tokens.
+# A function of this type makes a score of the states of a text's tokens.
 Head = Callable[[torch.Tensor], torch.Tensor]
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Dense:
-    """Is a linear layer of a text's vector. ``is_added``: to its input."""
+    """Is a linear layer for a text's vector. ``is_added`` says that its output is added to its input."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -61,8 +61,8 @@ class Pooling:
     def __call__(
         self, states: torch.Tensor, dimensions: int | None = None, normalizes: bool | None = None
     ) -> torch.Tensor:
-        """Returns the vector of ``states``, float32 [tokens, hidden size]; its first ``dimensions`` numbers
-        if these are given. ``normalizes`` replaces what the model's files say."""
+        """Returns the vector of ``states``, float32 [tokens, hidden size], cut to its first ``dimensions``
+        numbers if these are given. ``normalizes`` overrides what the model's files say."""
         parts = [pool(mode, states) for mode in self.modes]
         vector = parts[0] if len(parts) == 1 else torch.cat(parts)
         for layer in self.dense:
@@ -96,7 +96,7 @@ def pool(mode: str, states: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Makes a score of states by a classifier of one number, and by an activation."""
+    """Makes a score of states by a classifier with one output, and by an activation."""
 
     head: Head
     activation: str = "Sigmoid"
@@ -116,8 +116,8 @@ Vectors = Pooling | Scoring
 
 
 def to_bytes(vectors: Sequence[torch.Tensor]) -> list[bytes | None]:
-    """Returns the numbers of each vector, float32 and little-endian; None for one that has others than
-    numbers."""
+    """Returns the numbers of each vector, float32 and little-endian; None for a vector with numbers that are
+    not finite."""
     found: list[bytes | None] = []
     for vector in vectors:
         numbers = vector.float().cpu().numpy()

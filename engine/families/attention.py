@@ -1,4 +1,4 @@
-"""Makes ``Attention`` of transformers' modules."""
+"""Makes ``Attention`` of the attention modules of transformers."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ def make_attention(
     make: Make,
     residual: float,
 ) -> Attention:
-    """Describes transformers' ``attention``, the mixer ``index``. What it adds to the hidden states is
-    multiplied by ``residual``."""
+    """Describes transformers' ``attention``, the mixer number ``index``. Its output is multiplied by
+    ``residual`` before it is added to the hidden states."""
     if spec.has_latents:
         return make_latent_attention(attention, index, facts, make, residual)
     shape = _shape(spec, norms, attention, index)
@@ -45,11 +45,12 @@ def make_attention(
 
 
 def _queries_keys_values(spec: AttentionSpec, attention: Any, shape: AttentionShape) -> list[Source]:
-    """Returns the linear layers of a token's queries, keys and values, and of the gates, if there are any."""
+    """Returns the linear layers of a token's queries, keys and values, and that of the gates if there is
+    one."""
     names = spec.qkv if shape.source is None else spec.qkv[:1]
     found: list[Source] = [getattr(attention, name) for name in names]
     if None in found:
-        found[-1] = found[-2]  # keys are values, too
+        found[-1] = found[-2]  # The keys serve as values, too.
     if shape.gated and spec.gate == "queries":
         rows = np.arange(2 * shape.num_heads * shape.head_size).reshape(shape.num_heads, 2, -1)
         queries, gate = (Rows(attention.q_proj, rows[:, part].ravel()) for part in range(2))
@@ -63,7 +64,7 @@ def _shape(spec: AttentionSpec, norms: NormKind, attention: Any, index: int) -> 
     config = attention.config
     num_heads = int(config.num_attention_heads)
     num_kv_heads = num_heads // int(attention.num_key_value_groups)
-    # A setting may leave norms out, and a layer that reads another one's keys has no norm of these.
+    # A setting may leave norms out; a layer that reads another one's keys has no norm for them.
     names = [name for name in spec.head_norm_names if spec.head_norm and hasattr(attention, name)]
     of_heads = [make_norm(norms, getattr(attention, name)) for name in names]
     is_whole = spec.head_norm == "whole"
@@ -87,7 +88,7 @@ def _shape(spec: AttentionSpec, norms: NormKind, attention: Any, index: int) -> 
 
 
 def _joined(of_heads: list[Norm], *counts: int) -> Norm:
-    """Makes one norm of those of queries and of keys, head by head."""
+    """Makes one norm out of those of queries and of keys, head by head."""
     weights = [norm.weight.expand(count, -1) for norm, count in zip(of_heads, counts, strict=False)]
     return Norm(torch.cat(weights), of_heads[0].eps)
 

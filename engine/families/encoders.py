@@ -1,4 +1,5 @@
-"""The families of encoders, whose tokens see later ones, too: what transformers calls their modules.
+"""Lists the families of encoders, whose tokens attend to later ones, too, with transformers' names for their
+modules.
 
 A family of known parts is a row of ``ENCODERS``. EmbeddingGemma is a decoder of the other table that looks
 ahead, and needs no row.
@@ -26,14 +27,15 @@ from truedraft.engine.layers.rotary import NoAngles, Rotary, rotary_kinds
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.kv_cache import AttentionCache
 
-# Computes the one score of a text of its states [tokens, hidden size].
+# A function of this type computes the one score of a text from its states [tokens, hidden size].
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """Names modules of transformers' model, and below its layers. The defaults are BERT's. Norms are before
-    and after attention, before and after the MLP; those after a branch are of its sum with the states."""
+    """Names modules of transformers' model, and modules inside its layers. The defaults are BERT's. Norms
+    come before and after attention, before and after the MLP; a norm after a branch is applied to its sum
+    with the states."""
 
     layers: str = "encoder.layer"
     words: str = "embeddings.word_embeddings"
@@ -51,9 +53,9 @@ class EncoderFamily:
     activations: dict[str, Activation] = field(default_factory=lambda: {"gelu": "lone_gelu"})
     # This returns a layer's window; None: it sees all of a text.
     window: Callable[[Any], int | None] = lambda layer: None
-    # Positions begin after the padding's, which padding in the middle of a text has itself.
+    # Positions begin after the padding id, which a padding token in the middle of a text has as its own.
     counts_padding: bool = False
-    # The score of transformers' classifier, of its module.
+    # This makes the scoring function of transformers' classifier from its module.
     head: Callable[[Any], Head] | None = None
 
 
@@ -130,12 +132,12 @@ ENCODERS: dict[str, EncoderFamily] = {
 
 
 def looks_ahead(config: Any) -> bool:
-    """Tells whether tokens of a model see later ones, too."""
+    """Tells whether a model's tokens attend to later ones."""
     return config.model_type in ENCODERS or getattr(config, "use_bidirectional_attention", None) is True
 
 
 def unknown_part(config: Any) -> str | None:
-    """Returns words for what an encoder has that is not known here; None if all is."""
+    """Returns words for a part of an encoder that is not known here; None if all parts are known."""
     family = ENCODERS.get(config.model_type)
     if family is None:
         is_gemma = config.model_type == "gemma3_text" and looks_ahead(config)
@@ -153,7 +155,7 @@ def unknown_part(config: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class EncoderParts:
-    """Is what a pass needs of an encoder."""
+    """Holds the parts of an encoder that a pass needs."""
 
     embeddings: InputEmbeddings
     layers: list[DecoderLayer]
@@ -226,7 +228,7 @@ def _layer(family: EncoderFamily, layer: Any, index: int, facts: ModelFacts, mak
 
 
 def _norm(module: Any) -> Norm | None:
-    """Makes ours of transformers' LayerNorm."""
+    """Makes our norm of transformers' LayerNorm."""
     if type(module) is nn.Identity:
         return None
     weight = module.weight.detach().float()

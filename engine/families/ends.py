@@ -1,5 +1,6 @@
-"""Finds what a decoder has before its first layer and after its last one: embeddings, angles, last norm and
-logits."""
+"""Finds the parts of a decoder before its first layer and after its last one: embeddings, angles, last norm
+and logits.
+"""
 
 from typing import Any
 
@@ -20,7 +21,8 @@ def embeddings_of(module: Any) -> tuple[str, Any]:
 
 
 def table_scale(module: Any, dtype: torch.dtype) -> float:
-    """Returns what transformers multiplies embeddings by, unless they are given to it, rounded as there."""
+    """Returns the factor by which transformers multiplies embeddings that it looks up itself, rounded as it
+    rounds it."""
     family = FAMILIES[module.config.model_type]
     if not family.scales_embeddings:
         return setting(module.config, family.table_multiplier, 1.0)
@@ -28,7 +30,7 @@ def table_scale(module: Any, dtype: torch.dtype) -> float:
 
 
 def embedding_scale(module: Any, dtype: torch.dtype) -> float:
-    """Returns what embeddings are multiplied by before the first layer."""
+    """Returns the factor by which embeddings are multiplied before the first layer."""
     name = FAMILIES[module.config.model_type].embedding_multiplier
     return table_scale(module, dtype) * setting(module.config, name, 1.0)
 
@@ -38,20 +40,20 @@ def rotary_name(config: Any) -> str:
 
 
 def rotary_module(module: Any) -> nn.Module:
-    """Returns transformers' module of the angles, or what stands in for it where no layer attends."""
+    """Returns transformers' module of the angles, or a stand-in where no layer attends."""
     found = getattr(module.model, rotary_name(module.config), None)
     return found if found is not None and head_sizes(module) else NoAngles()
 
 
 def make_rotary(module: Any, config: Any, like: torch.Tensor) -> Rotary:
-    """Makes ours of transformers' module of the angles."""
+    """Makes our ``Rotary`` of transformers' module of the angles."""
     angles = FAMILIES[config.model_type].angles
     repeats, halves, apart = (angles == each for each in ("running", "once", "turned"))
     return Rotary(module, config, like, repeats=repeats, halves=halves, apart=apart)
 
 
 def head_sizes(module: Any) -> set[int]:
-    """Returns those of the layers of attention of transformers' ``module``."""
+    """Returns the head sizes of the attention layers in transformers' ``module``."""
     config = module.config
     spec = FAMILIES[config.model_type].attention
     if spec.has_latents:

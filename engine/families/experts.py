@@ -1,4 +1,4 @@
-"""Makes ``Experts`` of transformers' modules."""
+"""Makes ``Experts`` of the modules of transformers."""
 
 from operator import attrgetter
 from typing import Any
@@ -13,8 +13,8 @@ from truedraft.engine.layers.mlp import Activation, Experts, GatedMlp, Router
 def make_experts(
     spec: ExpertSpec, layer: Any, config: Any, activation: Activation, make: Make, residual: float
 ) -> Experts | None:
-    """Describes the experts of transformers' ``layer``; None if it has none. What they add to the hidden
-    states is multiplied by ``residual``."""
+    """Describes the experts of transformers' ``layer``; None if it has none. Their output is multiplied by
+    ``residual`` before it is added to the hidden states."""
     block = getattr(layer, spec.block) if spec.block else layer
     if not hasattr(block, "experts"):
         return None

@@ -1,4 +1,4 @@
-"""Says what only Falcon-H1 has: multipliers of each part of what its recurrence gets."""
+"""Handles what only Falcon-H1 has: multipliers for each part of its recurrence's inputs."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from truedraft.engine.errors import ModelLoadError
 
 
 def check(config: Any) -> None:
-    """Raises ``ModelLoadError`` for norms before gates, and for biases where inputs are multiplied, which are
-    not."""
+    """Raises ``ModelLoadError`` for norms before gates, and for biases of layers whose inputs are multiplied,
+    as the multiplier would reach the bias."""
     if config.mamba_rms_norm and config.mamba_norm_before_gate:
         raise ModelLoadError(
             "falcon_h1 models with mamba_rms_norm and mamba_norm_before_gate cannot be served: only norms "
@@ -33,7 +33,7 @@ def input_scales(config: Any, device: torch.device) -> torch.Tensor:
 
 
 def restore_scales(layer: Any, facts: ModelFacts) -> None:
-    """Gives transformers' layer what checkpoints do not have, and the meta device does not."""
+    """Gives transformers' layer the buffers that checkpoints do not have and the meta device loses."""
     layer.mamba.mup_vector = _scales_of_parts(facts.config, facts.device).to(facts.dtype)
 
 

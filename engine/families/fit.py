@@ -1,4 +1,4 @@
-"""Tells which models the table of families describes, and prepares transformers' modules for it."""
+"""Decides which models the table of families describes, and prepares transformers' modules for it."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from truedraft.engine.families.family import ExpertSpec
 from truedraft.engine.families.mlp import activation_of
 from truedraft.engine.families.table import FAMILIES
 
-# What configs call layers that are no mixers.
+# Configs give layers that are no mixers these names.
 MLPS = {"mlp", "moe"}
 
 
 def has_family(module: Any) -> bool:
-    """Tells whether ``module``, with or without weights, has layers as the table says."""
+    """Tells whether the layers of ``module``, with or without weights, are as the table says."""
     config = module.config
     family = FAMILIES.get(config.model_type)
     return (
         family is not None
         and type(module).__module__.startswith("transformers.models.")
         and activation_of(family.mlp, config) in family.mlp.activations
-        # Images may look at later tokens, where there are images.
+        # Tokens of images may attend to later tokens, but there are no images here.
         and getattr(config, "use_bidirectional_attention", None) in (None, False, "vision")
         and family.fits(config)
         and (family.experts is None or not has_experts(config) or family.experts.fits(config))
@@ -30,8 +30,8 @@ def has_family(module: Any) -> bool:
 
 
 def check_settings(config: Any) -> None:
-    """Raises ``ModelLoadError`` for a value of a setting that is not known, though transformers may ignore
-    it. Models with a running state are served by layers of ours alone, which must know all settings."""
+    """Raises ``ModelLoadError`` for a setting whose value is not known, even if transformers ignores it.
+    Models with a running state are served by our layers alone, which must know all settings."""
     family = FAMILIES[config.model_type]
     known = family.known
     if family.recurrence is not None:
@@ -49,35 +49,36 @@ def check_settings(config: Any) -> None:
 
 
 def experts_of(config: Any) -> ExpertSpec | None:
-    """Returns what a family's experts are like, which single models may lack."""
+    """Returns the description of a family's experts, or None for a model that has none."""
     family = FAMILIES.get(config.model_type)
     return None if family is None else family.experts
 
 
 def has_experts(config: Any) -> bool:
-    # Some models of Gemma 4 have them, others do not.
+    # Some models of Gemma 4 have experts, others do not.
     return experts_of(config) is not None and bool(getattr(config, "enable_moe_block", True))
 
 
 def can_be_quantised(config: Any) -> bool:
-    """Tells whether rows of the experts' stored matrices are rows of ours."""
+    """Tells whether the rows of the experts' stored matrices are the rows of ours, so that blocks can be
+    kept."""
     experts = experts_of(config)
     return experts is None or not experts.reads_pairs
 
 
 def reads_columns(config: Any) -> bool:
-    """Tells whether some layers of ours are columns of transformers', which its own modules cannot give."""
+    """Tells whether some of our layers are columns of transformers', which its own modules cannot provide."""
     return FAMILIES[config.model_type].attention.has_latents
 
 
 def with_stacks(checkpoint: Checkpoint, module: Any) -> Checkpoint:
-    """Returns a checkpoint with the tensors of transformers' ``module`` under its names."""
+    """Returns a checkpoint that has the tensors of transformers' ``module`` under its names."""
     experts = experts_of(module.config)
     return checkpoint if experts is None else StackedCheckpoint(checkpoint, module, experts.stored)
 
 
 def corrected(module: Any) -> Any:
-    """Returns transformers' ``module``, which computes what its makers' code does from now on."""
+    """Changes transformers' ``module`` so that it computes what its makers' code does, and returns it."""
     family = FAMILIES.get(module.config.model_type)
     if family is not None:
         family.correct(module)
@@ -85,5 +86,5 @@ def corrected(module: Any) -> Any:
 
 
 def correct_layer(layer: Any, facts: ModelFacts) -> None:
-    """Gives a layer of a module on the meta device, which has got its tensors, what else it computes with."""
+    """Sets the remaining values of a layer whose tensors were loaded onto the meta device."""
     FAMILIES[facts.config.model_type].correct_layer(layer, facts)

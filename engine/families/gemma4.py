@@ -1,5 +1,6 @@
-"""Makes what only Gemma 4 has: readers of other layers' keys, norms of values, numbers of tokens for each
-layer, experts next to an MLP, and a last factor."""
+"""Makes the parts that only Gemma 4 has: layers that read other layers' keys, norms of values, a table of
+numbers for each token and layer, experts next to an MLP, and a last factor.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,14 +16,15 @@ from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.rotary import turned_pairs
 from truedraft.engine.layers.run import AttentionShape
 
-# The table of ``LayerInputs`` in a checkpoint, and what else its module has at the top.
+# A checkpoint has the table of ``LayerInputs`` under this name, and its module has these further parts at the
+# top.
 TABLE = "model.embed_tokens_per_layer.weight"
 PROJECTION, PROJECTION_NORM = "per_layer_model_projection", "per_layer_projection_norm"
 
 
 def fits(config: Any) -> bool:
-    """Tells whether layers and the table are as here. transformers' own forward fails where layers are
-    readers, but get no numbers of their own."""
+    """Tells whether layers and the table are as expected here. transformers' own forward fails where layers
+    read others' keys but the model has no table."""
     has_inputs = bool(config.hidden_size_per_layer_input)
     has_rows = not has_inputs or config.vocab_size_per_layer_input >= config.vocab_size
     return has_rows and (has_inputs or not config.num_kv_shared_layers)
@@ -38,8 +40,8 @@ def complete_shape(shape: AttentionShape, attention: Any) -> AttentionShape:
 
 
 def _source_of(attention: Any) -> int | None:
-    """Returns the layer that stores what ``attention`` reads: the last one of its type that stores any; None
-    if it stores its own."""
+    """Returns the layer whose keys and values ``attention`` reads: the last one of its type that stores some;
+    None if it stores its own."""
     if not attention.is_kv_shared_layer:
         return None
     config = attention.config
@@ -53,7 +55,8 @@ def _value_norm(attention: Any) -> Norm:
 
 
 def complete_layer(described: DecoderLayer, layer: Any, activation: Activation, make: Make) -> DecoderLayer:
-    """Adds to a layer what others do not have; its MLP is made of the experts, if it has some."""
+    """Adds the parts to a layer that other families do not have; a layer's MLP is built with the experts if
+    there are some."""
     more: dict[str, Any] = {"scale": float(layer.layer_scalar)}
     if isinstance(described.mlp, Experts):
         more |= {"mlp": _dense_and_experts(described.mlp, layer, activation, make), "mlp_norm": None}
@@ -91,12 +94,12 @@ def has_layer_inputs(module: Any) -> bool:
 
 
 def layer_table_scale(module: Any, dtype: torch.dtype) -> float:
-    """Returns what transformers multiplies rows of the table by, rounded as it rounds it."""
+    """Returns the factor by which transformers multiplies rows of the table, rounded as it rounds it."""
     return torch.tensor(module.model.embed_tokens_per_layer.scalar_embed_scale).to(dtype).item()
 
 
 def layer_inputs(module: Any, table: Embeddings, make: Make, dtype: torch.dtype) -> LayerInputs:
-    """Describes the numbers of tokens for each layer; both summands take the factor of their sum."""
+    """Describes the table's numbers for each layer; the factor of their sum is applied to both summands."""
     model = module.model
     norm, factor = getattr(model, PROJECTION_NORM), model.per_layer_input_scale
     return LayerInputs(

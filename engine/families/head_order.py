@@ -1,7 +1,9 @@
-"""Orders of Gated DeltaNet's value heads: grouped by their key heads, or tiled, as GGUF files have them.
+"""Converts between two orders of Gated DeltaNet's value heads: grouped by key head, and tiled, as in GGUF
+files.
 
-Grouped, those that share the first key head come first. Tiled, one of each key head comes, then another of
-each. A layer computes in the order of its weights; transformers' modules know the grouped one only.
+Grouped, the value heads of the first key head come first. Tiled, one value head of each key head comes first,
+then another of each. A layer computes in the order of its weights; transformers' modules know the grouped one
+only.
 """
 
 from typing import Any
@@ -12,12 +14,12 @@ MODULE = ".linear_attn."
 
 
 def tiles(key_heads: int, heads: int) -> torch.Tensor:
-    """Returns the numbers that tiled heads have in the grouped order."""
+    """Returns for each tiled head its number in the grouped order."""
     return torch.arange(heads).view(key_heads, -1).T.flatten()
 
 
 def to_grouped(config: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Orders transformers' ``name`` as its module has it, whose heads are tiled in ``tensor``."""
+    """Orders ``tensor``, whose heads are tiled, as transformers' module has its parameter ``name``."""
     if MODULE not in name or name.endswith(".norm.weight"):
         return tensor
     key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -31,7 +33,7 @@ def to_grouped(config: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_tiled(values: torch.Tensor, key_heads: int, heads: int) -> torch.Tensor:
-    """Tiles ``values`` [heads * size, ...], which are grouped."""
+    """Tiles ``values`` [heads * size, ...] whose heads are grouped."""
     return _ordered(values, tiles(key_heads, heads))
 
 

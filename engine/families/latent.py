@@ -1,8 +1,8 @@
-"""Makes attention of transformers' modules of multi-head latent attention (DeepSeek's), which know it by the
-names of a latent vector (``kv_a``) and of what is made of it (``kv_b``).
+"""Makes attention of transformers' modules of multi-head latent attention (DeepSeek's).
 
-Rows of the weights are ordered so that the numbers of a head that are turned come first, and the two of a
-pair stand half of these apart.
+They are recognised by the names of a latent vector (``kv_a``) and of the layer that makes keys and values of
+it (``kv_b``). Rows of the weights are ordered so that the rotated numbers of a head come first, and the two
+numbers of a pair stand half of these apart.
 """
 
 from typing import Any
@@ -22,13 +22,13 @@ from truedraft.engine.memory.kv_cache import AttentionCache
 def make_latent_attention(
     attention: Any, index: int, facts: ModelFacts, make: Make, residual: float
 ) -> Attention:
-    """Describes transformers' ``attention``, the mixer ``index``. What it adds to the hidden states is
-    multiplied by ``residual``."""
+    """Describes transformers' ``attention``, the mixer number ``index``. Its output is multiplied by
+    ``residual`` before it is added to the hidden states."""
     heads, turned, others = attention.num_heads, attention.qk_rope_head_dim, attention.qk_nope_head_dim
     value_size, rank = attention.v_head_dim, attention.kv_lora_rank
     pairs = np.arange(turned)
     if getattr(facts.config, "rope_interleave", True):
-        pairs = pairs.reshape(-1, 2).T.ravel()  # neighbours are turned there
+        pairs = pairs.reshape(-1, 2).T.ravel()  # Neighbouring numbers are pairs there.
     low = Rows(attention.kv_a_proj_with_mqa, np.concatenate((np.arange(rank), rank + pairs)))
     of_query = np.concatenate((others + pairs, np.arange(others)))
     of_queries = (np.arange(heads)[:, None] * attention.qk_head_dim + of_query).ravel()

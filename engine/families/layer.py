@@ -1,4 +1,4 @@
-"""Makes ``DecoderLayer`` of transformers' layers."""
+"""Makes ``DecoderLayer`` of the layers of transformers."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ from truedraft.engine.layers.norm import Norm
 def decoder_layer(
     layer: Any, index: int, facts: ModelFacts, make: Make, is_tiled: bool = False
 ) -> DecoderLayer:
-    """Describes transformers' ``layer``, whose first mixer has the place ``index`` among all of them.
-    ``make`` makes its linear layers, whose value heads are tiled or not (``head_order``)."""
+    """Describes transformers' ``layer``, whose first mixer has the number ``index`` among all of them.
+    ``make`` makes its linear layers, whose value heads may be tiled (``head_order``)."""
     family = FAMILIES[facts.config.model_type]
     residual = setting(facts.config, family.residual_multiplier, 1.0)
 
@@ -51,7 +51,7 @@ def decoder_layer(
 def _mixer(
     family: Family, layer: Any, index: int, facts: ModelFacts, make: Make, residual: float, is_tiled: bool
 ) -> Mixer:
-    """Makes a recurrence where the layer has one, and attention where it has none, or next to it."""
+    """Makes a recurrence where the layer has one, and attention where it has none or has both."""
     spec, found = family.recurrence, list[Attention | Recurrent]()
     module = None if spec is None else getattr(layer, spec.module, None)
     has_recurrence = module is not None and is_recurrence(module)

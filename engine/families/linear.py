@@ -1,4 +1,4 @@
-"""Linear layers of transformers' modules: joined, replaced by faster ones, or used as they are."""
+"""Uses the linear layers of transformers' modules: joined, replaced by faster ones, or as they are."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from truedraft.engine.layers.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Names some outputs of a linear layer of transformers', by their numbers, in any order."""
+    """Selects outputs of transformers' linear layer by their numbers, in any order."""
 
     module: nn.Linear
     numbers: npt.NDArray[np.int64]
@@ -29,8 +29,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows(Rows):
-    """Names the outputs of one head. ``is_turned``: they are the inputs of ours, whose outputs are the inputs
-    there."""
+    """Selects the outputs of one head. ``is_turned`` transposes: these outputs become the inputs of our
+    layer, and the inputs its outputs."""
 
     head: int
     is_turned: bool
@@ -39,10 +39,10 @@ class HeadRows(Rows):
         return weight.of_head(self.head, self.numbers, self.is_turned)
 
 
-# What has the weights of a linear layer in transformers.
+# These objects have the weights of a linear layer in transformers.
 Whole: TypeAlias = nn.Module | Matrix
 Source: TypeAlias = Whole | Rows
-# Joins linear layers of the same input, and multiplies their outputs.
+# A function of this type joins linear layers of the same input, and multiplies their outputs.
 Make: TypeAlias = Callable[[Sequence[Source], float], Linear]
 
 # Below this many weights a module's own overhead outweighs what packing saves.
@@ -50,14 +50,15 @@ MIN_NATIVE_WEIGHTS = 1 << 12
 
 
 class ModuleLinear:
-    """Keeps modules of transformers that know best how to use their weights: quantised ones. Their outputs,
-    or those of some rows, lie one after the other."""
+    """Keeps transformers' modules that know best how to use their weights, such as quantised ones. Their
+    outputs, or some rows of them, lie one after the other."""
 
     def __init__(self, sources: Sequence["Source"], multiplier: float = 1.0) -> None:
         self.modules: list[nn.Module] = []
         self.rows: list[torch.Tensor | None] = []
         for source in sources:
-            assert not isinstance(source, HeadRows | Matrix)  # loading leaves such families out
+            # Loading does not choose this class for families with such layers.
+            assert not isinstance(source, HeadRows | Matrix)
             self.modules.append(source.module if isinstance(source, Rows) else source)
             self.rows.append(torch.from_numpy(source.numbers) if isinstance(source, Rows) else None)
         self.multiplier = multiplier
@@ -77,7 +78,7 @@ class ModuleLinear:
 class LinearModule(nn.Module):
     """Stands in for a module of transformers' without keeping the original weight."""
 
-    weight: None = None  # T5 asks for its type
+    weight: None = None  # T5 looks at the type of its weight.
 
     def __init__(self, module: nn.Module, linears: Linears) -> None:
         super().__init__()
@@ -108,8 +109,8 @@ def join(
     linears: Linears,
     weights_of: Callable[[Whole], list[Weight]] = weights_of,
 ) -> Linear:
-    """Makes one layer in place of several of the same input; their outputs lie one after the other, all times
-    ``multiplier``."""
+    """Makes one layer in place of several of the same input; their outputs lie one after the other, all
+    multiplied by ``multiplier``."""
     wholes = [source.module if isinstance(source, Rows) else source for source in sources]
     if not all(type(whole) in (nn.Linear, Conv1D, Matrix) for whole in wholes):
         return ModuleLinear(sources, multiplier)
@@ -128,7 +129,7 @@ def join(
 
 
 def _joined(biases: Sequence[torch.Tensor | int]) -> torch.Tensor | None:
-    """Returns one bias; a number is that of the outputs of a layer without one, which gets zeros."""
+    """Returns one bias for all; a layer without a bias, given by its number of outputs, gets zeros."""
     like = next((bias for bias in biases if isinstance(bias, torch.Tensor)), None)
     if like is None:
         return None

@@ -1,4 +1,4 @@
-"""Makes ``GatedMlp`` of transformers' modules."""
+"""Makes ``GatedMlp`` of the modules of transformers."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def activation_of(spec: MlpSpec, config: Any) -> Activation:
 
 
 def make_mlp(spec: MlpSpec, layer: Any, facts: ModelFacts, make: Make, residual: float) -> GatedMlp:
-    """Describes the MLP of transformers' ``layer``. What it adds to the hidden states is multiplied by
-    ``residual``."""
+    """Describes the MLP of transformers' ``layer``. Its output is multiplied by ``residual`` before it is
+    added to the hidden states."""
     mlp, scales = getattr(layer, spec.module), None
     gate_up = [getattr(mlp, name) for name in spec.gate_up]
     if spec.multipliers is not None:

@@ -1,4 +1,4 @@
-"""Makes norms of transformers' modules."""
+"""Makes norms of the modules of transformers."""
 
 from typing import Any, Literal
 
@@ -6,13 +6,13 @@ import torch
 
 from truedraft.engine.layers.norm import Norm
 
-# Norms multiply by their weight in the model's type or in float32; or in float32 by one more than it; or they
-# take the mean off first, in float32, too.
+# Norms multiply by their weight in the model's type or in float32; or in float32 by one more than the weight;
+# or they subtract the mean first, in float32, too.
 NormKind = Literal["plain", "float32", "plus one", "centred"]
 
 
 def norm_of(kind: NormKind, weight: torch.Tensor, eps: float) -> Norm:
-    """Makes one of a weight as the family's checkpoints have it."""
+    """Makes a norm of a weight as the family's checkpoints store it."""
     if kind == "plain":
         return Norm(weight, eps)
     weight = weight.float()
@@ -20,6 +20,6 @@ def norm_of(kind: NormKind, weight: torch.Tensor, eps: float) -> Norm:
 
 
 def make_norm(kind: NormKind, module: Any) -> Norm:
-    """Makes ours of a norm of transformers'."""
+    """Makes our norm of transformers' module."""
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return norm_of(kind, module.weight.detach(), eps)

@@ -1,4 +1,4 @@
-"""Describes transformers' modules that keep a running state as recurrences of ours."""
+"""Describes transformers' modules that keep a running state as our recurrences."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,8 +26,8 @@ def make_recurrence(
     residual: float,
     is_tiled: bool,
 ) -> Recurrent:
-    """Describes ``module``, the mixer ``index``; what it adds to the hidden states is multiplied by
-    ``residual``. ``is_tiled``: the linear layers have their value heads tiled."""
+    """Describes ``module``, the mixer number ``index``; its output is multiplied by ``residual`` before it is
+    added to the hidden states. ``is_tiled`` says that the value heads of the linear layers are tiled."""
     rule, inputs = _describe(module, index, is_tiled)
     config, device = facts.config, facts.device
     channels, width = rule.convolution.weight.shape
@@ -41,12 +41,12 @@ def make_recurrence(
 
 
 def is_recurrence(module: nn.Module) -> bool:
-    """Tells whether a mixer keeps a running state: they all have a convolution."""
+    """Tells whether a mixer keeps a running state, which it does if it has a convolution."""
     return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def _describe(module: Any, index: int, is_tiled: bool) -> tuple[Recurrence, list[Source]]:
-    """Returns the recurrence, and the linear layers whose outputs it gets."""
+    """Returns the recurrence, and the linear layers that make its inputs."""
     if not hasattr(module, "A_log"):
         return ShortConv(index, _convolution(module.conv)), [module.in_proj]
     return _mamba2(module, index) if hasattr(module, "D") else _delta_rule(module, index, is_tiled)
@@ -76,7 +76,8 @@ def _delta_rule(module: Any, index: int, is_tiled: bool) -> tuple[Recurrence, li
 
 
 def _by_key_head(module: Any) -> list[Source]:
-    """Orders linear layers that compute all of the first key head, then all of the second (Qwen3-Next)."""
+    """Reorders linear layers that compute all inputs of the first key head, then all of the second
+    (Qwen3-Next)."""
     keys, shared = module.head_k_dim, module.num_v_heads // module.num_k_heads
     values = shared * module.head_v_dim
 

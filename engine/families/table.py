@@ -1,7 +1,7 @@
-"""The families that are computed by layers of our own: what transformers calls their modules, which norms
-there are, and which settings count.
+"""Lists the families that our own layers compute: transformers' names for their modules, their norms, and the
+settings that count.
 
-A family of known parts is a row here, and nothing anywhere else. GGUF files go the same way: their tensors
+A family of known parts is a row here, and nothing anywhere else. GGUF files use the same rows: their tensors
 have transformers' names by then (``gguf``).
 """
 
@@ -25,7 +25,7 @@ def always(config: Any) -> bool:
     return True
 
 
-# The window stands with each layer, or in the config for all layers.
+# The window is a value of each layer, or a setting for all layers.
 WINDOW, CONFIG_WINDOW = attrgetter("sliding_window"), attrgetter("config.sliding_window")
 WINDOWED, CONFIG_WINDOWED = AttentionSpec(window=WINDOW), AttentionSpec(window=CONFIG_WINDOW)
 EACH_NORMED, ALL_NORMED = AttentionSpec(head_norm="each"), AttentionSpec(head_norm="whole")
@@ -187,7 +187,7 @@ FAMILIES: dict[str, Family] = {
             fits=lambda config: config.topk_method in ("greedy", "group_limited_greedy"),
         ),
         angles="once",
-        # transformers does not look at these settings, which its makers' code does.
+        # Makers' code looks at these settings; transformers does not.
         known=(
             ("norm_topk_prob", (None, False)),
             ("scoring_func", (None, "softmax")),
@@ -222,7 +222,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": replace(
         GEMMA_2,
         attention=replace(WINDOWED, head_norm="each", complete=gemma4.complete_shape),
-        # The router's norm, and the factors of its weights, are made with the layer.
+        # The router's norm, and the factors of its weights, are made together with the layer.
         experts=ExpertSpec(
             block="",
             router="router.proj",

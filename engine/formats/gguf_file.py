@@ -1,4 +1,4 @@
-"""GGUF files, whole or in parts: their metadata, and where their tensors lie.
+"""Reads GGUF files, whole or in parts: their metadata, and where their tensors lie.
 
 Both processes read them, the front end without torch. ``gguf``'s own reader takes seconds for a vocabulary of
 usual size, as it makes an array of every string; this one takes a tenth of a second.
@@ -16,12 +16,12 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
-# Types of metadata, by their numbers in the file.
+# The file names the types of metadata by these numbers.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
-# More is no model: it is what a damaged file says. Models have some 50,000 tensors, half a million merges and
-# 20 MB of both at most.
+# A header beyond these limits belongs to no model, but to a damaged file. Models have some 50,000 tensors,
+# half a million merges and 20 MB of both at most.
 MAX_DIMENSIONS, MAX_TENSORS, MAX_ITEMS, MAX_HEADER = 4, 1 << 17, 1 << 22, 1 << 27
 
 # This key counts the parts of a file from 0.
@@ -35,8 +35,8 @@ class GgufError(ValueError):
 
 
 class TensorPlace(NamedTuple):
-    """``shape``: rows first. ``type``: its number in ggml. ``offset`` from the start of ``data``, the mapped
-    file that has the tensor, which is found at ``path``."""
+    """Says where a tensor lies. ``shape`` has rows first, ``type`` is ggml's number, and ``offset`` counts
+    from the start of ``data``, the mapped file at ``path``."""
 
     shape: tuple[int, ...]
     type: int
@@ -47,7 +47,7 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """``metadata`` is that of the first part; the tensors are those of all ``parts``, the mapped files."""
+    """Holds the ``metadata`` of the first part, and the tensors of all ``parts``, the mapped files."""
 
     path: str
     parts: list[mmap]
@@ -64,7 +64,7 @@ def is_gguf(path: str) -> bool:
 
 
 def read_gguf(path: str) -> GgufFile:
-    """What the file says before its tensors, with lists and texts; ``GgufError``.
+    """Reads everything that precedes the tensors' data, lists and texts included; raises ``GgufError``.
 
     Any part of a file in parts stands for all of them.
     """
@@ -86,7 +86,7 @@ def read_gguf(path: str) -> GgufFile:
 
 
 def _check_part(first: GgufFile, part: GgufFile, number: int) -> None:
-    """Raises ``GgufError`` for a part whose name does not say what it is."""
+    """Raises ``GgufError`` for a part whose metadata contradicts its name."""
     said = part.metadata.get(PART_NUMBER, number)
     if said != number:
         raise GgufError(f"{part.path} is not part {number + 1} of its model: its {PART_NUMBER} is {said}")
@@ -96,7 +96,7 @@ def _check_part(first: GgufFile, part: GgufFile, number: int) -> None:
 
 
 def _part_names(path: str) -> list[str]:
-    """Returns those of all parts, the first one first; ``path`` itself where it is no part."""
+    """Returns the paths of all parts in order; only ``path`` where the file is no part."""
     named = PART.search(path)
     if named is None:
         return [path]

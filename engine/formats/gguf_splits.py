@@ -1,7 +1,7 @@
-"""The rules by which byte-level files cut a text before they look for tokens: a file only names them.
+"""Has the rules by which byte-level files cut a text before they look for tokens; a file only names them.
 
-The expressions are those of the models' own ``tokenizer.json``, or llama.cpp's. No torch: both processes read
-them.
+The expressions are those of the models' own ``tokenizer.json``, or llama.cpp's. This module does without
+torch, as both processes import it.
 """
 
 from typing import Any
@@ -33,8 +33,8 @@ JAIS2 = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{SIGNS}|\s*[\r\n]+|{RUNS_OF_BLA
 
 
 def _cased(end: str, numbers: str, unless: str = "", signs: str = r"[\r\n/]*") -> str:
-    """Returns an expression that also cuts before capital letters. ``end``: what words take with them;
-    ``unless``: what their letters must not be."""
+    """Returns an expression that also cuts before capital letters. ``end`` matches what words take with them;
+    ``unless`` matches what their letters must not be."""
     upper, lower = (
         rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{unless}]",
         rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{unless}]",
@@ -60,7 +60,7 @@ SPARK = (
     *(r"\p{N}{1,3}", HAN_AND_KANA),
     *(rf"{DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"),
 )
-# Letters of scripts that have large and small ones.
+# These scripts have large and small letters.
 CASED = (
     "A-Za-z"
     "µÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
@@ -74,10 +74,10 @@ DEEPSEEK_LLM = (
 DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 SENTENCES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]")
-# A file without a name is cut by these.
+# A file that names no rules is cut by these.
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-# Each has the names of rules, and the expressions that cut one after the other.
+# Each entry has the names of rules, and the expressions that cut one after the other.
 GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("default",), DEFAULT),
     (("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "mpt", "olmo", "jais"), (GPT2,)),
@@ -115,12 +115,13 @@ EXPRESSIONS = {name: expressions for names, expressions in GROUPS for name in na
 WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"} | {
     *("jina-v5-nano", "tekken", "glm4", "glm5", "youtu", "minicpm5"),
 }
-# Under these, every text begins with the first token.
+# Under these rules every text begins with the first token.
 BEGINS = WHOLE_WORDS - {"glm4", "glm5", "youtu", "minicpm5"}
 
 
 def pre_tokenizer(rules: str | None) -> Any:
-    """Returns what cuts a text and spells its bytes in letters; raises ``KeyError`` for unknown rules."""
+    """Returns the step that cuts a text and spells its bytes in letters; raises ``KeyError`` for unknown
+    rules."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 

@@ -1,7 +1,7 @@
 """Reads the vocabulary of a GGUF file and its tokenizer, with what llama.cpp's loader adds to the file.
 
-That loader knows special tokens by their texts, and flags by the name of the rules that cut text. No torch:
-both processes read it.
+That loader knows special tokens by their texts, and flags by the name of the rules that cut text. This module
+does without torch, as both processes import it.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_splits import BEGINS, WHOLE_WORDS, pre_tokenizer
+from truedraft.engine.formats.gguf_word_pieces import ENCODER_TYPES, KIND, word_pieces
 
 KEY = "tokenizer.ggml"
 # Values must be of these types; lists must hold such values.
@@ -26,7 +27,7 @@ LISTS: dict[str, tuple[type, ...]] = {
 # Tokens have types, which are numbers in the file.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
-# Tokens of these texts end a generation and are control tokens, whatever type the file gives them.
+# Tokens with these texts end a generation and are control tokens, whatever type the file gives them.
 END_TEXTS = frozenset(
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
@@ -35,7 +36,8 @@ END_TEXTS = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-# If a vocabulary has all tokens of a set, the token in its tuple ends no generation and is of that type.
+# If a vocabulary has all tokens of a set, the token named with the set does not end a generation and is of
+# the type that follows.
 NO_END: tuple[tuple[frozenset[str], str, int], ...] = (
     (frozenset({"<|return|>", "<|call|>"}), "<|end|>", USER_DEFINED),
     (frozenset({"<|return|>", "<|calls|>"}), "<|end|>", USER_DEFINED),
@@ -59,20 +61,24 @@ FILL_TEXTS = {
 OLD_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 # These named tokens end a generation.
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-OTHER_NAMES = ("bos", "unknown", "padding", "seperator", "mask")  # spelt as in the files
-# A file that names none has these. In a byte-level vocabulary the default is Falcon's, and only ends.
+# Keys are spelt as in the files.
+OTHER_NAMES = ("bos", "unknown", "padding", "seperator", "mask", "cls")
+# These are the defaults of files that name no such tokens. In a byte-level vocabulary the default is
+# Falcon's, and only ends texts.
 DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"eos": 11}, "gemma4": {}}
+DEFAULT_IDS[KIND] = {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103}
 # Texts begin with the first token in vocabularies of these kinds.
 BEGINNING_KINDS = ("llama", "gemma4")
 
-# A file of such a name has special tokens that swallow the blanks after them, but not the second tuple's.
+# Files of these architectures have special tokens that swallow the blanks after them, except the tokens in
+# the second tuple.
 SWALLOWING, NOT_SWALLOWING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Holds what llama.cpp makes of the file: ``types`` of all tokens, ``ids`` of named ones, ``end_ids`` of
-    those that end a generation."""
+    """Holds what llama.cpp makes of the file: the ``types`` of all tokens, the ``ids`` of named ones, and the
+    ``end_ids`` of those that end a generation."""
 
     kind: str
     rules: str | None
@@ -85,15 +91,18 @@ class Vocabulary:
 
 
 def read_vocabulary(file: GgufFile) -> Vocabulary | None:
-    """Returns None if the file has none; raises ``GgufError`` if it is damaged or not supported."""
+    """Reads the vocabulary. Returns None if the file has none; raises ``GgufError`` if it is damaged or not
+    supported."""
     metadata, path = file.metadata, file.path
     _check_types(file)
     tokens: list[str] | None = metadata.get(f"{KEY}.tokens")
     if not tokens:
         return None
     kind, rules = metadata.get(f"{KEY}.model"), metadata.get(f"{KEY}.pre")
-    if kind not in DEFAULT_IDS:
-        raise GgufError(f"{path} has a tokenizer of the kind {kind}; {', '.join(DEFAULT_IDS)} are supported")
+    known = [each for each in DEFAULT_IDS if (each == KIND) == (file.architecture in ENCODER_TYPES)]
+    if kind not in known:
+        of = f"of {file.architecture}, {', '.join(known)} are supported"
+        raise GgufError(f"{path} has a tokenizer of the kind {kind}; {of}")
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     by_text = {token: index for index, token in enumerate(tokens)}
     if len(by_text) < len(tokens):
@@ -142,7 +151,7 @@ def _check_types(file: GgufFile) -> None:
             is_right = isinstance(value, list) and all(type(each) in LISTS[key] for each in value)
         if not is_right:
             raise GgufError(f"{file.path} is damaged: its {key} is of another type than it must be")
-        if key in NOT_SERVED and value:
+        if key in NOT_SERVED and value and file.architecture not in ENCODER_TYPES:
             raise GgufError(f"{file.path} asks for {key} = {value}, which is not served")
 
 
@@ -180,12 +189,14 @@ def gguf_tokenizer(file: GgufFile) -> Any:
             fast = _swallowing(fast)
     except GgufError:
         raise
-    except Exception as error:  # the Rust core raises no other
+    except Exception as error:  # The Rust core raises no other exception.
         reason = " ".join(str(error).split())[:200]
         raise GgufError(f"the tokenizer in {file.path} is damaged: {reason}") from error
     if missing := [token for token, index in fast.get_vocab().items() if index >= len(vocabulary.tokens)]:
         raise GgufError(f"{file.path} lacks the token {min(missing)}, which its tokenizer needs")
     named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    # What stands around a text is in the tokenizer already where pairs of texts have such tokens.
+    adds = {"add_bos_token": vocabulary.add_bos, "add_eos_token": vocabulary.add_eos}
     # The default end of a byte-level vocabulary is an ordinary token in a text.
     special = {
         f"{ours}_token": vocabulary.tokens[vocabulary.ids[name]]
@@ -195,8 +206,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=fast,
         chat_template=file.metadata.get("tokenizer.chat_template"),
-        add_bos_token=vocabulary.add_bos,
-        add_eos_token=vocabulary.add_eos,
+        **({} if vocabulary.kind == KIND else adds),
         **special,
     )
     tokenizer.fill_ids = {name: vocabulary.ids[name] for name in FILL_TEXTS if name in vocabulary.ids}
@@ -214,7 +224,7 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Any:
     }
     fast = mapping.sentencepiece_tokenizer(fields | {"tokens": vocabulary.tokens}).backend_tokenizer
     begins = metadata.get(f"{KEY}.add_space_prefix", True)
-    # A blank goes before a text, and before what follows a control token, whatever that begins with.
+    # A blank goes before a text, and before any text that follows a control token.
     prefix = [normalizers.Prepend("▁")] if begins else []
     fast.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     fast.pre_tokenizer = None
@@ -224,7 +234,8 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Any:
 
 
 def _marked_blanks(file: GgufFile, vocabulary: Vocabulary) -> Any:
-    """Builds Gemma 4's: merges of the file over whole texts, and bytes for what no token has."""
+    """Builds Gemma 4's tokenizer: merges of the file over whole texts, and bytes for characters that no token
+    has."""
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
@@ -249,7 +260,8 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Any:
     alphabet = set(letters)
 
     def spelt(token: str, kind: int) -> str:
-        """Tokens that stand for themselves in a text are spelt as they are, others in letters for bytes."""
+        """Returns a token's text: tokens that stand for themselves are spelt as they are, others in letters
+        for bytes."""
         if kind in (CONTROL, USER_DEFINED) or alphabet.issuperset(token):
             return token
         return "".join(letters[byte] for byte in token.encode())
@@ -268,14 +280,15 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Any:
 
 
 def _byte_letters() -> list[str]:
-    """Returns what stands for each byte in a byte-level vocabulary: the byte itself where it can be seen."""
+    """Returns the letter for each byte in a byte-level vocabulary: the byte itself where it can be
+    printed."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]
 
 
 def _add_tokens(fast: Any, vocabulary: Vocabulary) -> None:
-    """Adds control tokens and those that users have defined: they are found whole in a text."""
+    """Adds control tokens and user-defined tokens, which are found whole in a text."""
     from tokenizers import AddedToken
 
     numbered = list(zip(vocabulary.tokens, vocabulary.types, strict=False))
@@ -294,4 +307,10 @@ def _swallowing(fast: Any) -> Any:
     return Tokenizer.from_str(json.dumps(described))
 
 
-BUILDERS = {"llama": _sentencepiece, "gpt2": _byte_level, "gemma4": _marked_blanks}
+def _word_pieces(file: GgufFile, vocabulary: Vocabulary) -> Any:
+    numbered = enumerate(vocabulary.types[: len(vocabulary.tokens)])
+    shown_whole = {index for index, kind in numbered if kind in (CONTROL, USER_DEFINED)}
+    return word_pieces(file, vocabulary.tokens, shown_whole, vocabulary.ids)
+
+
+BUILDERS = {"llama": _sentencepiece, "gpt2": _byte_level, "gemma4": _marked_blanks, KIND: _word_pieces}

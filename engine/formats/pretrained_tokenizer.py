@@ -1,4 +1,4 @@
-"""A model's tokenizer as its makers saved it: of a folder, a GGUF file or a hub id."""
+"""Loads a model's tokenizer as its makers saved it: from a folder, a GGUF file or a hub id."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ def _auto_tokenizer(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # classes rely on files that may be missing, the Rust core has no other error
+    # Classes rely on files that may be missing, and the Rust core has no more specific error.
+    except Exception as error:
         reason = " ".join(str(error).split())[:300] or "no reason is given"
         raise ValueError(
             f"{path} has no tokenizer that can be loaded: {type(error).__name__}: {reason}"

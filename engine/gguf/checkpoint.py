@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: transformers' names for what llama.cpp's have in them, and defaults."""
+"""Gives the tensors of GGUF files transformers' names, and fills in defaults."""
 
 import ctypes
 import math
@@ -40,12 +40,13 @@ from truedraft.engine.native.library import load_library
 from truedraft.engine.native.quantised import dequantise
 from truedraft.engine.parameters import RECOMMENDED
 
-# Files of these may have divisors of the rotary frequencies.
+# Files of these architectures may have divisors of the rotary frequencies.
 DIVIDED = ("llama", "exaone4")
-# The gate of Qwen's shared expert is a vector there.
+# The gate of Qwen's shared expert is a vector in GGUF files.
 ONE_ROW = ".shared_expert_gate.weight"
 FURTHER_LAYERS = "nextn_predict_layers"
-# What transformers would call the tensors of a layer that predicts further tokens, besides a usual layer's.
+# A layer that predicts further tokens has these tensors in addition to a usual layer's, by transformers'
+# names.
 OF_HEADS = {
     "eh_proj": "eh_proj",
     "enorm": "enorm",
@@ -57,7 +58,7 @@ OF_HEADS = {
 
 
 class GgufCheckpoint(Checkpoint):
-    """``files`` has the names that transformers' module has."""
+    """Reads a GGUF file by the names of transformers' module; ``files`` has these names."""
 
     def __init__(
         self, file: GgufFile, config: Any, names: dict[str, str], vocabulary: Vocabulary | None
@@ -97,7 +98,7 @@ class GgufCheckpoint(Checkpoint):
         parts = self._parts(name)
         found = [blocks for part in parts if (blocks := self._blocks(part)) is not None]
         if len(found) < len(parts) or len({blocks.type for blocks in found}) > 1:
-            return None  # what is one tensor here must be of one type
+            return None  # Joined tensors must have one type.
         data = found[0].data if len(found) == 1 else np.concatenate([blocks.data for blocks in found])
         return QuantisedBlocks(found[0].type, data, found[0].in_features, self._order(name))
 
@@ -112,7 +113,7 @@ class GgufCheckpoint(Checkpoint):
         return self._matrix(part, number)
 
     def release(self) -> None:
-        """Gives back the pages that were read; embeddings are read again as they are looked up."""
+        """Gives back pages that were read; embeddings are read again as they are looked up."""
         for part in self.file.parts:
             part.madvise(mmap.MADV_DONTNEED)
 
@@ -120,7 +121,7 @@ class GgufCheckpoint(Checkpoint):
         return None if self.factors is None else torch.tensor(self.factors)
 
     def _parts(self, name: str) -> tuple[str, ...]:
-        """Returns the file's tensors that lie one after the other in transformers' ``name``."""
+        """Returns the file's tensors whose rows lie one after the other in transformers' ``name``."""
         return tensors_of(name, self.config) or (self.names[name],)
 
     def _blocks(self, theirs: str) -> QuantisedBlocks | None:
@@ -130,14 +131,14 @@ class GgufCheckpoint(Checkpoint):
         return QuantisedBlocks(place.type, self._data(place), place.shape[-1])
 
     def _matrix(self, theirs: str, number: int) -> QuantisedBlocks | None:
-        """Returns one of a stack of matrices."""
+        """Returns one matrix of a stack."""
         if (blocks := self._blocks(theirs)) is None:
             return None
         rows = self.file.tensors[theirs].shape[1]
         data = blocks.data[number * rows : (number + 1) * rows]
         return QuantisedBlocks(blocks.type, data, blocks.in_features)
 
-    def _stored(self, theirs: str) -> torch.Tensor:
+    def stored(self, theirs: str) -> torch.Tensor:
         """Returns a tensor as it lies in the file."""
         blocks, place = self._blocks(theirs), self.file.tensors[theirs]
         if blocks is not None and self._library is not None:
@@ -147,37 +148,38 @@ class GgufCheckpoint(Checkpoint):
     def _read(self, name: str) -> torch.Tensor:
         if name in self.stacks:
             stack = self.stacks[name]
-            return stack.join([self._stored(part) for part in stack.parts])
+            return stack.join([self.stored(part) for part in stack.parts])
         if (heads := self.heads.get(name)) is not None:
-            return heads.join(self._stored(heads.keys), self._stored(heads.values))
-        tensor = torch.cat([self._stored(part) for part in self._parts(name)])
+            return heads.join(self.stored(heads.keys), self.stored(heads.values))
+        tensor = torch.cat([self.stored(part) for part in self._parts(name)])
         if name.endswith(ONE_ROW):
             return tensor.view(1, -1)
         tensor = from_file(name, tensor, self.file.path)
         order = self._order(name)
         adds_one = FAMILIES[self.config.model_type].norms == "plus one" and name.endswith("norm.weight")
         if adds_one and ".linear_attn." not in name:
-            tensor = tensor - 1  # llama.cpp multiplies by what is stored, transformers by one more
+            tensor = tensor - 1  # llama.cpp multiplies by the stored weight, transformers by one more.
         return tensor if order is None else tensor[torch.from_numpy(order)]
 
     def _plain(self, place: TensorPlace) -> torch.Tensor:
         data = self._data(place)
         if place.type == GGMLQuantizationType.BF16:
-            # torch has no numpy of this type.
+            # torch cannot take this type from numpy.
             return torch.from_numpy(data.copy()).view(torch.bfloat16).view(place.shape)
         if place.type in PLAIN_TYPES:
             return torch.from_numpy(data.copy().view(PLAIN_TYPES[place.type])).view(place.shape)
         return torch.from_numpy(gguf.dequantize(data, GGMLQuantizationType(place.type))).view(place.shape)
 
     def _data(self, place: TensorPlace) -> npt.NDArray[np.uint8]:
-        """[rows, bytes of a row] of the mapped file."""
+        """Returns the tensor's bytes [rows, bytes of a row] in the mapped file."""
         size = num_bytes(place)
         data = np.frombuffer(place.data, np.uint8, size, place.offset)
         return data.reshape(-1, size // math.prod(place.shape[:-1]))
 
     def _order(self, name: str) -> npt.NDArray[np.int64] | None:
-        """llama.cpp turns pairs of neighbours where transformers turns halves; it moves the rows of its files
-        for that, but only of these architectures."""
+        """Returns the order of rows that undoes llama.cpp's: it rotates pairs of neighbours where
+        transformers rotates halves, and reorders the rows for that in the files of these architectures
+        only."""
         config = self.config
         if self.file.architecture not in PAIRED or not (".q_proj." in name or ".k_proj." in name):
             return rows_by_key_head(name, config)
@@ -188,7 +190,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def open_gguf(path: str) -> GgufCheckpoint:
-    """``GgufError`` for what cannot be served."""
+    """Opens a file as a checkpoint; raises ``GgufError`` for files that cannot be served."""
     file = read_gguf(path)
     if file.architecture not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
@@ -208,7 +210,7 @@ def open_gguf(path: str) -> GgufCheckpoint:
 
 
 def holds_head_alone(path: str) -> bool:
-    """Tells whether a file has layers that predict further tokens, and no model before them."""
+    """Tells whether a file has layers that predict further tokens, but no model before them."""
     names = _tensor_names(path)
     return any(".nextn." in name for name in names) and not any(name.startswith("blk.0.") for name in names)
 
@@ -221,14 +223,14 @@ def holds_further_layers(path: str) -> bool:
 def _tensor_names(path: str) -> list[str]:
     try:
         return list(read_gguf(path).tensors)
-    except (GgufError, OSError):  # loading says what is wrong
+    except (GgufError, OSError):  # Loading reports what is wrong.
         return []
 
 
 def open_gguf_head(path: str, config: Any) -> tuple[GgufCheckpoint, int]:
-    """Opens the layer of a file that predicts further tokens, which comes after those of the model, if the
-    file has any. ``config`` is of a model of such a layer alone. Returns the number of the layer, too, which
-    tensors have in their names; all have transformers'. Raises ``GgufError`` for what cannot be served."""
+    """Opens the layer of a file that predicts further tokens, after those of the model, if the file has one.
+    ``config`` is of a model of such a layer alone. Also returns the layer's number, which its tensors have in
+    transformers' names. Raises ``GgufError`` for files that cannot be served."""
     file = read_gguf(path)
     if MODEL_TYPES.get(file.architecture) != config.model_type:
         raise GgufError(
@@ -262,7 +264,7 @@ def generation_config(checkpoint: GgufCheckpoint) -> Any:
 
 
 def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
-    """Every parameter is there and of the shape that it must have, and every tensor is one of them."""
+    """Checks that every parameter is there with the right shape, and that every tensor is one of them."""
     file, config = checkpoint.file, checkpoint.config
     account = Account(file.path, {name: place.shape for name, place in file.tensors.items()})
     for name, parameter in stored_tensors(module).items():
@@ -296,8 +298,8 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
 
 
 def _named(file: GgufFile, config: Any, first: int = 0) -> tuple[GgufFile, dict[str, str]]:
-    """Returns the file with all that it joins taken apart, and its name of each of transformers', whose
-    layers are numbered from ``first`` on."""
+    """Returns the file with its joined tensors taken apart, and its name for each of transformers' tensors,
+    whose layers are numbered from ``first`` on."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)

@@ -1,6 +1,6 @@
-"""A GGUF file's metadata as transformers' config. Every key of its architecture is used or refused.
+"""Turns a GGUF file's metadata into transformers' config. Every key of its architecture is used or refused.
 
-What a key means, and what counts where it is missing, is as in llama.cpp. Five exceptions follow the models'
+The meaning of a key, and the value where it is missing, are llama.cpp's. Five exceptions follow the models'
 makers: the windows of Mistral and Phi-3, and of EXAONE 4 of other than 64 layers, which llama.cpp leaves out,
 Phi-3's long factors, and the angles of gpt-oss, whose bounds between slow and fast ones llama.cpp rounds.
 """
@@ -27,19 +27,19 @@ from truedraft.engine.gguf.settings import (
     without_further_layers,
 )
 
-# Architectures have a name in each of both worlds.
+# Each architecture has one name in GGUF files and one in transformers.
 MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
 MODEL_TYPES["nemotron_h_moe"] = "nemotron_h"
-# Gemmas of so many layers scale scores by hidden size / heads; the others scale them by the head size.
+# Gemmas with this many layers scale scores by hidden size / heads; the others scale them by the head size.
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
-# A file that has none of them has these: the distance between layers without a window, the rotary base of
-# the others, and Gemma 2's window.
+# These are the values of files that have none of the keys: the distance between layers without a window, the
+# rotary base of the others, and Gemma 2's window.
 PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4, "exaone4": 4}
 GEMMA3_LOCAL_BASE, GEMMA2_WINDOW, EXAONE_WINDOW = 10000.0, 4096, 4096
 # An EXAONE 4 with this many layers has windows of that size even if its file names none.
 EXAONE_LAYERS = 64
 ROPE_BASE = 10000.0
-# A file must have these keys; the architecture is left out in front.
+# A file must have these keys, which begin with the architecture's name.
 NEEDED = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -48,7 +48,7 @@ NEEDED = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "context_length": "max_position_embeddings",
 }
-# Files of these architectures need not say how large dense layers would be, or have another epsilon.
+# Files of these architectures may leave out the size of dense layers, or have another epsilon.
 NOT_NEEDED = {
     "qwen35moe": "feed_forward_length",
     "qwen3next": "feed_forward_length",
@@ -56,7 +56,7 @@ NOT_NEEDED = {
     "nemotron_h_moe": "attention.layer_norm_rms_epsilon",
 }
 OPTIONAL = {"attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim"}
-# These keys are served only with values that ask for nothing.
+# These keys are served only with values that change nothing.
 NEUTRAL: dict[str, Sequence[Any]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -82,7 +82,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
     "nextn_predict_layers": (0,),
-    "pooling_type": (0, 1, 2, 3),  # a file that pools makes vectors (``embedding.task``)
+    "pooling_type": (0, 1, 2, 3),  # A file that pools makes vectors (``embedding.task``).
     "residual_scale": (0.0, 1.0),
     "rope.dimension_sections": ([0, 0, 0, 0], [0, 0, 0]),
     "rope.scaling.alpha": (0.0,),
@@ -95,15 +95,15 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "router_logit_softcapping": (0.0,),
     "use_parallel_residual": (False,),
 }
-# Granite 4 without a running state says how large one would be.
+# Granite 4 without a running state has keys for its size all the same.
 STATE_SIZES = ("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
-# These keys tell of the file, not of the model.
+# These keys describe the file, not the model.
 INFORMATION = ("tensor_data_layout", "rope.scaling.finetuned")
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
-    """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
+    """Returns the config; raises ``GgufError`` or ``ModelLoadError`` for files that cannot be served."""
     architecture = file.architecture
     keys = GgufKeys(file, WITH_ZEROS.get(architecture, ()), BY_LAYER if architecture == "gemma4" else ())
     found: dict[str, Any] = {
@@ -125,7 +125,7 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     found["tie_word_embeddings"] = is_tied
     for name in ("bos", "eos"):
         found[f"{name}_token_id"] = None if vocabulary is None else vocabulary.ids.get(name)
-    found["pad_token_id"] = None  # nothing is padded
+    found["pad_token_id"] = None  # No text is padded.
     found["rope_parameters"] = _rope(keys, found)
     is_hybrid = architecture in SETTINGS
     settings = (hybrid_settings if is_hybrid else _of_family)(file, keys, found)
@@ -136,7 +136,7 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
     _close(keys, found)
     if architecture == "deepseek2":
         model_type = latent.model_type(found)
-    # A llama with experts is transformers' mixtral, and one with windows mistral.
+    # A llama with experts is transformers' mixtral, and one with windows its mistral.
     if architecture == "llama" and (with_experts or "sliding_window" in found):
         model_type = "mixtral" if with_experts else "mistral"
     # An OLMo 2 with windows is OLMo 3.
@@ -146,7 +146,7 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
 
 
 def _of_family(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns what only the architecture's family has."""
+    """Returns the settings that only the architecture's family has."""
     if (settings := FAMILY_SETTINGS.get(file.architecture)) is not None:
         return settings(file, keys, found)
     window = keys.says("attention.sliding_window")
@@ -170,7 +170,7 @@ def _glm4(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, An
 
 def _granite(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     keys.needed("logit_scale", float)
-    keys.expect("rope.scaling.finetuned", True)  # else nothing is rotated
+    keys.expect("rope.scaling.finetuned", True)  # Otherwise nothing is rotated.
     for key in STATE_SIZES:
         keys.says(key)
     if file.architecture == "granite":
@@ -185,7 +185,7 @@ def _llama(file: GgufFile, keys: GgufKeys, found: dict[str, Any], window: int | 
 
 
 def _olmo2(file: GgufFile, keys: GgufKeys, found: dict[str, Any], window: int | None) -> dict[str, Any]:
-    """Returns what OLMo 3 has: windows, in whose layers positions are not scaled. OLMo 2 has none."""
+    """Returns the settings of OLMo 3: windows, in whose layers positions are not scaled. OLMo 2 has none."""
     if not window:
         return {}
     rope = found["rope_parameters"]
@@ -199,7 +199,7 @@ def _olmo2(file: GgufFile, keys: GgufKeys, found: dict[str, Any], window: int | 
 
 
 def _exaone4(file: GgufFile, keys: GgufKeys, found: dict[str, Any], window: int | None) -> dict[str, Any]:
-    """Returns where windows are: layers without one turn nothing then."""
+    """Returns which layers have windows: the other layers rotate nothing then."""
     layers = found["num_hidden_layers"]
     if window is None and layers == EXAONE_LAYERS:
         window = EXAONE_WINDOW
@@ -209,7 +209,7 @@ def _exaone4(file: GgufFile, keys: GgufKeys, found: dict[str, Any], window: int 
 
 
 def _close(keys: GgufKeys, found: dict[str, Any]) -> None:
-    """Refuses what is left and would change the text."""
+    """Refuses keys that are left and would change the text."""
     size, rope = found["head_dim"], found["rope_parameters"]
     for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
         keys.expect(key, size)
@@ -245,7 +245,7 @@ def _rope(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     if kind not in ("none", "linear", "yarn", "longrope") or not isinstance(factor, float) or factor < 0:
         raise GgufError(f"{keys.path} scales its positions by {kind} and {factor}, which is not supported")
     if kind == "yarn":
-        # The factor of the angles' size comes on top of the one that belongs to YaRN.
+        # YaRN multiplies this factor of the angles' size by a further one of its own.
         more = keys.number("rope.scaling.attn_factor", float, 1.0)
         own = 1 + 0.1 * math.log(max(factor, 1.0))
         keys.expect("rope.scaling.yarn_attn_factor", 1.0, own)
@@ -284,7 +284,7 @@ def _phi3(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, An
         "original_max_position_embeddings": original,
         "attention_factor": keys.number("rope.scaling.attn_factor", float, 1.0),
     }
-    # Beyond it every position rotates by other angles, those in the cache included.
+    # Beyond this length every position would rotate by other angles, those in the cache included.
     more["max_position_embeddings"] = min(original, found["max_position_embeddings"])
     return more
 
@@ -302,7 +302,7 @@ def _gpt_oss(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str,
     window = keys.needed("attention.sliding_window", int)
     rope = dict(found["rope_parameters"])
     if rope["rope_type"] == "yarn":
-        rope["truncate"] = False  # the makers' angles, which llama.cpp rounds
+        rope["truncate"] = False  # These are the makers' angles; llama.cpp rounds them.
     types = _layer_types(keys, PATTERNS["gpt-oss"], found["num_hidden_layers"])
     return {"sliding_window": window, "layer_types": types, "rope_parameters": rope}
 
@@ -334,7 +334,7 @@ def _gemma(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, A
 
 
 def _layer_types(keys: GgufKeys, default: int, layers: int) -> list[str]:
-    """Returns which layers have a window: the pattern counts them, or says it of each."""
+    """Returns which layers have a window: the pattern counts layers, or has a value for each layer."""
     pattern = keys.says("attention.sliding_window_pattern", default)
     if isinstance(pattern, list):
         slides = [bool(each) for each in pattern]
@@ -347,7 +347,7 @@ def _layer_types(keys: GgufKeys, default: int, layers: int) -> list[str]:
     return ["sliding_attention" if each else "full_attention" for each in slides]
 
 
-# What only these families have, and what those have that read their window in other ways than all others.
+# Some settings belong to single families, and some families read their window in a way of their own.
 FAMILY_SETTINGS: dict[str, Callable[[GgufFile, GgufKeys, dict[str, Any]], dict[str, Any]]] = {
     "phi3": _phi3,
     "gemma2": _gemma,

@@ -1,4 +1,4 @@
-"""Experts in GGUF files: which keys tell of them, and what stacks transformers' parameters are made of."""
+"""Reads experts in GGUF files: their keys, and the stacks of which transformers' parameters are made."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ import torch
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.gguf.keys import GgufKeys
 
-# Files of these architectures have experts, and of those may: a llama with some is transformers' mixtral.
+# Files of the first architectures have experts, those of the second may have some: a llama with experts is
+# transformers' mixtral.
 WITH_EXPERTS = (
     "qwen2moe",
     "qwen3moe",
@@ -24,9 +25,9 @@ WITH_EXPERTS = (
     "nemotron_h_moe",
 )
 MAY_HAVE_EXPERTS = ("llama", "granitehybrid", "gemma4", "deepseek2")
-# These have an output layer that is never the embeddings.
+# The output layer of these is never the embeddings.
 NEVER_TIED = ("qwen2moe", "olmo2", "olmoe", "gpt-oss")
-# llama.cpp numbers the ways to score experts, and knows each architecture's own; 0 says none.
+# llama.cpp numbers the ways to score experts, and knows each architecture's default; 0 means the default.
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 SCORINGS = {
     "gpt-oss": (0, SOFTMAX_OF_CHOSEN),
@@ -35,9 +36,10 @@ SCORINGS = {
     "lfm2moe": (SIGMOID,),
     "nemotron_h_moe": (0, SIGMOID),
 }
-# GLM-4.7-Flash: its layers, with and without the one that predicts further tokens, and its tokens.
+# These facts identify GLM-4.7-Flash: its number of layers, with and without the one that predicts further
+# tokens, and of tokens.
 GLM_LAYERS, GLM_TOKENS = (47, 48), 154880
-# Names that the package's table has for whole tensors of other architectures, or not at all.
+# The package's table has these tensors under other architectures' names, or not at all.
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OTHERS = {
     "self_attn.sinks": "attn_sinks.weight",
@@ -49,7 +51,7 @@ OTHERS = {
     "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight",
 }
-# Parameters of stacks, below a layer's module.
+# These are the parameters of stacks, inside a layer's module.
 STACKS = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "experts.up_proj": ("ffn_up_exps.weight",),
@@ -57,32 +59,34 @@ STACKS = {
     "experts.down_proj": ("ffn_down_exps.weight",),
     "experts.down_proj_bias": ("ffn_down_exps.bias",),
 }
-# Files may have gates in one tensor with what they gate, which lies as in most parameters.
+# Files may have gates and the matrices that they gate in one tensor, in the order of most of transformers'
+# parameters.
 JOINED = {"experts.gate_up_proj": "ffn_gate_up_exps.weight"}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufStack:
-    """Says of which tensors transformers' parameter is made: they lie one after the other in its outputs.
-    ``is_turned``: they take turns there, and the parameter has in features before out features."""
+    """Names the tensors of which transformers' parameter is made: their outputs lie one after the other.
+    ``is_turned`` says that the outputs alternate there, and that the parameter has in features before out
+    features."""
 
     parts: tuple[str, ...]
     is_turned: bool
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Returns that of each part of a parameter of the shape ``whole``."""
+        """Returns the shape of each part of a parameter of the shape ``whole``."""
         number, *matrix = whole
         rows, *columns = matrix[::-1] if self.is_turned else matrix
         return number, rows // len(self.parts), *columns
 
     def whole(self, parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Returns that of the parameter, of parts of these shapes."""
+        """Returns the shape of the parameter that has parts of these shapes."""
         number, _, *columns = parts[0]
         matrix = [sum(shape[1] for shape in parts), *columns]
         return number, *(matrix[::-1] if self.is_turned else matrix)
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Makes the parameter."""
+        """Makes the parameter of its parts."""
         if not self.is_turned:
             return torch.cat([*tensors], dim=1)
         joined = torch.stack([*tensors], dim=2).flatten(1, 2)
@@ -90,7 +94,7 @@ class GgufStack:
 
 
 def tensor_of(name: str) -> str | None:
-    """Returns what a file calls transformers' ``name``, if that is no weight or bias of a module."""
+    """Returns a file's name for transformers' ``name``, if that is no weight or bias of a module."""
     found = LAYER.fullmatch(name)
     return f"blk.{found[1]}.{OTHERS[found[2]]}" if found and found[2] in OTHERS else None
 
@@ -100,7 +104,7 @@ def stack_of(name: str, file: GgufFile) -> GgufStack | None:
     found = LAYER.fullmatch(name)
     if not found:
         return None
-    # Layers of Gemma 4 have the experts themselves.
+    # Layers of Gemma 4 have their experts without a block around them.
     own = found[2] if found[2] in STACKS else found[2].partition(".")[2]
     if own not in STACKS:
         return None
@@ -117,8 +121,8 @@ def has_experts(keys: GgufKeys, architecture: str) -> bool:
 
 
 def _grouped(keys: GgufKeys, scoring: int, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns how DeepSeek's experts are scored, and their groups. What says nothing of the scores means
-    softmax, but in GLM-4.7-Flash."""
+    """Returns how DeepSeek's experts are scored, and their groups. Files that do not name a way of scoring
+    mean softmax, except GLM-4.7-Flash."""
     layers = found["num_hidden_layers"] + found["num_further_layers"]
     is_glm = layers in GLM_LAYERS and found["vocab_size"] == GLM_TOKENS
     groups = keys.says("expert_group_count") or 1
@@ -134,7 +138,7 @@ def _grouped(keys: GgufKeys, scoring: int, found: dict[str, Any]) -> dict[str, A
 
 
 def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings of transformers' config; raises ``GgufError`` for what is not served."""
+    """Returns settings of transformers' config; raises ``GgufError`` for settings that are not served."""
     number, chosen = keys.needed("expert_count", int), keys.needed("expert_used_count", int)
     if chosen > number:
         raise GgufError(f"{keys.path} is damaged: tokens cannot take {chosen} of {number} experts")
@@ -174,7 +178,7 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
             raise GgufError(f"{keys.path} does not say its model's {architecture}.expert_feed_forward_length")
         return settings | {"num_local_experts": number, "intermediate_size": size}
     if architecture == "nemotron_h_moe":
-        keys.says("expert_shared_count")  # they are one, of this size
+        keys.says("expert_shared_count")  # Shared experts are one MLP of this size.
         return settings | {
             "n_routed_experts": number,
             "moe_intermediate_size": size or found["intermediate_size"] // chosen,
@@ -182,7 +186,7 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
             "norm_topk_prob": keys.says("expert_weights_norm", False),
             "routed_scaling_factor": keys.says("expert_weights_scale") or 1.0,
         }
-    # Files of Qwen3.5 without dense layers need not say how large those were.
+    # Files of Qwen3.5 without dense layers may leave out the size of these.
     dense = found.get("intermediate_size", 0)
     size = size or dense // chosen
     if not size:
@@ -193,6 +197,6 @@ def expert_settings(keys: GgufKeys, architecture: str, found: dict[str, Any]) ->
     if architecture == "qwen3moe":
         return settings | {"norm_topk_prob": True}
     shared = keys.number("expert_shared_feed_forward_length", int, dense)
-    # llama.cpp renormalises the weights of Qwen3-Next, whatever a file says, and not those of Qwen2-MoE.
+    # llama.cpp renormalises the weights of Qwen3-Next whatever a file says, but not those of Qwen2-MoE.
     settings |= {"norm_topk_prob": True} if architecture == "qwen3next" else {}
     return settings | {"shared_expert_intermediate_size": shared}

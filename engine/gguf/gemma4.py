@@ -1,8 +1,8 @@
-"""Gemma 4 in GGUF files: keys of two sizes of heads, and tensors that are no parameters.
+"""Reads Gemma 4 in GGUF files: heads of two sizes, and tensors that are no parameters.
 
-llama.cpp turns whole heads, and divides the frequencies of pairs that are not turned by 1e30. Layers that
-read other layers' keys and values read there those of the last two layers that store any, the first of which
-has a window; transformers takes the last one of the same type.
+llama.cpp rotates whole heads, and divides the frequencies of pairs that must stay by 1e30. Layers that read
+other layers' keys and values read there those of the last two layers that store any, the first of which has a
+window; transformers takes the last one of the same type.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.gguf.keys import GgufKeys
 from truedraft.engine.gguf.settings import ROTARY_FACTORS, rotary_factors
 
-# These keys have a number for each layer, or one for all.
+# These keys have a value for each layer, or one for all.
 BY_LAYER = ("attention.head_count_kv", "feed_forward_length")
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Keys of sizes end so for layers with a window.
@@ -20,7 +20,7 @@ UNTURNED = 1e30
 
 
 def gemma4_settings(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings of transformers' config; raises ``GgufError`` for what is not served."""
+    """Returns settings of transformers' config; raises ``GgufError`` for settings that are not served."""
     sizes = {kind: _head_size(keys, end) for kind, end in ENDS.items()}
     types = _layer_types(keys, found["num_hidden_layers"])
     shared = _count(keys, "attention.shared_kv_layers")
@@ -45,7 +45,7 @@ def gemma4_settings(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> di
         "vocab_size_per_layer_input": found["vocab_size"],
         "intermediate_size": inner,
         "use_double_wide_mlp": is_wide,
-        # Where keys are values, too, a file has no tensor of those.
+        # A file has no tensor of values where keys serve as values, too.
         "attention_k_eq_v": f"blk.{types.index(FULL)}.attn_v.weight" not in file.tensors,
         # llama.cpp caps at 30 where a file does not say it, and transformers not at all.
         "final_logit_softcapping": keys.needed("final_logit_softcapping", float),
@@ -53,8 +53,8 @@ def gemma4_settings(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> di
 
 
 def other_tensors(config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns shapes of what a file may have besides the module's parameters: factors that the config tells
-    of, and keys and values of layers that read others'."""
+    """Returns the shapes of tensors that a file may have in addition to the module's parameters: factors that
+    follow from the config, and keys and values of layers that read others'."""
     found: dict[str, tuple[int, ...]] = {ROTARY_FACTORS: (config.per_layer_config[FULL].head_dim // 2,)}
     layers = config.num_hidden_layers
     for layer in range(layers - config.num_kv_shared_layers, layers):
@@ -66,7 +66,7 @@ def other_tensors(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _head_size(keys: GgufKeys, end: str) -> int:
-    """Returns that of queries, keys and values, which are turned as a whole."""
+    """Returns the size of queries, keys and values, which are rotated as a whole."""
     size: int = keys.needed(f"attention.key_length{end}", int)
     for key in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
         if keys.needed(key, int) != size:
@@ -75,7 +75,7 @@ def _head_size(keys: GgufKeys, end: str) -> int:
 
 
 def _count(keys: GgufKeys, key: str, default: int | None = 0) -> int:
-    """Returns how many there are, which may be none; without a ``default`` a file must say it."""
+    """Returns a number that may be zero; without a ``default`` the file must have it."""
     if keys.says(key, default) == 0:
         return 0
     number: int = keys.needed(key, int)
@@ -101,7 +101,7 @@ def _of_each_layer(keys: GgufKeys, key: str, layers: int) -> list[int]:
 
 
 def _kv_heads(keys: GgufKeys, types: list[str], heads: int) -> dict[str, int]:
-    """Returns how many layers of each type have."""
+    """Returns the number of key heads of the layers of each type."""
     said = _of_each_layer(keys, "attention.head_count_kv", len(types))
     found = {kind: {each for each, own in zip(said, types, strict=True) if own == kind} for kind in types}
     if any(len(numbers) > 1 or heads % max(numbers) for numbers in found.values()):
@@ -114,7 +114,7 @@ def _kv_heads(keys: GgufKeys, types: list[str], heads: int) -> dict[str, int]:
 
 
 def _inner_size(keys: GgufKeys, layers: int, storing: int) -> tuple[int, bool]:
-    """Returns that of MLPs, and whether it is twice as much in layers that read others' keys and values."""
+    """Returns the size of MLPs, and whether it is doubled in layers that read others' keys and values."""
     sizes = _of_each_layer(keys, "feed_forward_length", layers)
     for factor in (1, 2):
         if sizes == [sizes[0]] * storing + [factor * sizes[0]] * (layers - storing):
@@ -126,7 +126,7 @@ def _inner_size(keys: GgufKeys, layers: int, storing: int) -> tuple[int, bool]:
 
 
 def _rotary(file: GgufFile, keys: GgufKeys, rope: dict[str, Any], size: int) -> dict[str, Any]:
-    """Returns how layers of each type turn; those without a window turn the first pairs of a head."""
+    """Returns how layers of each type rotate; those without a window rotate the first pairs of a head."""
     if rope["rope_type"] != "default":
         raise GgufError(f"{file.path} scales its positions by {rope['rope_type']}, which gemma4 does not use")
     if ROTARY_FACTORS not in file.tensors:

@@ -1,8 +1,8 @@
-"""Layers with a running state in GGUF files: which keys tell of them, and how their tensors are stored.
+"""Reads layers with a running state in GGUF files: their keys, and how their tensors are stored.
 
-llama.cpp multiplies by what a file has: decay rates where transformers has the logarithms of their negatives,
-and weights of convolutions without a dimension of one. Value heads of Gated DeltaNet may lie tiled
-(``head_order``).
+llama.cpp multiplies by the stored numbers as they are: decay rates where transformers has the logarithms of
+their negatives, and weights of convolutions without a dimension of one. Value heads of Gated DeltaNet may lie
+tiled (``head_order``).
 """
 
 import re
@@ -25,19 +25,20 @@ from truedraft.engine.gguf.settings import (
     without_further_layers,
 )
 
-# Files of these architectures have value heads in the other order, or halves of heads as pairs of neighbours.
+# Files of these architectures have tiled value heads, or rotate pairs of neighbours.
 TILED = ("qwen35", "qwen35moe")
 PAIRED = ("granite", "granitehybrid", "granitemoe", "llama", "smollm3")
-# These keys have a number for each layer, which is zero for layers that have no such part.
+# These keys have a value for each layer, which is zero for layers without such a part.
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 WITH_ZEROS = {
     **dict.fromkeys(("granitehybrid", "lfm2", "lfm2moe"), PER_LAYER[:1]),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), PER_LAYER),
 }
 GROUPED_NORMS = (".mamba.norm.weight", ".mixer.norm.weight")
-# Joins of this module's outputs lie head by head in transformers.
+# transformers joins the outputs of this module head by head.
 BY_KEY_HEAD = "linear_attn.in_proj_qkvz.weight"
-# What a file calls transformers' parameters of a layer, where the package's table has other names or none.
+# Files have these names for transformers' parameters of a layer, where the package's table has other names or
+# none.
 OTHERS: dict[str, tuple[str, ...]] = {
     f"{module}.{name}": (theirs,)
     for module in ("linear_attn", "mamba", "mixer")
@@ -46,7 +47,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 OTHERS |= {
     "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "shared_mlp.output_linear.weight": ("ffn_down.weight",),
-    # llama.cpp has this name without an end.
+    # llama.cpp has this name without an ending.
     "pre_ff_layernorm.weight": ("ffn_norm",),
     BY_KEY_HEAD: ("attn_qkv.weight", "attn_gate.weight"),
 }
@@ -55,8 +56,8 @@ FULL_ATTENTION_INTERVAL = 4
 
 
 def tensors_of(name: str, config: Any) -> tuple[str, ...] | None:
-    """Returns what a file calls transformers' ``name``, in parts that lie one after the other; None if the
-    package's table says it."""
+    """Returns a file's names for transformers' ``name``, as parts that lie one after the other; None if the
+    package's table has it."""
     found = LAYER.fullmatch(name)
     theirs = OTHERS.get(found[2]) if found else None
     if found is None or theirs is None:
@@ -67,7 +68,8 @@ def tensors_of(name: str, config: Any) -> tuple[str, ...] | None:
 
 
 def stored_shapes(name: str, shape: Sequence[int], config: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes in a file of the parts of transformers' ``name``, which has ``shape``."""
+    """Returns the shapes that the parts of transformers' ``name`` have in a file; ``shape`` is the
+    parameter's."""
     if len(shape) == 3 and name.endswith(("conv.weight", "conv1d.weight")):
         return [(shape[0], shape[2])]
     if name.endswith((".mamba.A_log", ".mixer.A_log", ".mamba.D", ".mixer.D")):
@@ -93,7 +95,7 @@ def rows_by_key_head(name: str, config: Any) -> npt.NDArray[np.int64] | None:
 
 
 def from_file(name: str, tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Returns transformers' ``name`` of what the file has for it."""
+    """Makes transformers' ``name`` of the file's tensor for it."""
     if name.endswith(("conv.weight", "conv1d.weight")):
         return tensor[:, None]
     if name.endswith(".A_log"):
@@ -104,21 +106,21 @@ def from_file(name: str, tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def from_file_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of what ``from_file`` makes."""
+    """Returns the shape of the tensor that ``from_file`` makes."""
     if name.endswith(("conv.weight", "conv1d.weight")):
         return shape[0], 1, *shape[1:]
     return (prod(shape),) if name.endswith((".A_log", ".mamba.D", ".mamba.norm.weight")) else shape
 
 
 def predicts_further(name: str, config: Any) -> bool:
-    """Tells whether a file's tensor is of a layer that predicts further tokens, which is not used."""
+    """Tells whether a file's tensor belongs to a layer that predicts further tokens, which is not used."""
     found = re.match(r"blk\.(\d+)\.", name)
     first = config.num_hidden_layers
     return found is not None and first <= int(found[1]) < first + getattr(config, "num_further_layers", 0)
 
 
 def hybrid_settings(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of transformers' config; ``found`` are those that all architectures have."""
+    """Returns settings of transformers' config; ``found`` has those that all architectures share."""
     return SETTINGS[file.architecture](file, keys, dict(found))
 
 
@@ -167,8 +169,8 @@ def _qwen35_layers(keys: GgufKeys, layers: int, further: int) -> list[str]:
 
 
 def _partly_rotated(keys: GgufKeys, architecture: str, head_size: int) -> dict[str, Any]:
-    """Returns how much of a head is rotated. Positions of a text are the same in all dimensions of an image,
-    so that it does not matter which turns which pair; but one that none of them turns is not rotated."""
+    """Returns how much of a head is rotated. A text's positions are the same in all dimensions of an image,
+    so the dimension that rotates a pair does not matter; a pair that none of them rotates stays as it is."""
     part = rotated_part(keys, head_size)
     size = round(head_size * part["partial_rotary_factor"])
     if architecture == "qwen3next":
@@ -219,7 +221,7 @@ def _mamba(file: GgufFile, keys: GgufKeys) -> dict[str, Any]:
 
 
 def _falcon(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    """Leaves all multipliers at one: files have weights that are multiplied."""
+    """Leaves all multipliers at one: files have weights that are multiplied already."""
     inner, heads = _inner_size(keys)
     return found | {
         **_mamba(file, keys),
@@ -233,7 +235,7 @@ def _falcon(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str, 
 
 
 def _inner_size(keys: GgufKeys) -> tuple[int, int]:
-    """Returns how many numbers a recurrence has, and in how many heads."""
+    """Returns the number of a recurrence's channels, and of its heads."""
     inner, heads = keys.needed("ssm.inner_size", int), keys.needed("ssm.time_step_rank", int)
     if inner % heads:
         raise GgufError(f"{keys.path} is damaged: {heads} heads cannot make up {keys.prefix}ssm.inner_size")
@@ -247,7 +249,7 @@ def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
     mixers, mlps = (_per_layer(keys, found, key) for key in PER_LAYER)
     mlp = "moe" if file.architecture == "nemotron_h_moe" else "mlp"
     kinds = [mlp if size else FULL if count else LINEAR for count, size in zip(mixers, mlps, strict=True)]
-    found.pop("rope_parameters")  # nothing is rotated, whatever part of a head is named
+    found.pop("rope_parameters")  # Nothing is rotated, whatever share of a head the file names.
     keys.says("rope.dimension_count")
     return found | {
         **numbers,
@@ -264,7 +266,7 @@ def _nemotron(file: GgufFile, keys: GgufKeys, found: dict[str, Any]) -> dict[str
 
 
 def _per_layer(keys: GgufKeys, found: dict[str, Any], key: str) -> list[int]:
-    """Returns a number for each layer."""
+    """Returns a value for each layer."""
     numbers, layers = keys.listed(key), found["num_hidden_layers"]
     if numbers is None or len(numbers) != layers:
         raise GgufError(f"{keys.path} does not say {keys.prefix}{key} of each of its {layers} layers")
@@ -272,7 +274,7 @@ def _per_layer(keys: GgufKeys, found: dict[str, Any], key: str) -> list[int]:
 
 
 def _layer_types(keys: GgufKeys, found: dict[str, Any], other: str) -> list[str]:
-    """Returns which layers are of attention: those with heads of keys."""
+    """Returns which layers attend: those with key heads."""
     return [FULL if count else other for count in _per_layer(keys, found, "attention.head_count_kv")]
 
 

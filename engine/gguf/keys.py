@@ -1,4 +1,4 @@
-"""Reads the keys of a GGUF file's architecture, and keeps account of those that were read."""
+"""Reads the keys of a GGUF file's architecture, and keeps an account of those that were read."""
 
 import math
 from collections.abc import Collection
@@ -9,8 +9,9 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 
 
 class GgufKeys:
-    """Reads the keys of the architecture off the account. Lists at ``with_zeros`` have zeros for layers
-    without such a part; those at ``by_layer`` may differ from layer to layer, and have their readers."""
+    """Takes the keys of the architecture off the account. Lists of keys in ``with_zeros`` have zeros for
+    layers without such a part; values of those in ``by_layer`` may differ from layer to layer, and have
+    readers of their own."""
 
     def __init__(
         self, file: GgufFile, with_zeros: Collection[str] = (), by_layer: Collection[str] = ()
@@ -23,7 +24,7 @@ class GgufKeys:
         self.account = Account(file.path, said)
 
     def says(self, key: str, default: Any = None) -> Any:
-        """Returns the value; a list of one value for every layer is that value."""
+        """Returns the value of a key; a list with one value for every layer counts as that value."""
         value = self.account.take(self.prefix + key, default)
         layers = self.account.entries.get(f"{self.prefix}block_count")
         if isinstance(value, list) and len(value) != layers:
@@ -41,12 +42,12 @@ class GgufKeys:
         return value
 
     def listed(self, key: str) -> list[Any] | None:
-        """Returns a value for each layer, or for each of some parts; None if there are none."""
+        """Returns a value for each layer, or for each of several parts; None if the file has none."""
         value = self.account.take(self.prefix + key)
         return value if isinstance(value, list) else None
 
     def number(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns a number above zero; ``default`` if there is none."""
+        """Returns a number above zero; ``default`` if the file has none."""
         value = self.says(key)
         if value is None:
             return default

@@ -1,7 +1,7 @@
-"""Latent attention in GGUF files: DeepSeek's V2 and V3, and models like them.
+"""Reads latent attention in GGUF files: DeepSeek's V2 and V3, and similar models.
 
-Newer files have what makes keys and values of a latent vector in two tensors. That of keys is turned:
-llama.cpp multiplies queries by it, as our layers do.
+Newer files have two tensors for the layer that makes keys and values of a latent vector. The one for keys is
+transposed: llama.cpp multiplies queries by it, as our layers do.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,23 +16,23 @@ from truedraft.engine.gguf.keys import GgufKeys
 from truedraft.engine.gguf.settings import without_further_layers
 
 WHOLE = "self_attn.kv_b_proj.weight"
-# Files say the factor of YaRN's logarithm a tenth of what it is.
+# Files have a tenth of the factor of YaRN's logarithm.
 LOG_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class SplitHeads:
-    """Names the tensors ``keys`` [heads, rank, size] and ``values`` [heads, size, rank] of a file."""
+    """Names a file's tensors ``keys`` [heads, rank, size] and ``values`` [heads, size, rank]."""
 
     keys: str
     values: str
 
     def join(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Makes transformers' parameter."""
+        """Makes transformers' parameter of both."""
         return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
 
     def whole(self, keys: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-        """Returns the parameter's shape, of tensors of these shapes."""
+        """Returns the parameter's shape, given the shapes of the tensors."""
         heads, rank, size = keys
         return heads * (size + values[1]), rank
 
@@ -46,7 +46,7 @@ class SplitHeads:
 
 
 def split_heads(name: str, tensors: Collection[str]) -> SplitHeads | None:
-    """Returns what transformers' ``name`` is made of; None if that is not what is split, or not split."""
+    """Returns the tensors of which transformers' ``name`` is made; None if a file has it as one."""
     found = LAYER.fullmatch(name)
     if not found or found[2] != WHOLE:
         return None
@@ -57,7 +57,7 @@ def split_heads(name: str, tensors: Collection[str]) -> SplitHeads | None:
 
 
 def latent_settings(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of transformers' config that tell of attention and layers."""
+    """Returns the settings of transformers' config that describe attention and layers."""
     turned, rank = keys.needed("rope.dimension_count", int), keys.needed("attention.kv_lora_rank", int)
     key_size, value_size = (
         keys.needed("attention.key_length", int),
@@ -65,7 +65,7 @@ def latent_settings(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
     )
     size = keys.number("attention.key_length_mla", int)
     if size is not None:
-        # The other sizes are those of attention to latent vectors.
+        # The other keys hold the sizes of attention to latent vectors.
         if (key_size, value_size) != (rank + turned, rank):
             raise GgufError(
                 f"{keys.path} has keys of {key_size} numbers and values of {value_size}, which are no latent "
@@ -76,7 +76,7 @@ def latent_settings(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
         raise GgufError(f"{keys.path} turns {turned} numbers of a head of {key_size}, which is not supported")
     if not keys.says("expert_count"):
         for key in ("leading_dense_block_count", "expert_feed_forward_length"):
-            keys.says(key)  # files say of all layers that they are dense, and how large these are
+            keys.says(key)  # Files without experts call all layers dense, and have the size of these.
     return without_further_layers(keys, found) | {
         "num_key_value_heads": found["num_attention_heads"],
         "head_dim": turned,
@@ -90,14 +90,15 @@ def latent_settings(keys: GgufKeys, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_type(settings: dict[str, Any]) -> str:
-    """Returns transformers' name for the model of a file: of experts, or without any."""
+    """Returns transformers' type for the model of a file: one with experts, or one without."""
     if "n_routed_experts" not in settings:
         return "youtu"
     return "deepseek_v2" if settings["scoring_func"] == "softmax" else "deepseek_v3"
 
 
 def _rope(keys: GgufKeys, rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of angles and of scores, which YaRN stretches with the logarithm of its factor."""
+    """Returns the settings of angles and of scores; YaRN stretches scores with the logarithm of its
+    factor."""
     if rope["rope_type"] != "yarn":
         return rope
     scale = keys.number("rope.scaling.yarn_log_multiplier", float)
@@ -109,6 +110,6 @@ def _rope(keys: GgufKeys, rope: dict[str, Any]) -> dict[str, Any]:
         raise GgufError(
             f"{keys.path} has another {keys.prefix}rope.scaling.attn_factor than 1, which is not served"
         )
-    # Angles and all numbers have the same share in these models, which leaves angles as they are.
+    # Angles and all other numbers are scaled alike in these models, so that the angles stay as they are.
     stretched = {name: value for name, value in rope.items() if name != "attention_factor"}
     return stretched | {"mscale": scale / LOG_SHARE, "mscale_all_dim": scale / LOG_SHARE}

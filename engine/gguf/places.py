@@ -1,4 +1,4 @@
-"""Places of tensors in GGUF files: how many bytes they have, and parts of those that a file has joined."""
+"""Checks the sizes of tensors in GGUF files, and takes joined tensors apart."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from truedraft.engine.formats.gguf_file import GgufError, GgufFile, TensorPlace
 from truedraft.engine.layers.quantised_blocks import TYPES
 
 PLAIN_TYPES = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2")}
-# Queries, keys and values may lie one after the other.
+# Queries, keys and values may be joined in one tensor.
 JOINED, PARTS = ".attn_qkv.", (".attn_q.", ".attn_k.", ".attn_v.")
 
 
@@ -23,7 +23,7 @@ def num_bytes(place: TensorPlace) -> int:
 
 
 def check_place(name: str, place: TensorPlace) -> None:
-    """Raises ``GgufError`` for a tensor of another type than what is served, or past the end of its file."""
+    """Raises ``GgufError`` for a tensor whose type is not served, or that lies past the end of its file."""
     try:
         kind = GGMLQuantizationType(place.type)
     except ValueError as error:
@@ -39,9 +39,9 @@ def check_place(name: str, place: TensorPlace) -> None:
 
 
 def taken_apart(file: GgufFile, needed: Mapping[str, Shape]) -> GgufFile:
-    """Returns the file with queries, keys and values of their own in place of those that are joined: rows are
-    whole blocks, so that some of them are a tensor like any other. ``needed`` has the shapes of the model's
-    tensors by their names in files; some models have the joined one, too."""
+    """Returns the file with separate queries, keys and values in place of joined ones: rows are whole blocks,
+    so that some of them are a tensor like any other. ``needed`` has the shapes of the model's tensors by
+    their names in files; some models need the joined one."""
     tensors: dict[str, TensorPlace] = {}
     for name, place in file.tensors.items():
         parts = [name.replace(JOINED, part) for part in PARTS]

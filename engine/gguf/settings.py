@@ -1,4 +1,4 @@
-"""Reads settings that several architectures of GGUF files say in the same keys."""
+"""Reads settings that several architectures of GGUF files keep under the same keys."""
 
 import math
 from typing import Any
@@ -8,12 +8,13 @@ import numpy as np
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.gguf.keys import GgufKeys
 
-# This tensor is no parameter: divisors of the rotary frequencies.
+# This tensor is no parameter: it holds divisors of the rotary frequencies.
 ROTARY_FACTORS = "rope_freqs.weight"
 
 
 def without_further_layers(keys: GgufKeys, found: dict[str, Any]) -> dict[str, int]:
-    """Returns the numbers of layers: those that predict further tokens come last in a file."""
+    """Returns the numbers of the model's own layers: those that predict further tokens come last in a
+    file."""
     further = keys.says("nextn_predict_layers", 0)
     layers = found["num_hidden_layers"] - further
     if not 0 <= further <= layers:
@@ -32,12 +33,12 @@ def rotated_part(keys: GgufKeys, head_size: int) -> dict[str, float]:
 
 
 def attends_with_biases(file: GgufFile) -> bool:
-    """Tells whether queries have biases, by themselves or joined with those of keys and values."""
+    """Tells whether queries have biases, in a tensor of their own or joined with those of keys and values."""
     return any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in file.tensors)
 
 
 def granite_multipliers(keys: GgufKeys, head_size: int) -> dict[str, float]:
-    """Returns what Granite multiplies by; nothing, or zero, says that it does not."""
+    """Returns Granite's multipliers; a missing one, or zero, means that it does not multiply."""
     return {
         "attention_multiplier": keys.says("attention.scale") or head_size**-0.5,
         "embedding_multiplier": keys.says("embedding_scale") or 1.0,
@@ -47,7 +48,7 @@ def granite_multipliers(keys: GgufKeys, head_size: int) -> dict[str, float]:
 
 
 def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
-    """Returns divisors of the rotary frequencies."""
+    """Returns the divisors of the rotary frequencies."""
     place = file.tensors[name]
     if place.type != 0 or place.shape != (count,):
         raise GgufError(

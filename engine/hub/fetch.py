@@ -1,7 +1,7 @@
-"""Makes a path of this machine of a model's name, and fetches what is not here yet.
+"""Turns a model's name into a path on this machine, and fetches files that are missing.
 
 ``huggingface_hub`` does the fetching: its cache, its variables (``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN``,
-``HF_HUB_OFFLINE``) and its checks hold here, too. Of a fetch that is killed the whole files stay.
+``HF_HUB_OFFLINE``) and its checks hold here, too. If a fetch is killed, files that were complete stay.
 """
 
 import logging
@@ -20,13 +20,21 @@ from urllib.request import getproxies
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.folders import check_path
 from truedraft.engine.hub.names import HubName, hub_name
-from truedraft.engine.hub.repository import Choice, RepoFile, Variant, choose, drafters, shown_size
+from truedraft.engine.hub.repository import (
+    Choice,
+    RepoFile,
+    Variant,
+    choose,
+    drafters,
+    missing_parts,
+    shown_size,
+)
 from truedraft.engine.hub.siblings import most_likely
 from truedraft.engine.machine.limits import free_memory
 
-CONNECT_SECONDS = 2.5  # a hub that does not answer within these cannot be reached
+CONNECT_SECONDS = 2.5  # A hub that does not answer within this time counts as unreachable.
 ANSWER_SECONDS = 20.0
-# A file that may draft is fetched with a model if it has at most this share of the model's bytes.
+# A draft's file is fetched together with a model if it has at most this share of the model's bytes.
 DRAFTER_SHARE = 0.25
 
 
@@ -44,12 +52,12 @@ Tell = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Found:
-    """Says where a model is on this machine, and what a person should know about the choice of files."""
+    """Says where a model is on this machine, and notes for a person about the choice of files."""
 
     path: str
     note: str = ""
     drafters: Sequence[str] = ()  # names of GGUF files in the same repository that draft for it
-    fetched_drafter: str = ""  # the one of them that was fetched, too, and how large it is
+    fetched_drafter: str = ""  # The drafting file that was fetched, too, and its size.
 
 
 def find_model(
@@ -60,9 +68,9 @@ def find_model(
     with_code: bool = False,
     with_drafter: bool = False,
 ) -> Found:
-    """Returns where the model ``name`` lies, after fetching it if need be; raises ``ModelLoadError``.
+    """Returns the path of the model ``name``, after fetching it if necessary; raises ``ModelLoadError``.
 
-    ``with_drafter``: the most likely of the files that draft for it is fetched, too, if that is small.
+    ``with_drafter`` also fetches the most likely of the files that draft for it, if that is small.
     """
     wanted = hub_name(name)
     if wanted is None:
@@ -70,6 +78,11 @@ def find_model(
         return Found(name)
     files, folder = _files(wanted)
     choice = choose(wanted, files, free_memory(), allow_pickle=allow_pickle, with_code=with_code)
+    if missing := missing_parts(choice.files):
+        raise ModelLoadError(
+            f"{wanted.repo} lacks {missing} of the parts of {choice.entry}"
+            + ("" if folder is None else " in the local cache, and the hub cannot be reached")
+        )
     first = _fetch(wanted, choice, tell) if folder is None else folder / choice.files[0].name
     names = [f"{wanted.repo}/{variant.parts[0].name}" for variant in drafters(files)]
     if choice.entry is None:
@@ -93,8 +106,8 @@ def _small_drafter(name: HubName, choice: Choice, files: Sequence[RepoFile]) -> 
 
 
 def _files(name: HubName) -> tuple[list[RepoFile], Path | None]:
-    """Returns the files of a repository on the hub; where it cannot be reached those of the cache, and the
-    folder that has them."""
+    """Returns the files of a repository on the hub; where the hub cannot be reached, those of the cache and
+    the folder that has them."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE or not _is_reachable(constants.ENDPOINT):
@@ -107,7 +120,7 @@ def _files(name: HubName) -> tuple[list[RepoFile], Path | None]:
         )
     except (HfHubHTTPError, HFValidationError) as error:
         raise ModelLoadError(explain_hub(name, error)) from error
-    except Exception as error:  # the client's transport has errors of its own
+    except Exception as error:  # The client's transport raises errors of its own types.
         return _cached_files(name, f"does not answer: {error or type(error).__name__}")
     return [RepoFile(each.rfilename, each.size or 0) for each in info.siblings or ()], None
 
@@ -129,10 +142,12 @@ def _cached_files(name: HubName, why: str) -> tuple[list[RepoFile], Path]:
 
 
 def _fetch(name: HubName, choice: Choice, tell: Tell) -> Path:
-    """Returns the path of the first file, once all are here; those that were here are only asked about."""
+    """Returns the path of the first file once all are here; for files in the cache the hub is only asked
+    whether they changed."""
     from huggingface_hub import hf_hub_download
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are no news
+    # Its messages about retries are no news for the user.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     _check_disk(name, choice)
     done = 0
     first: Path | None = None
@@ -144,17 +159,17 @@ def _fetch(name: HubName, choice: Choice, tell: Tell) -> Path:
         bar = _counter(partial(told, done))
         try:
             path = hf_hub_download(name.repo, file.name, revision=name.revision, tqdm_class=bar)
-        except Exception as error:  # the hub, the transport and the disk fail in many ways
+        except Exception as error:  # The causes are many: the hub, the transport, the disk.
             raise ModelLoadError(explain_hub(name, error, file.name)) from error
         done += file.size
         tell(Progress(str(name), done, choice.size))
         first = first or Path(path)
-    assert first is not None  # a choice has files
+    assert first is not None  # A choice has at least one file.
     return first
 
 
 def _check_disk(name: HubName, choice: Choice) -> None:
-    """Refuses what the disk of the cache has no room for, before anything is fetched."""
+    """Refuses files that do not fit on the disk of the cache, before anything is fetched."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)
@@ -169,7 +184,8 @@ def _check_disk(name: HubName, choice: Choice) -> None:
 
 
 def _counter(tell: Callable[[int], None]) -> type:
-    """Returns what ``huggingface_hub`` may use as a progress bar; ``tell`` hears how many bytes are here."""
+    """Returns a class that ``huggingface_hub`` may use as a progress bar; ``tell`` is called with the number
+    of bytes that are here."""
 
     class Counter:
         def __init__(self, *args: Any, total: float | None = None, initial: float = 0, **kwargs: Any) -> None:
@@ -187,7 +203,7 @@ def _counter(tell: Callable[[int], None]) -> type:
             tell(int(self.n))
 
         def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *args, **kwargs: None  # closing, refreshing and describing show nothing
+            return lambda *args, **kwargs: None  # Closing, refreshing and describing show nothing.
 
     return Counter
 
@@ -206,7 +222,7 @@ def _is_reachable(endpoint: str) -> bool:
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(CONNECT_SECONDS)  # a resolver that does not answer waits longer than a connection
+    thread.join(CONNECT_SECONDS)  # A resolver that does not answer can wait longer than a connection does.
     return taken.is_set()
 
 

@@ -24,7 +24,8 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def fetch_bar(write: Callable[[str], None] | None = None) -> Iterator[fetch.Tell]:
-    """Yields what hears of progress. Without a terminal ``write`` gets the lines, by default on stderr."""
+    """Yields a function to be called with each progress. Without a terminal ``write`` gets the lines, by
+    default on stderr."""
     out = terminal.console(stderr=True)
     if write is not None or not out.is_terminal:
         yield _Lines(write or _to_stderr).tell
@@ -55,7 +56,7 @@ class _Bars:
 
 
 class _Lines:
-    """Writes a line now and then, and at the end of each model."""
+    """Writes a line every few seconds, and one at the end of each model."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write

@@ -1,10 +1,11 @@
-"""What can be seen of a model's folder or file before anything is loaded, in one sentence each."""
+"""Says in one sentence what is wrong with a model's folder or file, as far as it shows before loading."""
 
 import json
 from pathlib import Path
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.hub.names import FORMS, PATH_BEGINS
 
 WEIGHTS = ("*.safetensors", "*.bin")
 # Files that git-lfs leaves as pointers where it has not downloaded them, and how a pointer begins.
@@ -12,7 +13,7 @@ LARGE_FILES, POINTER = (*WEIGHTS, "*.json", "*.model"), b"version https://git-lf
 
 
 def check_path(path: str, *, allow_pickle: bool = False) -> None:
-    """``ModelLoadError`` if no model can be loaded from the file or folder ``path``."""
+    """Raises ``ModelLoadError`` if no model can be loaded from the file or folder ``path``."""
     place = Path(path).expanduser()
     if is_gguf(path) and not place.is_dir():
         if not place.exists():
@@ -23,14 +24,15 @@ def check_path(path: str, *, allow_pickle: bool = False) -> None:
             f"{path} is a file; a folder with config.json and safetensors, or a .gguf file, is needed"
         )
     if not place.is_dir():
-        raise ModelLoadError(f"there is no file or folder {path}")
+        hint = "" if path.startswith(PATH_BEGINS) else f"; a model of the hub is {FORMS}"
+        raise ModelLoadError(f"there is no file or folder {path}{hint}")
     _check_pointers(place)
     _check_files(path, place, allow_pickle)
 
 
 def context_of(path: str) -> int | None:
-    """Returns how many tokens a checkpoint's config.json allows; None where it is not said, or other settings
-    stretch it."""
+    """Returns the number of tokens that a checkpoint's config.json allows; None where it says none, or other
+    settings stretch it."""
     try:
         config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)

@@ -1,4 +1,4 @@
-"""Settings whose models are names become settings whose models are paths."""
+"""Replaces names of models in settings by paths on this machine."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,12 +17,12 @@ def located(
     tell: Tell = lambda progress: None,
     say: Callable[[str], None] = lambda note: None,
 ) -> C:
-    """Returns the settings with paths instead of the hub's names, after fetching what is not here yet.
+    """Returns the settings with paths instead of the hub's names, after fetching what is missing.
 
-    ``tell`` hears how far a model is fetched, ``say`` what a person should know about the choice of files.
-    Raises ``ModelLoadError``.
+    ``tell`` is called with the progress of a fetch, ``say`` with notes for a person about the choice of
+    files. Raises ``ModelLoadError``.
     """
-    assert config.target is not None  # filled in by EngineConfig
+    assert config.target is not None  # EngineConfig filled it in.
     drafts = config.num_speculative_tokens != 0 and config.method not in ("ngram", "none")
     target = _find(config.target, config, tell, say, with_drafter=drafts and config.draft == AUTO)
     changes = {"target": target.path}
@@ -39,7 +39,7 @@ def is_a_model(draft: str) -> bool:
 
 
 def stage_of(progress: Progress) -> str:
-    """Returns how a stage of loading is called while a model is fetched."""
+    """Returns the name of the loading stage while a model is fetched."""
     return f"{progress.name}: {shown_size(progress.done)} of {shown_size(progress.total)}"
 
 

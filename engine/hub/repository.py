@@ -11,16 +11,18 @@ from truedraft.engine.hub.names import HubName
 DEFAULT_QUANT = "Q4_K_M"
 # Finds the label of a quantisation inside a file's name, between points, dashes and slashes.
 LABEL = re.compile(
-    r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32))(?![A-Za-z0-9])",
+    r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|(?:MX|NV)FP4(?:_MOE)?|BF16|FP?16|FP?32))(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
-# These GGUF files belong to a model and are none by themselves.
-COMPANIONS = re.compile(r"(^|[-_.])(mmproj|imatrix|control-vector)([-_.]|$)", re.IGNORECASE)
-# Files and repositories of what drafts for a model.
+# These GGUF files, or all files in folders of that name, belong to a model and are no models themselves.
+COMPANIONS = re.compile(r"(^|[-_./])(mmproj|control-vector)([-_./]|$)", re.IGNORECASE)
+# So do files of this name, unless they also have a quantisation's label: the matrix was used for that one.
+MATRIX = re.compile(r"(^|[-_.])imatrix([-_.]|$)", re.IGNORECASE)
+# Files and repositories with these names have drafts for a model.
 DRAFTER = re.compile(r"(^|[-_./])(mtp|eagle3?|dflash|dspark|medusa|assistant|draft)([-_.]|$)", re.IGNORECASE)
-# Text files that a checkpoint in safetensors needs.
+# A checkpoint in safetensors needs these text files.
 SETTINGS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-# Folders of what comes after a model that makes vectors have these.
+# A model that makes vectors has its further modules in folders with these names.
 MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)$")
 
 
@@ -32,11 +34,11 @@ class RepoFile:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is fetched. ``entry`` is the GGUF file to load, None for a folder of safetensors."""
+    """Lists the files to fetch. ``entry`` is the GGUF file to load, None for a folder of safetensors."""
 
     files: Sequence[RepoFile]
     entry: str | None
-    note: str = ""  # what a person should know about the choice
+    note: str = ""  # notes for a person about the choice
 
     @property
     def size(self) -> int:
@@ -57,6 +59,12 @@ class Variant:
     def __str__(self) -> str:
         return f"{self.label} ({shown_size(self.size)})"
 
+    def is_called(self, name: str) -> bool:
+        """Tells whether it has this label, or one of its files this name, in any case."""
+        files = [part.name.rpartition("/")[2] for part in self.parts]
+        names = [self.label, *files, *(file.removesuffix(".gguf") for file in files)]
+        return name.lower() in map(str.lower, names)
+
 
 def choose(
     name: HubName,
@@ -66,7 +74,8 @@ def choose(
     allow_pickle: bool = False,
     with_code: bool = False,
 ) -> Choice:
-    """Returns the files to fetch; ``ModelLoadError`` lists what there is where the name fits nothing.
+    """Returns the files to fetch; raises ``ModelLoadError``, which lists the alternatives, where the name
+    fits nothing.
 
     A file that is named is taken. A repository with safetensors is taken as that checkpoint, unless a
     quantisation is named. Of GGUF files the named quantisation is taken, by default Q4_K_M, and the largest
@@ -74,39 +83,46 @@ def choose(
     """
     if name.file is not None:
         return _named_file(name, files)
+    if name.folder is not None:
+        files = [file for file in files if file.name.startswith(f"{name.folder}/")]
     has_weights = any(_is_weights(file.name, allow_pickle) for file in files)
     if name.quant is None and has_weights:
         return Choice(checkpoint_files(files, allow_pickle=allow_pickle, with_code=with_code), None)
-    found = variants(files)
+    # A repository of drafters alone is asked for by --draft.
+    found = variants(files) or drafters(files)
     if found:
         return _quantisation(name, found, free_bytes)
+    where = name.repo if name.folder is None else f"the folder {name.folder} of {name.repo}"
     if name.quant is not None:
         raise ModelLoadError(
-            f"{name.repo} has no GGUF files, so no quantisation {name.quant}. {_what(files)}"
+            f"{where} has no GGUF files of a model, so no quantisation {name.quant}. {_what(files)}"
         )
-    raise ModelLoadError(f"{name.repo} has no model: no safetensors and no GGUF file. {_what(files)}")
+    kinds = "no safetensors and" if name.folder is None else "safetensors are taken from the top alone, and"
+    raise ModelLoadError(f"{where} has no model: {kinds} no GGUF file of a model. {_what(files)}")
 
 
 def variants(files: Iterable[RepoFile]) -> list[Variant]:
     """Returns the models among GGUF files, the smallest first; projectors and drafters are left out."""
-    return _grouped(file for file in files if not is_companion(file.name))
+    return _grouped(file for file in files if not is_companion(file.name) and not is_drafter(file.name))
 
 
 def _grouped(files: Iterable[RepoFile]) -> list[Variant]:
     parts: dict[str, list[RepoFile]] = {}
     for file in files:
         if is_gguf(file.name):
-            parts.setdefault(PART.sub(r"\3", file.name), []).append(file)
+            parts.setdefault(series_of(file.name), []).append(file)
     found = [
-        Variant(_label(stem), tuple(sorted(each, key=lambda file: file.name))) for stem, each in parts.items()
+        Variant(_label(each[0].name), tuple(sorted(each, key=lambda file: file.name)))
+        for each in parts.values()
     ]
     return sorted(found, key=lambda variant: (variant.size, variant.label))
 
 
 def is_companion(name: str) -> bool:
-    """Tells whether a GGUF file of a repository belongs to a model without being one."""
+    """Tells whether a GGUF file belongs to a model without being one, and without drafting for it."""
     last = name.rpartition("/")[2]
-    return COMPANIONS.search(last) is not None or is_drafter(name)
+    is_matrix = MATRIX.search(last) is not None and LABEL.search(last) is None
+    return is_matrix or COMPANIONS.search(name) is not None
 
 
 def is_drafter(name: str) -> bool:
@@ -115,13 +131,24 @@ def is_drafter(name: str) -> bool:
 
 def drafters(files: Iterable[RepoFile]) -> list[Variant]:
     """Returns the GGUF files of a repository that draft for its model."""
-    return _grouped(file for file in files if is_drafter(file.name) and not COMPANIONS.search(file.name))
+    return _grouped(file for file in files if is_drafter(file.name) and not is_companion(file.name))
+
+
+def series_of(name: str) -> str:
+    """Returns a GGUF file's name without its number among the parts of a split model: one for all parts."""
+    return PART.sub(r"-of-\2\3", name)
+
+
+def missing_parts(files: Sequence[RepoFile]) -> int:
+    """Counts the parts of a split model that are not among its ``files``."""
+    part = PART.search(files[0].name)
+    return 0 if part is None else max(0, int(part[2]) - len(files))
 
 
 def checkpoint_files(
     files: Iterable[RepoFile], *, allow_pickle: bool = False, with_code: bool = False
 ) -> list[RepoFile]:
-    """Returns the files of a checkpoint at the top of a repository, and of modules in their folders."""
+    """Returns the files of a checkpoint at the top of a repository, and those of modules in their folders."""
     names = {file.name for file in files}
     is_indexed = "model.safetensors.index.json" in names or "model.safetensors" in names
     wanted = []
@@ -149,15 +176,14 @@ def _named_file(name: HubName, files: Sequence[RepoFile]) -> Choice:
     by_name = {file.name: file for file in files}
     if name.file not in by_name:
         raise ModelLoadError(f"{name.repo} has no file {name.file}. {_what(files)}")
-    stem = PART.sub(r"\3", name.file)
-    parts = [file for file in files if PART.sub(r"\3", file.name) == stem]
+    parts = [file for file in files if series_of(file.name) == series_of(str(name.file))]
     parts.sort(key=lambda file: file.name)
     return Choice(parts, parts[0].name)
 
 
 def _quantisation(name: HubName, found: list[Variant], free_bytes: int) -> Choice:
     wanted = name.quant or DEFAULT_QUANT
-    matching = [variant for variant in found if variant.label.upper() == wanted.upper()]
+    matching = [variant for variant in found if variant.is_called(wanted)]
     if len(matching) > 1:
         names = ", ".join(variant.parts[0].name for variant in matching)
         raise ModelLoadError(f"{name.repo} has several files of {wanted}. Name one: {names}")
@@ -183,10 +209,12 @@ def _choice(variant: Variant, note: str = "") -> Choice:
     return Choice(variant.parts, variant.parts[0].name, note)
 
 
-def _label(stem: str) -> str:
-    """Returns the label of a file's quantisation, else the file's name without what all names end with."""
-    labels = LABEL.findall(stem.rpartition("/")[2])
-    return labels[-1].upper() if labels else stem.rpartition("/")[2].removesuffix(".gguf")
+def _label(name: str) -> str:
+    """Returns the label of a file's quantisation; without one, the file's name less the ending that all names
+    share."""
+    stem = PART.sub(r"\3", name.rpartition("/")[2])
+    labels = LABEL.findall(stem)
+    return labels[-1].upper() if labels else stem.removesuffix(".gguf")
 
 
 def _is_weights(name: str, allow_pickle: bool) -> bool:
@@ -196,7 +224,7 @@ def _is_weights(name: str, allow_pickle: bool) -> bool:
 
 
 def _what(files: Sequence[RepoFile]) -> str:
-    """Lists what a repository has, its GGUF files by quantisation."""
+    """Lists the contents of a repository, GGUF files by quantisation."""
     found = variants(files)
     if found:
         return f"It has {', '.join(map(str, found))}"

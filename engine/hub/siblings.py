@@ -1,6 +1,6 @@
-"""Finds what may draft for a model by the names of files and folders that lie next to it.
+"""Finds drafts for a model by the names of files and folders that lie next to it.
 
-Nothing is loaded here: who drafts is decided by passes that are measured at start.
+Nothing is loaded here: passes that are measured at start decide which of them drafts.
 """
 
 import re
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truedraft.engine.formats.gguf_file import PART, is_gguf
-from truedraft.engine.hub.repository import COMPANIONS, DRAFTER, LABEL, is_drafter
+from truedraft.engine.hub.repository import DRAFTER, LABEL, is_companion, is_drafter, series_of
 
-# At most so many siblings are tried.
+# At most this many siblings are tried.
 MOST = 4
-# Numbers of parameters in names, such as 0.6b, 135m, e4b and a3b.
+# Names have numbers of parameters in forms such as 0.6b, 135m, e4b and a3b.
 PARAMETERS = re.compile(r"[ae]?(\d+(?:\.\d+)?)([bmt])")
 BILLIONS = {"m": 0.001, "b": 1.0, "t": 1000.0}
-# Words of names that say how a model was made, and not of which family it is.
+# These words of names say how a model was made, and not to which family it belongs.
 OF_ANY_FAMILY = {
     "it",
     "instruct",
@@ -36,7 +36,8 @@ OF_ANY_FAMILY = {
 
 @dataclass(frozen=True)
 class Sibling:
-    """``path`` is what the setting draft may be; ``num_bytes`` are those of its weights."""
+    """Is a possible draft. ``path`` can be the value of the setting draft; ``num_bytes`` is the size of its
+    weights."""
 
     path: str
     num_bytes: int
@@ -44,7 +45,8 @@ class Sibling:
 
 @dataclass(frozen=True)
 class _Name:
-    """Has the words of a model's name that say its family, and its parameters in billions if it says them."""
+    """Holds the words of a model's name that tell its family, and its parameters in billions if the name has
+    them."""
 
     family: frozenset[str]
     size: float | None
@@ -61,7 +63,8 @@ class _Name:
         return cls(frozenset(family - OF_ANY_FAMILY - {""}), size, is_drafter(plain))
 
     def may_draft_for(self, target: "_Name") -> bool:
-        """Tells whether the name is that of a drafter for the target, or of a smaller model of its family."""
+        """Tells whether this is the name of a draft made for the target, or of a smaller model of its
+        family."""
         if self.is_drafter and (self.family <= target.family or self.family >= target.family):
             return self.size in (None, target.size) or self._is_smaller(target)
         return self.family == target.family and self._is_smaller(target)
@@ -71,12 +74,13 @@ class _Name:
 
 
 def siblings(target: str) -> list[Sibling]:
-    """Returns what lies next to the file or folder ``target`` and may draft for it, the most likely first."""
+    """Returns the models next to the file or folder ``target`` that may draft for it, the most likely
+    first."""
     place = Path(target).expanduser().absolute()
     inside = [entry for entry in _entries(place) if is_drafter(entry.name)] if place.is_dir() else []
     # A folder of the hub's cache lies among other revisions of the same model.
     around = [] if place.parent.name == "snapshots" and place.is_dir() else [*_entries(place.parent)]
-    if place.is_dir():  # a drafter that lies among other models' folders must have the model's name
+    if place.is_dir():  # A drafter that lies among other models' folders must have the model's name.
         around = [entry for entry in around if _Name.of(entry.name).family]
     others = {str(entry): entry for entry in around if entry != place}
     found = [*inside, *(others[path] for path in most_likely(str(place), others))]
@@ -84,10 +88,10 @@ def siblings(target: str) -> list[Sibling]:
 
 
 def most_likely(target: str, names: Iterable[str]) -> list[str]:
-    """Returns those of the ``names`` that may be of drafters for ``target``, the most likely first.
+    """Returns those of the ``names`` that may belong to drafts for ``target``, the most likely first.
 
-    Drafters by name come before models of the same family, and MTP heads, which were trained with the target,
-    before other drafters; then come those that have most of the target's name, and small ones.
+    Names of drafters come before models of the same family, and MTP heads, which were trained with the
+    target, before other drafters; then come the names that share most with the target's, and small models.
     """
     wanted = _Name.of(target)
     found = [(name, _Name.of(name)) for name in names]
@@ -101,7 +105,8 @@ def most_likely(target: str, names: Iterable[str]) -> list[str]:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Yields what may be a model: GGUF files, the first part of split ones, and folders of safetensors."""
+    """Yields paths that may be models: GGUF files, the first part of split ones, and folders of
+    safetensors."""
     try:
         entries = sorted(folder.iterdir())
     except OSError:
@@ -109,7 +114,7 @@ def _entries(folder: Path) -> Iterator[Path]:
     for entry in entries:
         part = PART.search(entry.name)
         if is_gguf(entry.name) and entry.is_file():
-            if not COMPANIONS.search(entry.name) and (part is None or int(part[1]) == 1):
+            if not is_companion(entry.name) and (part is None or int(part[1]) == 1):
                 yield entry
         elif entry.is_dir() and (entry / "config.json").is_file():
             yield entry
@@ -119,6 +124,6 @@ def weights_size(place: Path) -> int:
     """Returns the bytes of the weights in a folder, or of a GGUF file with its other parts."""
     if place.is_dir():
         return sum(file.stat().st_size for file in place.glob("*.safetensors"))
-    stem = PART.sub(r"\3", place.name)
-    parts = [file for file in place.parent.glob("*.gguf") if PART.sub(r"\3", file.name) == stem]
+    series = series_of(place.name)
+    parts = [file for file in place.parent.glob("*.gguf") if series_of(file.name) == series]
     return sum(file.stat().st_size for file in parts)

@@ -1,4 +1,4 @@
-"""Knows what models the hub's cache on this machine has, and takes them away."""
+"""Lists the models in the hub's cache on this machine, and removes them."""
 
 import time
 from collections.abc import Iterator
@@ -53,9 +53,9 @@ def _stored() -> Iterator[Stored]:
 def remove(name: str) -> int:
     """Removes a model from the cache and returns the bytes that this frees.
 
-    Raises ``ModelLoadError``, which lists what there is, where the name fits nothing.
+    Raises ``ModelLoadError``, which lists the models of the cache, where the name fits nothing.
 
-    A name with a quantisation or a file removes that; any other name removes the whole repository.
+    A name with a quantisation or a file removes only that; any other name removes the whole repository.
     """
     wanted = hub_name(name)
     if wanted is None:

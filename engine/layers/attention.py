@@ -1,8 +1,8 @@
-"""Attention over the paged cache, hooked into transformers' models through ``AttentionInterface``.
+"""Computes attention over the paged cache, hooked into transformers' models through ``AttentionInterface``.
 
-A model built with ``attn_implementation=ATTENTION_NAME`` calls ``attention_forward`` in every layer and
-hands it the ``attention_context`` keyword that the forward call was given. The model sees one packed row of
-tokens; which of them belong together only the context knows.
+A model built with ``attn_implementation=ATTENTION_NAME`` calls ``attention_forward`` in every layer and hands
+it the ``attention_context`` keyword that the forward call was given. The model sees one packed row of tokens;
+only the context knows which of them belong together.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from truedraft.engine.memory.kv_cache import KVCache
 
 ATTENTION_NAME = "truedraft"
 
-# What torch's flash kernel is made for, in 16 bits.
+# torch's flash kernel is made for these, in 16 bits.
 FLASH_CAPABILITY, MAX_FLASH_HEAD_SIZE = (8, 0), 256
 
-# What models hand to their attention function in addition to our own arguments, and what changes nothing
-# here: masks and packing are in our context, dropout is for training, and the weights are not asked for.
+# Models also pass these arguments to their attention function, which change nothing here: masks and packing
+# are in our context, dropout is for training, and nobody asks for the weights.
 WITHOUT_EFFECT = frozenset(
     {
         "cu_seq_lens_k",
@@ -41,11 +41,11 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Says how one layer attends. ``scaling`` None: by the root of the head size. ``sliding_window``: keys
-    that a query sees, itself included; None: all. ``softcap`` c makes c tanh(s / c) of each score s.
-    ``sinks`` [heads] are one more score per head that takes its share of the attention and gives no value.
-    With ``looks_ahead`` a query sees later keys of its text, too, as many as earlier ones where there is a
-    window."""
+    """Says how one layer attends. ``scaling`` None: by the root of the head size. ``sliding_window`` is the
+    number of keys that a query sees, itself included; None: all. ``softcap`` c turns each score s into c
+    tanh(s / c). ``sinks`` [heads] are one more score per head that takes its share of the attention and gives
+    no value. With ``looks_ahead`` a query sees later keys of its text, too, as many as earlier ones where
+    there is a window."""
 
     layer: int
     scaling: float | None = None
@@ -59,17 +59,18 @@ class AttentionContext(Protocol):
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """``query`` [tokens, heads, size], ``key`` and ``value`` [tokens, kv heads, size]; like query."""
+        """Attends with ``query`` [tokens, heads, size], ``key`` and ``value`` [tokens, kv heads, size]; the
+        result has the shape of ``query``."""
         ...
 
 
 class PagedAttention:
-    """Stores the new keys and values, then attends group by group over what the cache holds."""
+    """Stores the new keys and values, then attends group by group over the cache."""
 
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
-        # These are slots on each device where layers run, and groups for each window of theirs.
+        # Each device on which layers run has its slots, and groups for each window of these layers.
         self._slots = {batch.slots.device: batch.slots}
         self._groups: dict[tuple[torch.device, int | None], list[AttentionGroup]] = {}
 
@@ -83,14 +84,14 @@ class PagedAttention:
         return self.attend_to_stored(call, query)
 
     def attend_to_stored(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
-        """Attends to what the cache has of the new tokens, too."""
+        """Attends when the cache has the keys and values of the new tokens, too."""
         groups = self._groups_for(query.device, call.sliding_window)
         if len(groups) == 1:
             return attend_group(groups[0], self.cache, call, query)
         output = query.new_empty(*query.shape[:2], self.cache.values[call.layer].shape[-1])
         for group in groups:
             rows = group.query_index
-            assert rows is not None  # only a lone group can be the whole batch
+            assert rows is not None  # Only a lone group can be the whole batch.
             if group.output_index is not None:
                 rows = rows[group.output_index]
             output[rows] = attend_group(group, self.cache, call, query)
@@ -108,7 +109,7 @@ class PagedAttention:
 def attend_group(
     group: AttentionGroup, cache: KVCache, call: AttentionCall, query: torch.Tensor
 ) -> torch.Tensor:
-    """The group's real queries' outputs [queries, heads, value size]."""
+    """Returns the outputs [queries, heads, value size] of the group's real queries."""
     if group.key_slots is None:
         keys, values = cache.run(call.layer, group.first_slot, group.keys)
     else:
@@ -140,9 +141,9 @@ def attend_group(
 
 
 def _has_flash(query: torch.Tensor, values: torch.Tensor) -> bool:
-    """Tells whether torch's flash kernel is made for these, and for their device."""
+    """Tells whether torch's flash kernel is made for these tensors and their device."""
     size = query.shape[-1]
-    # AMD's devices are called cuda as well; what torch has for them was never tried.
+    # AMD's devices are called cuda as well; torch's kernels for them were never tried.
     is_nvidia = query.is_cuda and torch.version.hip is None
     is_fit = is_nvidia and query.dtype.itemsize == 2 and values.shape[-1] == size <= MAX_FLASH_HEAD_SIZE
     return is_fit and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
@@ -169,10 +170,11 @@ def attention_by_definition(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the fused kernel cannot do: softcaps (Gemma 2, arXiv 2408.00118) and sinks (gpt-oss).
+    """Computes attention that the fused kernel cannot: softcaps (Gemma 2, arXiv 2408.00118) and sinks
+    (gpt-oss).
 
-    ``query`` [rows, heads, queries, size], ``keys`` and ``values`` [rows, heads, keys, size], ``bias``
-    added to the scores, ``sinks`` [1, heads, queries, 1]. Keeps all scores, unlike the fused kernel.
+    ``query`` [rows, heads, queries, size], ``keys`` and ``values`` [rows, heads, keys, size], ``bias`` added
+    to the scores, ``sinks`` [1, heads, queries, 1]. Keeps all scores, unlike the fused kernel.
     """
     scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -200,9 +202,9 @@ def attention_forward(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' signature: [1, heads, tokens, size] comes in, [1, tokens, heads, size] goes out.
+    """Has transformers' signature: [1, heads, tokens, size] comes in, [1, tokens, heads, size] goes out.
 
-    ``ModelLoadError`` for anything else that would change the result.
+    Raises ``ModelLoadError`` for any other argument that would change the result.
     """
     for name, given in others.items():
         if given is not None and given is not False and name not in WITHOUT_EFFECT:

@@ -1,4 +1,4 @@
-"""What an encoder's first layer gets: vectors of tokens, of their positions and of the text they are from."""
+"""Makes the input of an encoder's first layer: vectors of tokens, of their positions and of their texts."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,10 @@ from truedraft.engine.layers.norm import Norm
 
 @dataclass(frozen=True, slots=True)
 class InputEmbeddings:
-    """Adds up what each token has, and norms it. ``positions`` [positions, hidden size] are of its place in
-    its text, ``types`` [types, hidden size] of the first or the second text of a pair. Places are counted
-    from the one after ``padding``, where that is given: tokens of that id are all there, and are not counted.
+    """Adds the vectors of each token, and norms the sum. ``positions`` [positions, hidden size] belong to its
+    place in its text, ``types`` [types, hidden size] to the first or the second text of a pair. Places are
+    counted from the one after ``padding``, where that is given: tokens with that id share its place, and are
+    not counted.
     """
 
     words: Embeddings
@@ -26,7 +27,7 @@ class InputEmbeddings:
 
     @property
     def longest(self) -> int | None:
-        """Returns how many tokens a text may have; None if that is not decided here."""
+        """Returns the number of tokens that a text may have; None if that is not decided here."""
         if self.positions is None:
             return None
         return len(self.positions) - (0 if self.padding is None else self.padding + 1)

@@ -1,9 +1,9 @@
 """Describes attention to a short vector of each token in place of keys and values (arXiv 2405.04434).
 
 In multi-head latent attention a head's keys and values are linear functions of one vector of a token, its
-latent vector. What makes a head's keys of it can as well be applied to the head's queries, the other way
-round, and what makes values of it to what the head attended. So all heads share one key, the latent vector
-after the numbers that are turned, which is also its value, and no more than that is kept of a token.
+latent vector. The function that makes a head's keys can as well be transposed and applied to the head's
+queries, and the one that makes values can be applied to the attention's output. So all heads share one key,
+the latent vector after the rotated numbers, which is also its value, and nothing else is stored for a token.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from truedraft.engine.layers.norm import Norm
 
 @dataclass(frozen=True, slots=True)
 class LatentProjection:
-    """Computes what attention takes of a token, and what its output layer takes of what was attended.
+    """Computes the inputs of attention for a token, and the input of its output layer.
 
     ``down`` makes the queries' latent vector, or queries themselves, then the latent vector, then the
-    ``num_turned`` numbers that the key begins with, as queries do. ``query_up`` makes queries of the first
-    vector normed. A head's ``key_up`` makes what looks for latent vectors of the numbers of its queries that
-    are not turned, its ``value_up`` makes values of latent vectors.
+    ``num_turned`` rotated numbers with which the key begins, as queries do. ``query_up`` makes queries of the
+    first vector after its norm. A head's ``key_up`` turns those numbers of its queries that are not rotated
+    into queries for latent vectors; its ``value_up`` makes values of latent vectors.
     """
 
     down: Linear
@@ -50,12 +50,12 @@ class LatentProjection:
 
     @property
     def num_queries(self) -> int:
-        """Returns how many numbers the queries' vector, or the queries, have."""
+        """Returns the size of the queries' latent vector, or of the queries."""
         return self.num_heads * self.query_size if self.query_norm is None else self.query_norm.size
 
     def working_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of what a pass computes of a token at once: queries twice, what heads look for
-        and the key, and as much again, of what they look for or of what they attended."""
+        """Returns the bytes that a pass needs for a token at once: queries twice, queries for latent vectors
+        and the key, and as much again, for these queries or for the attention's output."""
         numbers = 2 * (self.num_heads + 1) * self.key_size + 2 * self.num_heads * self.query_size
         return numbers * dtype.itemsize
 
@@ -76,7 +76,7 @@ class LatentProjection:
         return joined.flatten(1)
 
     def values(self, attended: torch.Tensor, run: MlpRun) -> torch.Tensor:
-        """Returns [tokens, heads * value size] of what heads attended, [tokens, heads * size]: the last
-        numbers of each head are those of latent vectors."""
+        """Returns [tokens, heads * value size] for the attention's output, [tokens, heads * size]: the last
+        numbers of each head are a mixture of latent vectors."""
         heads = attended.view(len(attended), self.num_heads, -1)
         return run.by_head(self.value_up, heads[..., -self.norm.size :]).flatten(1)

@@ -9,9 +9,8 @@ import torch
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.norm import Norm
 
-# Activations have transformers' names. gpt-oss clamps what it gates and
-# what gates (``clamped_swish``). Those that are ``UNGATED`` gate nothing: a number becomes another;
-# ``lone_gelu`` is gelu of that kind.
+# Activations have transformers' names. gpt-oss clamps gates and gated numbers (``clamped_swish``).
+# ``UNGATED`` activations gate nothing: they map each number to another; ``lone_gelu`` is gelu of that kind.
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swish", "relu2", "gelu", "lone_gelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 UNGATED: tuple[Activation, ...] = ("relu2", "lone_gelu")
@@ -23,13 +22,13 @@ SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
 
 
 def scaled(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Multiplies what a linear layer has computed, each number by its own."""
+    """Multiplies the outputs of a linear layer, each by a factor of its own."""
     return x if scales is None else (x * scales).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLinears:
-    """Are linear layers of the same sizes, one for each head."""
+    """Holds linear layers of the same sizes, one for each head."""
 
     linears: tuple[Linear, ...]
 
@@ -40,19 +39,19 @@ class HeadLinears:
 
 
 class MlpRun(Protocol):
-    """Runs what MLPs need of one forward; every tensor is [tokens, ...]."""
+    """Runs the operations that MLPs need in one forward; every tensor is [tokens, ...]."""
 
     def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the layer's output for ``x``, plus ``residual``, which may be overwritten."""
         ...
 
     def by_head(self, linears: HeadLinears, x: torch.Tensor) -> torch.Tensor:
-        """Returns what the layers compute of ``x`` [tokens, heads, size], each of its head."""
+        """Returns the layers' outputs for ``x`` [tokens, heads, size], each head's by its own layer."""
         ...
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-        """Gates [tokens, 2 * size] to [tokens, size], or takes the activation of as many numbers as there are
-        if it is ``UNGATED``; ``gate_up`` may be overwritten."""
+        """Gates [tokens, 2 * size] to [tokens, size], or applies an ``UNGATED`` activation to each number;
+        ``gate_up`` may be overwritten."""
         ...
 
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,8 +72,8 @@ class MlpRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """Some numbers of each token gate as many others, unless the activation is ``UNGATED``. ``scales``,
-    float32, multiply what ``gate_up`` computes."""
+    """Gates numbers of each token by as many others, unless the activation is ``UNGATED``. ``scales``,
+    float32, multiply the outputs of ``gate_up``."""
 
     activation: Activation
     gate_up: Linear
@@ -92,7 +91,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Limits a token to the experts of some groups, which are ``number`` and of the same size. Those
+    """Limits a token to the experts of some groups. There are ``number`` groups of the same size; those
     ``num_chosen`` are taken whose ``num_summed`` highest scores have the highest sum."""
 
     number: int
@@ -100,10 +99,10 @@ class ExpertGroups:
     num_summed: int
 
     def allowed(self, scores: torch.Tensor) -> torch.Tensor:
-        """Tells of each of ``scores`` [tokens, experts] whether its expert can be chosen."""
+        """Tells for each of ``scores`` [tokens, experts] whether its expert can be chosen."""
         groups = scores.view(len(scores), self.number, -1)
         sums = groups.topk(self.num_summed, dim=-1).values.sum(-1)
-        # A stable sort leaves the first of equal groups where they are chosen.
+        # A stable sort takes the first of equal groups.
         chosen = sums.sort(dim=-1, descending=True, stable=True).indices[:, : self.num_chosen]
         is_chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, chosen, True)
         return is_chosen[..., None].expand_as(groups).flatten(1)
@@ -111,13 +110,13 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Gives a token the ``num_chosen`` experts with the highest scores, and weights for their outputs.
+    """Chooses for a token the ``num_chosen`` experts with the highest scores, and weights for their outputs.
 
-    ``linear`` makes a number for each expert, and ``scoring`` a score of it. ``choice_bias`` [experts] is
-    added to the scores where experts, and before them ``groups``, are chosen, and not to their weights.
-    Weights that are ``renormalised`` are divided by their sum and ``added_to_sum`` before they are
-    multiplied; of a softmax that is the same as one over the chosen experts. Last, ``expert_scales``
-    [experts] multiply the weights of theirs.
+    ``linear`` makes a number for each expert, and ``scoring`` turns it into a score. ``choice_bias``
+    [experts] is added to the scores where experts, and before them ``groups``, are chosen, but not to their
+    weights. Weights that are ``renormalised`` are divided by their sum and ``added_to_sum`` before they are
+    multiplied; for a softmax this equals one over the chosen experts. Last, ``expert_scales`` [experts]
+    multiply the weights.
     """
 
     linear: Linear
@@ -136,12 +135,12 @@ class Router:
         return self.choose_by(run.linear(self.linear, x).float())
 
     def choose_by(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the same by the linear layer's output."""
+        """Returns the same, given the linear layer's output."""
         scores = numbers.softmax(-1) if self.scoring == "softmax" else numbers.sigmoid()
         wanted = scores if self.choice_bias is None else scores + self.choice_bias
         if self.groups is not None:
             wanted = wanted.where(self.groups.allowed(wanted), -torch.inf)
-        # A stable sort leaves the first of equal experts where they are chosen.
+        # A stable sort takes the first of equal experts.
         order = wanted.sort(dim=-1, descending=True, stable=True).indices
         chosen = order[:, : self.num_chosen].sort(-1).values
         weights = scores.gather(1, chosen)
@@ -153,7 +152,7 @@ class Router:
 
 
 class TouchedExperts:
-    """Counts the experts that passes read, and in how many layers, where they are read."""
+    """Counts the experts that passes read, and the layers in which they read some."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -161,7 +160,7 @@ class TouchedExperts:
         self._read = torch.zeros(2, dtype=torch.int64, pin_memory=True) if is_far else self.counts
 
     def add(self, number: int) -> None:
-        """Counts those of one layer in one pass."""
+        """Counts the experts of one layer in one pass."""
         self.counts += torch.tensor((number, 1)).to(self.counts.device)
 
     def send(self) -> None:
@@ -177,9 +176,9 @@ class TouchedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Each token takes the MLPs that the router gives it, and the ``shared`` one, if there is one. Its output
-    is multiplied by the sigmoid of the one number of ``shared_gate``. Outputs are added in the order of the
-    experts, whatever else is computed with a token."""
+    """Applies to each token the MLPs that the router chooses, and the ``shared`` one, if there is one. The
+    shared output is multiplied by the sigmoid of the one number of ``shared_gate``. Outputs are added in the
+    order of the experts, whatever other tokens are computed together with a token."""
 
     router: Router
     experts: tuple[GatedMlp, ...]
@@ -208,7 +207,7 @@ class Experts:
         residual: torch.Tensor | None,
         routed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes them expert by expert, each for the tokens that have it."""
+        """Computes expert by expert, each for the tokens that have it."""
         chosen, weights = self.router.choose(x if routed is None else routed, run)
         found = torch.zeros_like(x)
         numbers = sorted(set(chosen.flatten().tolist()))
@@ -222,7 +221,7 @@ class Experts:
         return found if residual is None else residual + found
 
     def shared_output(self, x: torch.Tensor, run: MlpRun) -> torch.Tensor | None:
-        """Returns what the shared one adds; None without one."""
+        """Returns the shared expert's output; None without one."""
         if self.shared is None:
             return None
         shared = self.shared(x, run, None)
@@ -231,8 +230,8 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class DenseAndExperts:
-    """Adds up an MLP of all tokens and ``experts``. Both, and the router, have norms of their own of the same
-    input, and the outputs of both are normed."""
+    """Adds the outputs of an MLP for all tokens and of ``experts``. Both, and the router, norm the same input
+    by themselves, and both outputs are normed."""
 
     dense: GatedMlp
     experts: Experts

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with torch's operations."""
+"""Has RMSNorm and LayerNorm with torch's operations."""
 
 import torch
 import torch.nn.functional as F
@@ -7,8 +7,8 @@ import torch.nn.functional as F
 class Norm:
     """Normalises the last dimension (arXiv 1910.07467), in float32 as transformers computes it.
 
-    ``centres``: takes the mean off first, which makes it LayerNorm (arXiv 1607.06450); ``weight`` is then in
-    float32. ``bias`` is added last; only layers that are centred have one.
+    ``centres`` subtracts the mean first, which makes it LayerNorm (arXiv 1607.06450); ``weight`` is then in
+    float32. ``bias`` is added last; only layers that centre have one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Quantised weights as files have them: rows of blocks, each some weights and their scale."""
+"""Describes quantised weights as files store them: rows of blocks, each with some weights and their scale."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# ggml's numbers of the types that there are kernels for.
+# Kernels exist for these types, which have ggml's numbers.
 TYPES = {
     "Q4_0": 2,
     "Q4_1": 3,
@@ -22,7 +22,7 @@ TYPES = {
     "IQ4_XS": 23,
     "MXFP4": 39,
 }
-# A block has 256 inputs in the types that have super-blocks, else 32.
+# A block has 256 inputs in types with super-blocks, otherwise 32.
 BLOCK_INPUTS = {number: 256 if name.endswith(("_K", "_XS")) else 32 for name, number in TYPES.items()}
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,8 +30,8 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class QuantisedBlocks:
-    """A matrix as GGUF files have it. ``data`` [rows, bytes of a row], contiguous; ``order``: which rows are
-    wanted, by their numbers; None for all as they lie."""
+    """Is a matrix as GGUF files store it. ``data`` [rows, bytes of a row] is contiguous; ``order`` has the
+    numbers of the wanted rows; None: all rows in their order."""
 
     type: int
     data: Bytes
@@ -44,7 +44,7 @@ class QuantisedBlocks:
 
 
 def merged(parts: Sequence[QuantisedBlocks], multiple: int) -> list[QuantisedBlocks]:
-    """Joins neighbours of one type where the first has not a ``multiple`` of rows."""
+    """Joins neighbours of one type where the first does not have a ``multiple`` of rows."""
     found: list[QuantisedBlocks] = []
     for part in parts:
         last = found[-1] if found else None

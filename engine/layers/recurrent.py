@@ -1,7 +1,7 @@
-"""Recurrences, described once for every backend: layers that keep a state of the text in place of its keys.
+"""Describes recurrences once for every backend: layers that keep a state of the text in place of keys.
 
-A linear layer in front of a recurrence computes all that it needs of each token, in the order that its class
-says; another after it takes what it gives (``Recurrent`` in ``decoder``).
+A linear layer before a recurrence computes its inputs for each token, in the order that its class says;
+another one after it takes its outputs (``Recurrent`` in ``decoder``).
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from truedraft.engine.memory.recurrent_state import StateShape
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """Sums each channel over the newest tokens: ``weight`` [channels, width] has the oldest one first. All
-    is float32. ``silu``: it is applied to the sums."""
+    """Sums each channel over the newest tokens: ``weight`` [channels, width] has the oldest one first. All is
+    float32. ``silu`` says that silu is applied to the sums."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -25,8 +25,7 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """Multiplies by C what a convolution makes of B x (LFM2): [B | C | x] come in, each as wide as goes
-    out."""
+    """Multiplies C by a convolution of B x (LFM2): inputs are [B | C | x], each as wide as the output."""
 
     layer: int
     convolution: Convolution
@@ -37,7 +36,7 @@ class ShortConv:
 
     @property
     def input_size(self) -> int:
-        """Returns how many numbers of each token come in."""
+        """Returns the number of inputs of each token."""
         return 3 * len(self.convolution.weight)
 
 

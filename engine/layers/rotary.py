@@ -1,4 +1,4 @@
-"""Rotary positions: the angles of every position, as transformers' module of the model computes them."""
+"""Has the rotary angles of every position, as transformers' module of the model computes them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from truedraft.engine.memory.huge_pages import HugePages
 
-# A table of angles has at most this many positions, or else this many numbers.
+# A table of angles has at most this many positions and at most this many numbers.
 MAX_TABLE_POSITIONS, MAX_TABLE_NUMBERS = 1 << 17, 1 << 24
 # On a CPU the table grows by this many positions at a time.
 GROWTH = 512
@@ -21,8 +21,9 @@ def rotary_kinds(config: Any) -> list[str | None]:
 
 
 def turned_pairs(config: Any, kind: str | None, size: int) -> tuple[int, int]:
-    """Returns how many pairs of ``size`` numbers angles of a kind turn, and how far apart the numbers of one
-    are: proportional angles leave out the last pairs of a head, which others do not know of."""
+    """Returns how many pairs of ``size`` numbers the angles of a kind rotate, and the distance between the
+    numbers of a pair: proportional angles leave out the last pairs of a head, which other kinds do not
+    have."""
     known = getattr(config, "rope_parameters", None) or {}
     settings = known.get(kind) if kind is not None else None
     if not settings or settings.get("rope_type") != "proportional":
@@ -31,7 +32,8 @@ def turned_pairs(config: Any, kind: str | None, size: int) -> tuple[int, int]:
 
 
 class NoAngles(torch.nn.Module):
-    """Stands in for transformers' module in models that turn nothing: a pair of numbers, by no angle."""
+    """Stands in for transformers' module in models that rotate nothing: a pair of numbers, by an angle of
+    0."""
 
     rope_type = "none"
 
@@ -44,9 +46,9 @@ class Rotary:
     """Gives cos and signed sin of every position, from the model's own rotary module, by ``rotary_kinds``.
 
     Angles are a function of the position alone: ``choose_rotary_factors`` leaves longrope one set of factors,
-    and dynamic frequencies change beyond the context only. ``repeats``: the module gives each angle twice
-    running, not all of them twice; ``halves``: it gives each once, as two numbers or a complex one.
-    ``apart``: pairs that are not turned are left out (``turned_pairs``), rather than turned by no angle.
+    and dynamic frequencies change beyond the context only. ``repeats``: the module gives each angle twice in
+    a row, not all of them twice; ``halves``: it gives each once, as two numbers or a complex one. ``apart``:
+    pairs that are not rotated are left out (``turned_pairs``), rather than rotated by an angle of 0.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Rotary:
         num_positions = int(config.max_position_embeddings)
         if num_positions <= MAX_TABLE_POSITIONS or num_positions * self.size <= MAX_TABLE_NUMBERS:
             self.table = self._make_table(num_positions)
-        # Dynamic frequencies are looked after by the host, which must not take part in a captured graph.
+        # The host handles dynamic frequencies, and must not take part in a captured graph.
         types = module.rope_type.values() if isinstance(module.rope_type, dict) else [module.rope_type]
         self.needs_host = self.table is None and any("dynamic" in each for each in types)
 
@@ -87,19 +89,19 @@ class Rotary:
         return cos.index_select(1, positions), sin.index_select(1, positions)
 
     def reach(self, num_positions: int) -> int:
-        """Has the table grow to this many positions, as far as it goes; returns how many there are."""
+        """Extends the table to this many positions, as far as it goes; returns their number."""
         if num_positions > self.num_reached:
             self._grow(num_positions)
         return self.num_reached
 
     def reach_all(self) -> None:
-        """Has the whole table made: a captured pass cannot ask the host for what it lacks."""
+        """Makes the whole table: a captured pass cannot ask the host for missing angles."""
         if self.table is not None:
             self.reach(self.table[0].shape[1])
 
     def _make_table(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the whole table on a device, whose graphs look into it by themselves. In the host's memory
-        it has a place that takes none before it is written to."""
+        """Returns the whole table on a device, where graphs read it by themselves. In the host's memory it
+        has a place that takes none before it is written to."""
         if self.like.device.type != "cpu":
             self.num_reached = num_positions
             return self.compute(torch.arange(num_positions, device=self.like.device))
@@ -118,7 +120,7 @@ class Rotary:
         self.num_reached = max(end, self.num_reached)
 
     def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the same without the table."""
+        """Returns the same as ``angles``, without the table."""
         more = [() if kind is None else (kind,) for kind in self.kinds]
         found = [self.module(self.like, positions[None], *kind) for kind in more]
         found = [(each.real, each.imag) if isinstance(each, torch.Tensor) else each for each in found]

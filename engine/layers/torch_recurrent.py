@@ -1,8 +1,9 @@
-"""Recurrences with torch's operations, on any device: chunk by chunk, as ``memory.recurrent_state`` says.
+"""Computes recurrences with torch's operations, on any device: chunk by chunk, as ``memory.recurrent_state``
+says.
 
 Products have the shape of a whole chunk however few of its tokens are there; missing ones are zeros.
 Functions are computed in float64 and rounded: torch's vectorised ones give other bits than those for the end
-of a row. So what is computed of a token does not depend on how many others a pass brings.
+of a row. So a token's numbers do not depend on how many others a pass brings.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ class TorchStates:
         self.offsets = list(accumulate((len(span.token_ids) for span in spans), initial=0))
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:
-        """Is ``LayerRun.recur``."""
+        """Computes what ``LayerRun.recur`` says."""
         match recurrence:
             case ShortConv():
                 return self.short_conv(recurrence, x.float()).to(x.dtype)
@@ -99,9 +100,9 @@ class TorchStates:
         beta: torch.Tensor | None = None,
         tiled: bool = False,
     ) -> torch.Tensor:
-        """Returns what states answer to ``query`` [tokens, heads, rows]. ``key`` [tokens, key heads, rows],
-        ``value`` [tokens, heads, columns] and ``decay`` [tokens, heads] are the new tokens'; with ``beta``
-        values are corrected by the delta rule."""
+        """Returns the states' outputs for ``query`` [tokens, heads, rows]. ``key`` [tokens, key heads, rows],
+        ``value`` [tokens, heads, columns] and ``decay`` [tokens, heads] belong to the new tokens; with
+        ``beta`` values are corrected by the delta rule."""
         output = torch.empty_like(value)
         layer = self.states[rule.layer]
         for span, first in zip(self.spans, self.offsets, strict=False):
@@ -125,7 +126,7 @@ class TorchStates:
 
 
 class _Chunks:
-    """Walks through one sequence's chunks in one layer. ``state`` is that before the chunk."""
+    """Walks through one sequence's chunks in one layer. ``state`` is the state before the chunk."""
 
     def __init__(
         self, layer: LayerState, slot: int | None, shape: StateShape, tiled: bool, num_folded: int
@@ -156,7 +157,7 @@ class _Chunks:
         decay: torch.Tensor,
         beta: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Adds the next tokens to the chunk, and returns what is answered to their queries."""
+        """Adds the next tokens to the chunk, and returns the outputs for their queries."""
         new = slice(self.old, self.old + len(key))
         self.keys[new], self.decays[new] = key, decay
         queries = query.new_zeros(CHUNK, *query.shape[1:])
@@ -190,19 +191,19 @@ class _Chunks:
         self.state = whole[:, -1, None, None] * self.state + added
 
     def _keys(self) -> torch.Tensor:
-        """Returns the keys that each head has [heads, chunk, rows]."""
+        """Returns each head's keys, [heads, chunk, rows]."""
         return _per_head(self.keys, self.shape.heads, self.tiled).transpose(0, 1)
 
     def _decays(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what is left at token i of what token j has added [heads, i, j], and of the state
-        [heads, i], computed in float64."""
+        """Returns the share of token j's contribution that is left at token i [heads, i, j], and that of the
+        state [heads, i], computed in float64."""
         factors = torch.where(self.below.tril(-1)[..., None], self.decays[:, None], 1.0)
         through, whole = factors.cumprod(0), self.decays.cumprod(0)
         return through.permute(2, 0, 1).float(), whole.T.float()
 
 
 def _places(first: int, last: int, size: int, device: torch.device) -> torch.Tensor:
-    """Returns where positions from ``first`` to before ``last`` lie among ``size``."""
+    """Returns the places among ``size`` of positions from ``first`` to before ``last``."""
     return torch.arange(first, last, device=device) % size
 
 
@@ -215,7 +216,7 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Is an RMSNorm of the last dimension without its weight."""
+    """Applies an RMSNorm to the last dimension, without its weight."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -225,6 +226,6 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _per_head(x: torch.Tensor, heads: int, tiled: bool) -> torch.Tensor:
-    """Gives each head its key head: [tokens, key heads, size] to [tokens, heads, size]."""
+    """Gives each head the vector of its key head: [tokens, key heads, size] to [tokens, heads, size]."""
     shared = heads // x.shape[1]
     return x.repeat(1, shared, 1) if tiled else x.repeat_interleave(shared, 1)

@@ -11,9 +11,9 @@ from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
-# A row of zeros is divided as if this was its largest number. Triton takes smaller ones for float64.
+# A row of zeros is divided as if this were its largest number. Triton takes smaller ones for float64.
 LEAST_LARGEST = 2.0**-100
-# Kernels in C take scales times 256.
+# Kernels in C multiply scales by 256.
 LARGEST_SCALE = 2.0**100
 
 
@@ -26,7 +26,7 @@ class ScaledRows:
 
     @classmethod
     def of(cls, matrix: torch.Tensor) -> "ScaledRows":
-        """Rounds a float32 ``matrix``: the largest number of each row becomes the largest there is."""
+        """Rounds a float32 ``matrix``: the largest number of each row becomes the largest one of the type."""
         largest = matrix.abs().amax(1).clamp(min=LEAST_LARGEST)
         scales = largest / LARGEST_FP8
         return cls((matrix / scales[:, None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), scales)
@@ -61,7 +61,7 @@ class ScaledBytes:
 
     @property
     def is_finite(self) -> bool:
-        """Tells whether all of it are numbers, and scales not so large that kernels could not take them."""
+        """Tells whether all numbers are finite, and scales small enough for kernels."""
         is_small = bool((self.scales.abs() <= LARGEST_SCALE).all())
         if self.values.dtype != FP8:
             return is_small
@@ -70,9 +70,9 @@ class ScaledBytes:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """``shape`` is [out features, in features]. ``stored`` gives the numbers in a floating type; ``blocks``,
-    ``scaled_rows`` or ``scaled_bytes`` have them as they are quantised, or are None. ``head_blocks`` has
-    those of a head, or what is made of them by turning it, or None."""
+    """Is a matrix of ``shape`` [out features, in features]. ``stored`` returns the numbers in a floating
+    type; ``blocks``, ``scaled_rows`` or ``scaled_bytes`` return them as they are quantised, or None.
+    ``head_blocks`` returns those of one head, or of its transposed matrix, or None."""
 
     name: str
     shape: tuple[int, int]
@@ -88,7 +88,7 @@ class Weight:
         return stored if dtype is None else stored.to(dtype)
 
     def of_head(self, number: int, rows: npt.NDArray[np.int64], is_turned: bool) -> "Weight":
-        """Returns a head's matrix of these ``rows``, with rows for columns if it ``is_turned``."""
+        """Returns a head's matrix of these ``rows``, transposed if it ``is_turned``."""
         taken = self.take(rows)
         if is_turned:
             taken = Weight(self.name, taken.shape[::-1], lambda: self.stored()[rows].T.contiguous())

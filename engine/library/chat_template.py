@@ -1,4 +1,4 @@
-"""A model's own chat template writes out a conversation here."""
+"""Writes out a conversation by the model's own chat template."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -8,13 +8,13 @@ from truedraft.engine.core.admission import RequestError
 
 Conversation = Sequence[Mapping[str, Any]]
 
-# Stands for a message's text, to see whether a template writes it.
+# This stands for a message's text, to see whether a template writes it.
 MARK = "the message's text"
 
 
 class ChatTemplate:
-    """``tokenizer`` is transformers'. It renders in a sandbox, but in this process: a template that loops
-    for ever is not stopped."""
+    """Renders the template of ``tokenizer``, which is transformers'. It renders in a sandbox, but in this
+    process: a template that loops for ever is not stopped."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +44,7 @@ class ChatTemplate:
 
     @cached_property
     def writes_system(self) -> bool:
-        """Tells whether it writes system messages: some templates refuse them or leave them out."""
+        """Tells whether the template writes system messages: some refuse them or leave them out."""
         messages = [{"role": "system", "content": MARK}, {"role": "user", "content": "Hello."}]
         try:
             return MARK in self._rendered(messages, {})
@@ -53,8 +53,8 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Tells whether the template writes a text only where it comes in a list of parts, as some of models
-        that see do: of a plain text they would write nothing, in silence."""
+        """Tells whether the template writes a text only where it comes in a list of parts, as some of
+        multimodal models do: of a plain text they would write nothing, in silence."""
         return not self._writes(MARK) and self._writes(_in_parts(MARK))
 
     def _writes(self, content: Any) -> bool:
@@ -66,7 +66,7 @@ class ChatTemplate:
     def _rendered(self, messages: Conversation, options: Mapping[str, Any]) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # templates are programs: they may fail in any way that Python knows
+        except Exception as error:  # Templates are programs: they may fail in any way that Python knows.
             reason = str(error) or type(error).__name__
             raise RequestError(
                 "invalid_prompt", f"the chat template refused the messages: {reason}"

@@ -1,4 +1,4 @@
-"""What the library returns: finished completions, and the pieces of one that is on its way."""
+"""Defines what the library returns: finished completions, and the pieces of one that is still running."""
 
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from truedraft.engine.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a text.
+    """Holds what one step added to a text.
 
     ``text`` ends with a whole character, and may be empty while one is not complete or could still become a
-    stop string. ``index`` is the completion's place among the ``n`` of its prompt. ``output`` is what the
-    engine gave: token ids, draft counts, log-probabilities and whatever else was asked for.
+    stop string. ``index`` is the completion's place among the ``n`` of its prompt. ``output`` is the engine's
+    output: token ids, draft counts, log-probabilities and whatever else was asked for.
     """
 
     text: str
@@ -27,8 +27,8 @@ class Delta:
 
 
 class Logprob(TokenLogprob, frozen=True, array_like=True):
-    """Log-probability of one token as the engine gives it, with the texts of that token and of those in
-    ``top``. A token that is a part of a character has its bytes as ``\\xf0\\x9f``."""
+    r"""Adds to a token's log-probability, as the engine gives it, the texts of the token and of those in
+    ``top``. A token that is a part of a character is shown by its bytes, as in ``\xf0\x9f``."""
 
     text: str = ""
     top_texts: list[str] = []
@@ -42,7 +42,8 @@ def with_texts(entry: TokenLogprob, vocabulary: Vocabulary) -> Logprob:
 
 @dataclass
 class Completion:
-    """One finished sequence. ``text`` leaves out special tokens and what ended it, ``token_ids`` do not.
+    """Holds one finished sequence. ``text`` leaves out special tokens and the stop string or token that ended
+    it, ``token_ids`` do not.
 
     ``index`` is its place among the ``n`` of its prompt. ``stop_reason`` is the stop string or the id of
     ``stop_token_ids`` that ended it, None for any other end. ``LLM.generate`` and ``LLM.chat`` return a
@@ -62,12 +63,12 @@ class Completion:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 if nothing was drafted."""
+        """Returns accepted over drafted tokens; 0 if nothing was drafted."""
         return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per round: accepted ones plus the recovered or bonus token."""
+        """Returns the tokens per round: accepted ones plus the recovered or bonus token."""
         return len(self.token_ids) / max(1, self.num_rounds)
 
     def add(self, output: TokenOutput) -> None:
@@ -106,7 +107,8 @@ class DeltaReader:
         self._include_stop = include_stop
 
     def read(self, output: TokenOutput) -> Delta:
-        """A token that ends the text is not part of it, and neither is what follows a stop string."""
+        """Returns the text of one output. A token that ends the text is not part of it, and neither is
+        anything after a stop string."""
         ended_by_token = output.finish_reason == "stop" and not self._include_stop
         piece = self._detokenizer.push(output.token_ids[:-1] if ended_by_token else output.token_ids)
         text, stopped_by = piece.text, piece.stop_string
@@ -124,6 +126,6 @@ class DeltaReader:
 
 
 def _cut(output: TokenOutput, num_tokens: int) -> TokenOutput:
-    """Leaves out the tokens after a stop string."""
+    """Removes the tokens after a stop string."""
     logprobs = None if output.logprobs is None else output.logprobs[:num_tokens]
     return structs.replace(output, token_ids=output.token_ids[:num_tokens], logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""What a caller of the library asks of a text, and how it becomes the engine's parameters.
+"""Defines what a caller of the library can ask of a text, and converts it to the engine's parameters.
 
 The engine knows tokens only: stop strings are looked for in the text, and a schema becomes a grammar here.
 """
@@ -24,18 +24,19 @@ class SamplingParams(messages.SamplingParams, frozen=True, kw_only=True):
     ``n`` completions are made of a prompt; with a ``seed`` each has its own stream of random numbers. The
     text ends before the first of the strings ``stop``, or after it with ``include_stop_str_in_output``. It
     matches one of ``json_schema`` (an object, or written out), ``regex`` (the whole text), ``choice`` (one of
-    these texts) and ``grammar``. ``prediction`` is what the text is expected to be, or most of it: it is
-    drafted from, and changes nothing but the speed.
+    these texts) and ``grammar``. ``prediction`` is the expected text, or most of it: it is drafted from, and
+    changes nothing but the speed.
 
-    ``max_tokens`` None is 16 for a text that is continued, as in the completions of OpenAI and vLLM, and what
-    the model's context leaves for the answer to a conversation. ``json_schema`` may also be a pydantic model.
+    ``max_tokens`` None is 16 for a text that is continued, as in the completions of OpenAI and vLLM; for the
+    answer to a conversation it is the rest of the model's context. ``json_schema`` may also be a pydantic
+    model.
     """
 
     max_tokens: int | None = None  # type: ignore[assignment]  # a number by the time the engine sees it
     n: int = 1
     stop: str | list[str] = []
     include_stop_str_in_output: bool = False
-    json_schema: Any = None  # dict, str or a pydantic model
+    json_schema: Any = None  # a dict, a text or a pydantic model
     regex: str | None = None
     choice: list[str] | None = None
     prediction: str | None = None
@@ -50,7 +51,7 @@ class SamplingParams(messages.SamplingParams, frozen=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def for_engine(self) -> messages.SamplingParams:
-        """Returns what concerns tokens, a schema as a grammar."""
+        """Returns the parameters that concern tokens, with a schema as a grammar."""
         names = messages.SamplingParams.__struct_fields__
         values = {name: getattr(self, name) for name in names}
         return messages.SamplingParams(**values | {"grammar": self._grammar()})
@@ -89,7 +90,7 @@ def _closed(schema: Any) -> Any:
 def sampling_params(
     params: Any, num_items: int, defaults: Callable[[], SamplingParams]
 ) -> list[messages.SamplingParams]:
-    """Returns the parameters of ``num_items`` prompts: one for all, one for each, or what ``defaults`` gives.
+    """Returns the parameters of ``num_items`` prompts: one for all, one for each, or those of ``defaults``.
 
     Raises ``RequestError`` for anything else, ``ValueError`` where prompts and parameters differ in number.
     """
@@ -108,15 +109,15 @@ def sampling_params(
 
 
 def with_limit(params: messages.SamplingParams, default: int) -> messages.SamplingParams:
-    """Returns parameters that name their largest number of tokens."""
+    """Returns parameters with a definite ``max_tokens``."""
     if not isinstance(params, messages.SamplingParams) or params.max_tokens is not None:
         return params
     return structs.replace(params, max_tokens=max(default, params.min_tokens))
 
 
 def checked_params(params: messages.SamplingParams) -> SamplingParams:
-    """Returns them with every field there; ``RequestError`` names one that has another type or is out of
-    range."""
+    """Returns parameters with every field filled in; raises ``RequestError`` for one of a wrong type or out
+    of range."""
     params = checked(params)
     if not isinstance(params, SamplingParams):
         params = SamplingParams(**structs.asdict(params))

@@ -46,6 +46,8 @@ class LLMSettings(TypedDict, total=False):
     prefix_caching: bool
     prefix_cache_dir: str | PathLike[str] | None
     prefix_cache_disk: int | str
+    kv_events_endpoint: str | None
+    kv_events_topic: str
     cache_dtype: Literal["auto", "float32", "float16"]
     cache_memory: int | str | None
     cache_memory_share: float | None

@@ -1,6 +1,7 @@
-"""One engine that several threads call: requests are decoded together, by whichever takes the next step.
+"""Lets several threads share one engine: requests are decoded together, by whichever thread takes the next
+step.
 
-Whatever a call has submitted is aborted when it ends, in whatever way.
+Everything that a call has submitted is aborted when the call ends, in whatever way.
 """
 
 from collections import deque
@@ -16,15 +17,16 @@ Answers = deque[TokenOutput | Failed]
 
 
 class SharedEngine:
-    """``lock`` is of the engine and of whatever else its callers must not use at the same time."""
+    """Wraps the engine. ``lock`` guards it, and everything else that its callers must not use at the same
+    time."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core: EngineCore | None = core
         self.lock = Lock()
         self._request_ids = count()
-        # Each open request's call reads here what has become of it.
+        # Each call reads here the outputs of its open requests.
         self._answers: dict[str, Answers] = {}
-        self._closed: deque[str] = deque()  # requests that the next one with the lock aborts
+        self._closed: deque[str] = deque()  # The next request that gets the lock aborts these.
 
     @property
     def core(self) -> EngineCore:
@@ -33,7 +35,8 @@ class SharedEngine:
         return self._core
 
     def shut_down(self) -> None:
-        """Ends what runs and lets go of the models, whose memory is free once nobody else refers to them."""
+        """Ends all running calls and drops the models, whose memory is free once nobody else refers to
+        them."""
         with self.lock:
             if self._core is not None:
                 self._fail_all("the LLM was closed")
@@ -43,7 +46,7 @@ class SharedEngine:
         return f"prompt-{next(self._request_ids)}"
 
     def submit(self, request: Generate, answers: Answers) -> None:
-        """Queues a request, whose outputs will come into ``answers``."""
+        """Queues a request, whose outputs will be put into ``answers``."""
         with self.lock:
             self._abort_closed()
             core = self.core
@@ -51,7 +54,7 @@ class SharedEngine:
             core.add(request)
 
     def results(self, answers: Answers) -> Iterator[TokenOutput]:
-        """Yields what comes of a call's requests without end, whichever call takes the steps."""
+        """Yields the outputs of a call's requests without end, whichever call takes the steps."""
         while True:
             if not answers:
                 with self.lock:
@@ -70,8 +73,8 @@ class SharedEngine:
             self.core.abort(request_id, index)
 
     def close(self, request_ids: Iterable[str]) -> None:
-        """Ends the requests of a call. It may be in the midst of another one's step, where the garbage
-        collector ends a stream: then they are aborted later."""
+        """Aborts the requests of a call. If this happens during another call's step, as when the garbage
+        collector ends a stream, they are aborted later."""
         self._closed.extend(request_ids)
         if self.lock.acquire(blocking=False):
             try:
@@ -82,7 +85,8 @@ class SharedEngine:
     def _step(self) -> None:
         """Takes one step for all calls.
 
-        Whatever ends it early, such as Ctrl-C, ends all of them: nothing that it leaves can be trusted.
+        Anything that interrupts it, such as Ctrl-C, ends all calls: the engine's state cannot be trusted
+        after that.
         """
         try:
             for result in self.core.step():
@@ -105,7 +109,7 @@ class SharedEngine:
 
 
 class RequestFailedError(RequestError):
-    """The engine has given up a request, which ``request_id`` names."""
+    """The engine ended the request ``request_id`` with an error."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.code, failed.message)

@@ -1,6 +1,6 @@
-"""Calls that recurse as deep as their input is nested, on a stack that is large enough for that.
+"""Runs functions that recurse as deep as their input is nested, on a stack that is large enough for that.
 
-llguidance's compiler does, in machine code: on an ordinary stack, 2,000 rules that refer to each other in a
+llguidance's compiler does so in machine code: on an ordinary stack, 2,000 rules that refer to each other in a
 row end the process.
 """
 
@@ -11,10 +11,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Only what is touched takes memory. Grammars need less than 1 KiB per character; they are limited to 256 Ki.
+# Only touched pages take memory. Grammars need less than 1 KiB per character; they are limited to 256 Ki.
 STACK_BYTES = 512 << 20
 
-_starting = Lock()  # the stack's size is a setting of the whole process
+_starting = Lock()  # The stack's size is a setting of the whole process.
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
@@ -23,7 +23,7 @@ def on_deep_stack(work: Callable[[], T]) -> T:
 
 
 def start_on_deep_stack(work: Callable[[], T]) -> Future[T]:
-    """Starts the same without waiting for it. The thread ends with the process."""
+    """Starts ``work`` without waiting for it. The thread ends with the process."""
     future: Future[T] = Future()
 
     def run() -> None:

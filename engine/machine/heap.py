@@ -1,11 +1,11 @@
-"""Reads how much memory the C library has handed out, and has it give back what was freed."""
+"""Reads how much memory the C library has handed out, and lets it return freed memory to the system."""
 
 import ctypes
 from functools import cache
 
 
 class _Mallinfo(ctypes.Structure):
-    """The fields of glibc's ``struct mallinfo2``."""
+    """Has the fields of glibc's ``struct mallinfo2``."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -34,7 +34,7 @@ def _mallinfo() -> "ctypes._NamedFuncPointer | None":
 
 def heap_in_use() -> int | None:
     """Returns the bytes that the main thread has allocated and not freed; None where the C library does not
-    tell. They bound what native code keeps and cannot weigh."""
+    say. They bound the memory of native code whose use cannot be measured."""
     read = _mallinfo()
     if read is None:
         return None
@@ -43,7 +43,8 @@ def heap_in_use() -> int | None:
 
 
 def trim_heap() -> None:
-    """Gives back what was freed: glibc keeps it for the next allocation, gigabytes after loading a model."""
+    """Returns freed memory to the system: glibc keeps it for later allocations, gigabytes after loading a
+    model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
-"""This module finds what the process may use of its machine: processors and memory.
+"""Finds what the process may use of its machine: processors and memory.
 
 A container's limits are files of its control group, and of each one above that. Where control groups have a
 namespace, the own one is the root of ``/sys/fs/cgroup``; else ``/proc/self/cgroup`` says where it is below.
-Version 2 has one tree, version 1 one for each controller. Whatever is not there sets no limit.
+Version 2 has one tree, version 1 one for each controller. A missing file sets no limit.
 """
 
 import os
@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-# What is assumed where nothing says how much there is.
+# This much memory is assumed where nothing says how much there is.
 USUAL_MEMORY = 8 << 30
-# Below so many cores their second processors count, too; slower cores have less than this share of a fast
-# one's capacity.
+# Below this many cores their second processors count, too. A core with less than this share of a fast core's
+# capacity is a slow one.
 LEAST_CORES, SHARE_OF_FASTEST = 4, 0.6
 
 
 def num_cpus(root: Path = ROOT) -> int:
-    """Counts the processors that can be kept busy: those of the affinity mask, or whole ones of the quota."""
+    """Counts the processors that can be kept busy: those of the affinity mask, or the quota rounded to whole
+    ones."""
     quota = cpu_quota(root)
     num_allowed = _num_in_mask()
     return num_allowed if quota is None else max(1, min(num_allowed, int(quota)))
@@ -27,7 +28,7 @@ def num_cpus(root: Path = ROOT) -> int:
 def num_cores(root: Path = ROOT) -> int:
     """Counts the cores that are worth a thread each: of the processors that the process may use, those of the
     fast kind where there are two, one of each core, and no more than the quota. Few processors count as they
-    are: two of a virtual machine may be all there is of a larger one's core."""
+    are: two of a virtual machine may be both halves of one core."""
     allowed = _mask()
     fast = _fast(allowed, root)
     cores = {_core(cpu, root) for cpu in fast}
@@ -48,7 +49,7 @@ def _fast(allowed: set[int], root: Path) -> set[int]:
 
 
 def _core(cpu: int, root: Path) -> tuple[str, ...]:
-    """Returns what a processor has in common with the others of its core."""
+    """Returns a value that processors of the same core share."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     words = [*_words(topology / "physical_package_id"), *_words(topology / "core_id")]
     return tuple(words) if len(words) == 2 else ("processor", str(cpu))
@@ -65,7 +66,7 @@ def _listed(path: Path) -> set[int]:
 
 
 def cpu_limit(root: Path = ROOT) -> str:
-    """Says why these are fewer than the machine has; empty if they are not."""
+    """Says why there are fewer processors than the machine has; empty if there are not."""
     num_installed, num_allowed, quota = os.cpu_count() or 1, _num_in_mask(), cpu_quota(root)
     if quota is not None and int(quota) < num_allowed:
         return f"the CPU quota is {quota:g} of {num_installed} processors"
@@ -75,7 +76,7 @@ def cpu_limit(root: Path = ROOT) -> str:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Returns how many processors' worth of time there is; None without a limit."""
+    """Returns the number of processors whose time the quota allows; None without a limit."""
     quotas = []
     for group in _groups("cpu", root):
         match _words(group / "cpu.max") or [
@@ -83,7 +84,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
             *_words(group / "cpu.cfs_period_us"),
         ]:
             case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period):
-                quotas.append(int(quota) / int(period))  # else "max", or -1
+                quotas.append(int(quota) / int(period))  # Without a limit this is "max", or -1.
     return min(quotas, default=None)
 
 
@@ -94,7 +95,8 @@ def total_memory(root: Path = ROOT) -> int:
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Returns the bytes that can be had now without swapping, file caches of the machine included."""
+    """Returns the bytes that can be allocated now without swapping; the machine's file caches count as
+    free."""
     available = _meminfo("MemAvailable", root)
     left = [max(0, limit - used) for limit, used in _memory_limits(root)]
     return min([USUAL_MEMORY if available is None else available, *left])
@@ -107,7 +109,7 @@ def own_memory(root: Path = ROOT) -> int:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields each limit with what is used of it."""
+    """Yields each limit and how much of it is used."""
     for group in _groups("memory", root):
         for limit, used in (
             ("memory.max", "memory.current"),

@@ -1,13 +1,14 @@
-"""Torch reads these when it is loaded: how many OpenMP threads there are, and how long they look for more
-work before they sleep."""
+"""Has variables that torch reads when it is loaded: the number of OpenMP threads, and how long they spin
+before they sleep.
+"""
 
 from collections.abc import Mapping
 
-# The number of threads, unless the settings have one.
+# This variable is the number of threads, unless the settings name one.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 def spin_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make it microseconds, unless ``environ`` says how long. By default it is milliseconds,
-    on processors that the engine's own threads need."""
+    """Returns variables that make threads spin for microseconds, unless ``environ`` says how long. By default
+    they spin for milliseconds, on processors that the engine's own threads need."""
     return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}

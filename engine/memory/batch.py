@@ -1,4 +1,4 @@
-"""The tensors of one forward pass over several sequences of different lengths, packed into one row.
+"""Makes the tensors of one forward pass over several sequences of different lengths, packed into one row.
 
 Each entry is (sequence's slots so far, new token ids): decoding rows bring one token or a few, prompts a
 chunk. Nothing is padded in the model's linear layers; only attention groups rows of similar size.
@@ -20,14 +20,15 @@ from truedraft.engine.memory.recurrent_state import ROLLBACK, num_folded
 MAX_GROUPED_QUERIES = 33
 
 
-@dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
+# The class is not frozen: many are made in every step, and freezing would take five times as long.
+@dataclass(slots=True)
 class Span:
-    """New tokens of one sequence: they are stored after ``table.num_computed_tokens`` others.
+    """Holds new tokens of one sequence: they are stored after ``table.num_computed_tokens`` others.
 
-    ``num_logits`` of its last tokens need logits: 0 inside a prompt, 1 at its end, k + 1 when scoring.
-    ``token_ids`` may be placeholders where a forward pass is given the ids on its device. So many of the
-    sequence's tokens as ``num_certain_tokens`` says can never be taken back, or all of them (None).
-    ``states`` [tokens, hidden size] come with the tokens where a model takes such (``Joint``).
+    The last ``num_logits`` tokens need logits: 0 inside a prompt, 1 at its end, k + 1 when scoring.
+    ``token_ids`` may be placeholders where a forward pass is given the ids on its device. The first
+    ``num_certain_tokens`` of the sequence can never be taken back; None: all of its tokens. ``states``
+    [tokens, hidden size] come with the tokens of a model that takes states (``Joint``).
     """
 
     table: BlockTable
@@ -38,29 +39,30 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Returns how many tokens will be computed after the pass, if it is yet to come."""
+        """Returns the number of computed tokens after the pass, before it has run."""
         return self.table.num_computed_tokens + len(self.token_ids)
 
     @property
     def certain(self) -> int:
-        """Returns how many of the sequence's tokens can never be taken back."""
+        """Returns the number of the sequence's tokens that can never be taken back."""
         return self.end if self.num_certain_tokens is None else self.num_certain_tokens
 
     @property
     def num_folded_after(self) -> int:
-        """Returns over how many tokens states will be folded after the pass, if it is yet to come."""
+        """Returns the number of tokens over which states are folded after the pass, before it has run."""
         assert self.end - self.certain <= ROLLBACK, "more may be taken back than the log has records for"
         return folded_after(self.table, self.certain)
 
 
 def folded_after(table: BlockTable, num_certain_tokens: int) -> int:
-    """Returns the number of tokens folded into states after a pass, of those that are certain."""
+    """Returns the number of certain tokens that are folded into states after a pass."""
     return max(table.num_folded_tokens, num_folded(num_certain_tokens))
 
 
 @dataclass
 class AttentionGroup:
-    """Spans attended together, padded to the longest: ``rows`` spans, ``queries``, ``keys`` positions."""
+    """Holds spans that attend together, padded to the longest: ``rows`` spans, ``queries``, ``keys``
+    positions."""
 
     rows: int
     queries: int
@@ -70,14 +72,14 @@ class AttentionGroup:
     key_slots: torch.Tensor | None  # [rows * keys]; None: the ``keys`` slots from ``first_slot`` on
     query_positions: torch.Tensor  # [rows, queries]
     first_slot: int = 0
-    keys_are_padded: bool = False  # there may be more of them than even the longest row has
-    is_lone: bool = False  # one row, whose queries are its newest keys' tokens
+    keys_are_padded: bool = False  # more keys than even the longest row has are possible
+    is_lone: bool = False  # one row, whose queries are the tokens of its newest keys
 
     def bias(
         self, sliding_window: int | None, repeats: int, dtype: torch.dtype, *, looks_ahead: bool = False
     ) -> torch.Tensor | None:
-        """``mask`` as what is added to the scores: [rows, 1, repeats * queries, keys]. Made once a forward,
-        as the layers share it."""
+        """Returns ``mask`` as numbers to add to the scores: [rows, 1, repeats * queries, keys]. It is made
+        once a forward, as the layers share it."""
         key = sliding_window, repeats, looks_ahead
         if key not in self._biases:
             mask = self.mask_ahead(sliding_window) if looks_ahead else self.mask(sliding_window)
@@ -104,14 +106,15 @@ class AttentionGroup:
         )
 
     def mask(self, sliding_window: int | None) -> torch.Tensor | None:
-        """Boolean [rows, 1, queries, keys], True where a query may look; None if everywhere."""
+        """Returns bool [rows, 1, queries, keys], True where a query may attend; None if everywhere."""
         if sliding_window is None:
             return self._causal_mask
         window_start = self.query_positions[:, None, :, None] - sliding_window
         return self._visible & (self._key_positions > window_start)
 
     def mask_ahead(self, sliding_window: int | None) -> torch.Tensor:
-        """Is the same of texts that come whole, whose queries see later keys, too."""
+        """Returns the same mask for texts that are computed at once, whose queries attend to later keys,
+        too."""
         of_text = self._key_positions <= self.query_positions[:, None, -1:, None]
         if sliding_window is None:
             return of_text.expand(-1, -1, self.queries, -1)
@@ -120,7 +123,7 @@ class AttentionGroup:
 
     @cached_property
     def _causal_mask(self) -> torch.Tensor | None:
-        # One query of the newest position sees every key; so does a lone decoding row.
+        # One query of the newest position attends to every key; so does a lone decoding row.
         sees_all = self.rows == self.queries == 1 and not self.keys_are_padded
         return None if sees_all else self._visible
 
@@ -135,44 +138,44 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Spans to be attended without gathering their keys."""
+    """Holds spans to be attended without gathering their keys."""
 
-    tables: torch.Tensor  # [rows, blocks] block ids; after a row's own ones any that exist
-    first_tokens: torch.Tensor  # [rows] into the packed tokens
-    counts: torch.Tensor  # [rows] new tokens
-    queries: int  # the largest count
+    tables: torch.Tensor  # [rows, blocks] block ids; a row's own ids are followed by arbitrary valid ones
+    first_tokens: torch.Tensor  # [rows] first token in the packed tokens
+    counts: torch.Tensor  # [rows] number of new tokens
+    queries: int  # the largest number of new tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Tells recurrences which tokens come with each row, ``most`` at most, and where its states are. Tensors
-    are int64 [rows]."""
+    """Tells recurrences the tokens of each row, ``most`` at most, and the slot of its states. Tensors are
+    int64 [rows]."""
 
     most: int
-    first_tokens: torch.Tensor  # into the packed tokens
-    counts: torch.Tensor  # new tokens; 0: there is no row
-    num_stored: torch.Tensor  # tokens before those
+    first_tokens: torch.Tensor  # first token in the packed tokens
+    counts: torch.Tensor  # number of new tokens; 0: there is no row
+    num_stored: torch.Tensor  # number of tokens before those
     slots: torch.Tensor
-    num_folded: torch.Tensor  # tokens over which states are folded, before the pass and after it
+    num_folded: torch.Tensor  # number of tokens over which states are folded, before the pass and after it
     num_folded_after: torch.Tensor
 
 
 @dataclass
 class ForwardBatch:
-    """Packed inputs of one forward: ``tokens`` is the sum of all spans' new tokens.
+    """Holds the packed inputs of one forward: ``tokens`` is the sum of all spans' new tokens.
 
-    Of an encoder-decoder model they are the decoder's: positions count from its start, ``groups`` attend to
-    what it has stored, ``cross_groups`` to what is stored of the encoder's.
+    In an encoder-decoder model they are the decoder's tokens: positions count from its start, ``groups``
+    attend to the decoder's keys, ``cross_groups`` to those of the encoder.
     """
 
     spans: list[Span]
     block_size: int
     token_ids: torch.Tensor  # [1, tokens]
     positions: torch.Tensor  # [1, tokens]
-    slots: torch.Tensor  # [tokens], where the new keys and values go
+    slots: torch.Tensor  # [tokens], the slots of the new keys and values
     logits_index: torch.Tensor  # [rows with logits] into the packed tokens
-    is_there: torch.Tensor | None = None  # bool [tokens]; None: all are, and nothing is padded
-    states: torch.Tensor | None = None  # [tokens, hidden size], where a model takes such
+    is_there: torch.Tensor | None = None  # bool [tokens], False for padding; None: no token is padding
+    states: torch.Tensor | None = None  # [tokens, hidden size], for a model that takes states
 
     @classmethod
     def build(
@@ -182,7 +185,7 @@ class ForwardBatch:
         device: torch.device,
         ids_on_device: torch.Tensor | None = None,
     ) -> "ForwardBatch":
-        """``ids_on_device`` [tokens], if given, take the place of the spans' ids."""
+        """Builds the batch. ``ids_on_device`` [tokens], if given, replace the spans' ids."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -193,7 +196,7 @@ class ForwardBatch:
             positions += range(first, first + len(span.token_ids))
             slots += new_slots(span, block_size)
             logits_index += range(len(token_ids) - span.num_logits, len(token_ids))
-        # One tensor takes one copy to the device.
+        # All numbers go into one tensor, which needs one copy to the device.
         numbers = on_device([*token_ids, *positions, *slots, *logits_index], device)
         sizes = len(token_ids), len(token_ids), len(token_ids), len(logits_index)
         packed_ids, packed_positions, packed_slots, index = numbers.split_with_sizes(sizes)
@@ -205,7 +208,7 @@ class ForwardBatch:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """Only what attends by groups asks for them."""
+        """Returns the groups, for attention that needs them."""
         if len(self.spans) == 1 and not self.spans[0].table.num_encoder_tokens:
             return [self.lone_group(0)]
         encoded = [span.table.num_encoder_tokens for span in self.spans]
@@ -236,12 +239,14 @@ class ForwardBatch:
 
     @cached_property
     def short_rows(self) -> PagedRows | None:
-        """The spans of a decoder-only model that are not in ``long_spans``; None if there are none."""
+        """Returns the spans of a decoder-only model that are not in ``long_spans``; None if there are
+        none."""
         return self._paged([i for i, n in enumerate(self._lengths()) if n <= MAX_GROUPED_QUERIES])
 
     @cached_property
     def long_rows(self) -> PagedRows | None:
-        """``long_spans`` in the same way, for what attends to any number of tokens without gathering."""
+        """Returns ``long_spans`` in the same form, for attention to any number of tokens without
+        gathering."""
         return self._paged(self.long_spans)
 
     def _paged(self, members: list[int]) -> PagedRows | None:
@@ -267,18 +272,18 @@ class ForwardBatch:
 
     @cached_property
     def long_spans(self) -> list[int]:
-        """Which spans have more than ``MAX_GROUPED_QUERIES`` new tokens."""
+        """Returns the spans with more than ``MAX_GROUPED_QUERIES`` new tokens."""
         return [i for i, length in enumerate(self._lengths()) if length > MAX_GROUPED_QUERIES]
 
     def groups_of(self, sliding_window: int | None) -> list[AttentionGroup]:
-        """Returns the groups of layers with such a window. A span that is alone brings no keys that none of
-        its tokens sees."""
+        """Returns the groups for layers with such a window. A lone span leaves out the keys that none of its
+        tokens attends to."""
         is_lone = len(self.spans) == 1 and not self.spans[0].table.num_encoder_tokens
         return [self.lone_group(0, sliding_window)] if is_lone and sliding_window is not None else self.groups
 
     def lone_group(self, member: int, sliding_window: int | None = None) -> AttentionGroup:
-        """Returns one span of a decoder-only model, as if nothing else was in the batch, from the block of
-        the first key on that a window lets it see. Positions count from there."""
+        """Returns one span of a decoder-only model as if it were alone in the batch, from the block of the
+        first key on that a window lets it see. Positions count from there."""
         span = self.spans[member]
         first, length = self.offsets[member], len(span.token_ids)
         stored = span.table.num_computed_tokens
@@ -307,7 +312,7 @@ class ForwardBatch:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each span's tokens begin in the packed ones, and where the last ones end."""
+        """Returns where each span's tokens begin in the packed ones, and where the last ones end."""
         return list(accumulate(self._lengths(), initial=0))
 
 
@@ -325,7 +330,7 @@ def state_rows(spans: Sequence[Span], offsets: Sequence[int], device: torch.devi
 
 
 def states_of(spans: list[Span]) -> torch.Tensor | None:
-    """Returns the states that come with the tokens of all spans, packed; None if any span has none."""
+    """Returns the states of the tokens of all spans, packed; None if some span has none."""
     states = [span.states for span in spans if span.states is not None]
     if len(states) < len(spans) or not states:
         return None
@@ -333,18 +338,19 @@ def states_of(spans: list[Span]) -> torch.Tensor | None:
 
 
 def new_slots(span: Span, block_size: int) -> list[int]:
-    """Where the keys and values of a span's tokens go. A list: for a few, faster than an array."""
+    """Returns the slots of the keys and values of a span's tokens. For a few tokens a list is faster than an
+    array."""
     blocks, start = span.table.block_ids, span.table.num_computed_tokens
     stored = range(start, start + len(span.token_ids))
     block, offset = divmod(start, block_size)
-    if 0 < len(stored) <= block_size - offset:  # most often one block takes them all
+    if 0 < len(stored) <= block_size - offset:  # Most often all of them lie in one block.
         first = blocks[block] * block_size + offset
         return list(range(first, first + len(stored)))
     return [blocks[i // block_size] * block_size + i % block_size for i in stored]
 
 
 def table_slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:
-    """Slots of the first ``num_tokens`` tokens."""
+    """Returns the slots of the first ``num_tokens`` tokens."""
     return _slots(table.block_ids[: -(-num_tokens // block_size)], num_tokens, block_size)
 
 
@@ -363,7 +369,8 @@ def _group_members(lengths: list[int]) -> list[list[int]]:
 def _cross_groups(
     lengths: list[int], offsets: list[int], slots: list[np.ndarray], device: torch.device
 ) -> list[AttentionGroup]:
-    """Every query looks at all that its sequence's encoder has stored, as if it stood at its last token."""
+    """Returns groups in which every query attends to all keys of its sequence's encoder, as if it stood at
+    the encoder's last token."""
     positions = [np.full(length, len(s) - 1) for length, s in zip(lengths, slots, strict=True)]
     return [_group(members, offsets, positions, slots, device) for members in _group_members(lengths)]
 
@@ -375,8 +382,8 @@ def _group(
     slots: list[np.ndarray],
     device: torch.device,
 ) -> AttentionGroup:
-    """Pad the members' queries with their own last one and their keys with their own first one, which is
-    masked there: a mask does not silence what others may have stored, infinities times zero."""
+    """Pads the members' queries with their own last one and their keys with their own first one, which is
+    masked there: a mask does not silence numbers that others may have stored, infinities times zero."""
     rows = len(members)
     queries = max(len(positions[m]) for m in members)
     keys = max(len(slots[m]) for m in members)

@@ -4,15 +4,16 @@ BlockHash = bytes
 
 
 class BlockTable:
-    """Blocks of one sequence in one pool; the first ``num_computed_tokens`` of its ids are stored there.
+    """Holds the blocks of one sequence in one pool; the first ``num_computed_tokens`` of its ids are stored
+    there.
 
     ``hashes`` are those of its first blocks, as far as they are published or taken over. The first
-    ``num_encoder_tokens`` of the ids are an encoder's: what is stored for them is what the decoder's
-    cross-attention looks at. ``state_slot`` is where recurrent layers keep the sequence's states, which are
-    folded over its first ``num_folded_tokens``; later ones of the computed tokens may be taken back. The
-    newest snapshot of the states is good for the first ``num_kept_tokens``; another text was found to have
-    the first ``num_shared_tokens``, or 0 if there is a snapshot near by. Blocks have been taken away
-    ``num_cuts`` times; others are only added at the end.
+    ``num_encoder_tokens`` of the ids are an encoder's; the decoder's cross-attention reads what is stored for
+    them. ``state_slot`` has the sequence's states in recurrent layers, which are folded over its first
+    ``num_folded_tokens``; later ones of the computed tokens may be taken back. The newest snapshot of the
+    states covers the first ``num_kept_tokens``. Another text shares the first ``num_shared_tokens``; 0 if
+    there is a snapshot near by. Blocks have been taken away ``num_cuts`` times; others are only added at the
+    end.
     """
 
     def __init__(self, num_encoder_tokens: int = 0) -> None:

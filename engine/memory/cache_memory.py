@@ -1,8 +1,8 @@
-"""The caches may take what the configuration says, or a share of the memory that there is.
+"""Decides how much memory caches take: what the configuration says, or a share of the memory that there is.
 
-It is asked once both models are loaded. On a GPU, which is ours, the share is of what is free then. On a CPU
-it is of the machine's or the container's memory, less what this process has taken: what other processes take
-at that minute does not change it.
+This happens once both models are loaded. On a GPU, which serves this process alone, the share is of the
+memory that is free then. On a CPU it is of the machine's or the container's memory, less what this process
+uses: the use by other processes at that minute does not change it.
 """
 
 from typing import NamedTuple
@@ -12,14 +12,16 @@ import torch
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.machine import limits as machine
 
-# The shares by default. On a CPU the rest of the machine needs its memory, too.
+# These are the default shares. On a CPU the rest of the machine needs its memory, too.
 GPU_SHARE, CPU_SHARE = 0.9, 0.25
-# Caches on a CPU get at least this, as far as their share of all memory goes: a model may leave nothing.
+# Caches on a CPU get at least this much, as far as their share of all memory allows: a model may leave
+# nothing.
 FLOOR = 256 << 20
-# The process's own memory is rounded up to so many bytes, so that the caches are as large after each start.
+# The process's own memory is rounded up to a multiple of this, so that caches are equally large after each
+# start.
 STEP = 64 << 20
-# Tokens in the cache for each snapshot of states, and the most snapshots for each sequence in the batch
-# in addition to one for each so many: the ends of a prompt and of an answer.
+# A cache has one snapshot of states for this many tokens. In addition each sequence of the batch has up to
+# this many snapshots, one for every such number of tokens: for the ends of a prompt and of an answer.
 TOKENS_PER_SNAPSHOT, ENDS = 1024, 2
 
 
@@ -41,7 +43,7 @@ def cache_sizes(
     rest = budget - running * state_bytes
     if rest < 0:
         return CacheSizes(0, 0)
-    # A model of recurrent layers alone keeps nothing of a token.
+    # A model of recurrent layers alone stores nothing for single tokens.
     tokens_bytes = TOKENS_PER_SNAPSHOT * block_bytes // block_size
     snapshots = rest // (state_bytes + tokens_bytes)
     num_blocks = (
@@ -52,7 +54,8 @@ def cache_sizes(
 
 
 def cache_budget(config: EngineConfig, devices: set[torch.device], reserved: int = 0) -> int:
-    """Bytes for all caches together. With several ``devices``, as many on each as the fullest has free.
+    """Returns the bytes for all caches together. With several ``devices`` each gets as many as the fullest
+    has free.
 
     ``reserved`` bytes of a GPU are left free for CUDA graphs and prompts, unless the configuration names the
     caches' size.
@@ -71,16 +74,16 @@ def _cpu_budget(share: float) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on ``device``."""
+    """Returns the bytes that can still be allocated on ``device``."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What the allocator holds without using it is free for us.
+        # Memory that the allocator holds without using it counts as free.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return machine.free_memory()
 
 
 def total_memory(device: torch.device) -> int:
-    """Returns the bytes that ``device`` has, or the container may use of it."""
+    """Returns the bytes that ``device`` has, or that the container may use."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return machine.total_memory()

@@ -1,6 +1,7 @@
-"""Zeros in huge pages, where Linux has them: weights and caches that a CPU reads over and over.
+"""Allocates zeros in huge pages, where Linux has them, for weights and caches that a CPU reads over and over.
 
-The processor looks up where each page lies, and remembers some: few of 4 KB, as many of 2 MB are enough.
+The processor looks up where each page lies, and remembers some lookups: too few for pages of 4 KB, enough for
+pages of 2 MB.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import torch
 
 CPU = torch.device("cpu")
 PAGE_BYTES = 2 << 20
-# Tensors share chunks. What of a chunk is never written to takes no memory.
+# Tensors share chunks. Parts of a chunk that are never written to take no memory.
 CHUNK_BYTES = 64 << 20
 # Tensors start at cache lines.
 ALIGNMENT = 64
@@ -27,7 +28,8 @@ class HugePages:
         self._chunks: WeakSet[mmap.mmap] = WeakSet()
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
-        """``torch.zeros``, and just that on other devices and where huge pages cannot be had."""
+        """Returns ``torch.zeros`` in huge pages, or ordinary ones on other devices and where huge pages are
+        not available."""
         count = math.prod(shape)
         size = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if device.type != "cpu" or count == 0 or not self._make_room(size):
@@ -38,12 +40,12 @@ class HugePages:
         return flat.view(shape)
 
     def discard(self) -> None:
-        """Gives back the memory of all tensors that lie in huge pages: they are zeros again."""
+        """Gives back the memory of all tensors in huge pages: they are zeros again."""
         for chunk in self._chunks:
             chunk.madvise(mmap.MADV_DONTNEED)
 
     def _make_room(self, size: int) -> bool:
-        """Returns whether the chunk, or a new one, has this many bytes left."""
+        """Tells whether this many bytes are left in the chunk, or in a new one."""
         if self._start + size <= self._end:
             return True
         if not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,8 +1,8 @@
-"""Blocks stand for tensors here: keys and values of every layer, addressed by slot.
+"""Stores keys and values of every layer by slot; blocks stand for tensors here.
 
-Slot = block id * block size + offset. Which slots belong to whom is the block manager's business; this
-module stores and gathers. A model's layers are probed once, so any architecture's shapes fit. Layers with a
-running state have no keys and values, but a state of each sequence in a slot of another kind.
+Slot = block id * block size + offset. The block manager decides which slots belong to whom; this module
+stores and gathers. A model's layers are probed once, so any architecture's shapes fit. Layers with a running
+state have no keys and values, but a state of each sequence in a slot of another kind.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from truedraft.engine.memory.recurrent_state import LayerState, RecurrentCache
 
 @dataclass(frozen=True, slots=True)
 class AttentionCache:
-    """What one layer of attention keeps of each token, in which type, and the device where the layer runs."""
+    """Describes what one layer of attention stores for each token, its type, and the layer's device."""
 
     key: tuple[int, int]  # [kv heads, key size]
-    value: tuple[int, int] | None  # [kv heads, value size], or None: its values are its keys
+    value: tuple[int, int] | None  # [kv heads, value size], or None: the values are the keys
     dtype: torch.dtype
     device: torch.device
 
@@ -31,7 +31,7 @@ class AttentionCache:
         return sum(heads * size for heads, size in kept) * self.dtype.itemsize
 
 
-# What one layer keeps: of each token, or of each sequence.
+# One layer stores this for each token, or for each sequence.
 CacheSpec: TypeAlias = AttentionCache | RecurrentCache
 NOTHING = 0, 0
 
@@ -75,21 +75,22 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
-# So much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
-# written to, which would take the first requests milliseconds; of a large cache most is never used.
+# This much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
+# written to, which would take the first requests milliseconds; most of a large cache is never used.
 TOUCHED_BYTES = 64 << 20
 
 
 class KVCache:
-    """Keys and values of one model: per layer two tensors [slots, kv heads, size], or one and the same.
-    ``states`` are those of its recurrent layers, by their index, with ``num_state_slots`` each."""
+    """Holds keys and values of one model: for each layer two tensors [slots, kv heads, size], or one that
+    serves as both. ``states`` are those of its recurrent layers, by their index, with ``num_state_slots``
+    each."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], num_blocks: int, block_size: int, num_state_slots: int = 0
     ) -> None:
         self.block_size = block_size
         num_slots = num_blocks * block_size
-        # Zeros, not empty: masked slots are multiplied by zero, which does not silence a NaN.
+        # Memory is zeroed, not empty: masked slots are multiplied by zero, which does not silence a NaN.
         self._pages = HugePages()
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -113,8 +114,8 @@ class KVCache:
         ]
 
     def shared(self, places: Sequence[int]) -> "KVCache":
-        """Returns a cache of as many layers as ``places``, which says where in this one each is kept: what
-        one layer has stored, the next one overwrites."""
+        """Returns a cache with a layer for each of ``places``, the layers of this cache in which they are
+        kept: layers with the same place overwrite each other."""
         made = copy(self)
         made.keys, made.values = (
             [self.keys[place] for place in places],
@@ -124,12 +125,12 @@ class KVCache:
         return made
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Returns all keys, and values that are not the keys."""
+        """Returns all keys, and the values that are not the keys."""
         pairs = zip(self.keys, self.values, strict=True)
         return [*self.keys, *(values for keys, values in pairs if values is not keys)]
 
     def _touch(self) -> None:
-        """The first slots are the first to be used (``BlockPool``)."""
+        """Writes to the first slots, which are the first to be used (``BlockPool``)."""
         tensors = [tensor for tensor in self._tensors() if tensor.device.type == "cpu"]
         size = sum(tensor.nbytes for tensor in tensors)
         for tensor in tensors:
@@ -152,7 +153,7 @@ class KVCache:
         return Pieces(len(tensors[0]) if tensors else 0, [_bytes_of(tensor) for tensor in tensors])
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copies what one state slot holds to another."""
+        """Copies one state slot to another."""
         for layer in self.states.values():
             for tensor in layer.tensors:
                 tensor[target].copy_(tensor[source])
@@ -162,13 +163,14 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def clear(self, block_ids: list[int]) -> None:
-        """Write zeros to these blocks. Memory that was never written to is read faster: all one page."""
+        """Writes zeros to these blocks. Memory that was never written to is read faster, as it is all one
+        page."""
         for tensor in self._tensors():
             blocks = len(tensor) // self.block_size, self.block_size
             tensor.view(*blocks, *tensor.shape[1:])[block_ids] = 0
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""
+        """Stores ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""
         pairs = [(self.keys[layer], key)]
         if self.values[layer] is not self.keys[layer]:
             pairs.append((self.values[layer], value))
@@ -176,10 +178,10 @@ class KVCache:
             cached.index_copy_(0, slots, new if new.dtype == cached.dtype else narrowed(new, cached.dtype))
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [slots, kv heads, size] of ``slots``, contiguous."""
+        """Returns keys and values [slots, kv heads, size] of ``slots``, contiguous."""
         return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
 
     def run(self, layer: int, first: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [1, kv heads, num_slots, size] of the slots from ``first`` on: views, no copy."""
+        """Returns keys and values [1, kv heads, num_slots, size] of the slots from ``first`` on, as views."""
         keys, values = self._by_head[layer]
         return keys.narrow(2, first, num_slots), values.narrow(2, first, num_slots)

@@ -1,4 +1,4 @@
-"""This module alone turns tensors and arrays into addresses: C and Rust get what they read, or nothing.
+"""Turns tensors and arrays into addresses; no other module does. C and Rust get what they read, or nothing.
 
 They know neither how long an array is, nor its type, nor its device. A bfloat16 tensor in place of a float32
 one of the same shape has half the bytes: whoever writes it destroys the heap. The caller therefore says here
@@ -22,13 +22,13 @@ Values: TypeAlias = "torch.Tensor | npt.NDArray[Any] | array[Any]"
 
 
 class PointerError(TypeError):
-    """Something was to be given to C that is not what it reads. That is a defect of this package."""
+    """A value for C does not have the type or shape that C reads. That is a defect of this package."""
 
 
 def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Returns where the numbers of ``values`` begin, which have this type and shape and are row-major,
-    aligned and in the host's memory. The address is valid for as long as the caller keeps ``values``; that of
-    an empty array may be 0."""
+    """Returns the address of the first number of ``values``, which must have this type and shape and be
+    row-major, aligned and in the host's memory. The address is valid for as long as the caller keeps
+    ``values``; that of an empty array may be 0."""
     start = None
     if isinstance(values, torch.Tensor):
         if values.shape == shape and _is_plain(values, dtype):
@@ -38,28 +38,28 @@ def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
             start = int(values.ctypes.data)
     elif isinstance(values, array) and values.typecode == TYPECODES.get(dtype) and (len(values),) == shape:
         start = values.buffer_info()[0]
-    # A tensor that only stands for another is at 0, and so is one whose memory was given back.
+    # The address is 0 for a tensor that only stands for another, and for one whose memory was given back.
     if start is not None and start % dtype.itemsize == 0 and (start or 0 in shape):
         return start
     raise PointerError(f"C reads {dtype} {list(shape)}, contiguous and on the CPU, not {_in_words(values)}")
 
 
 def device_address(values: torch.Tensor) -> int:
-    """Returns where numbers begin on their own device, for tables that kernels in Triton read. Whoever makes
-    the table says which type they have, and keeps them."""
+    """Returns the address of the first number on its own device, for tables that kernels in Triton read. The
+    caller passes the numbers' type to the kernels, and keeps the tensor."""
     if values.layout is torch.strided and values.is_contiguous() and not values.is_neg():
         return values.data_ptr()
     raise PointerError(f"kernels read row-major numbers, not {_in_words(values)}")
 
 
 def _is_plain(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether the host's memory has the numbers themselves, of this type and row-major."""
+    """Tells whether the host's memory has the numbers themselves, of this type and row-major."""
     is_dense = values.layout is torch.strided and values.is_contiguous()
     return is_dense and values.dtype is dtype and values.is_cpu and not values.is_neg()
 
 
 def new(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """Returns a tensor for C to fill, and its address: there is nothing to check."""
+    """Returns a tensor for C to fill, and its address; such a tensor needs no check."""
     values = torch.empty(shape, dtype=dtype, device=CPU)
     return values, values.data_ptr()
 

@@ -1,9 +1,9 @@
-"""Running states of layers that have one in place of keys and values: what is kept of each sequence.
+"""Keeps running states of layers that have one in place of keys and values.
 
 A state is a sum over all tokens of a text, so a token cannot be taken out of it again. It is therefore folded
-only at positions that are multiples of ``CHUNK``, and only over tokens that no truncation can take back. What
-came since then lies in a log of records, by position: rejected drafts are simply overwritten. A token's
-numbers depend on its position and on the tokens before it, and not on how passes were cut.
+only at positions that are multiples of ``CHUNK``, and only over tokens that no truncation can take back.
+Later tokens lie in a log of records, by position: rejected drafts are simply overwritten. A token's numbers
+depend on its position and on the tokens before it, and not on how passes were cut.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,25 @@ import torch
 
 from truedraft.engine.memory.huge_pages import HugePages
 
-# Tokens between two positions where a state is folded.
+# States are folded at positions that are this many tokens apart.
 CHUNK = 16
-# The most tokens that may be taken back after a pass: as many drafts as a request may ask for.
+# At most this many tokens may be taken back after a pass: as many drafts as a request may ask for.
 ROLLBACK = 32
-# Positions that a record's log must hold: up to a chunk that is not folded yet, and what may be taken back.
+# A log of records must hold this many positions: up to a chunk that is not folded yet, and the tokens that
+# may be taken back.
 NUM_RECORDS = -(-(CHUNK + ROLLBACK) // CHUNK) * CHUNK
 
 
 def num_folded(num_certain_tokens: int) -> int:
-    """Returns over how many tokens a state is folded after a pass, when so many are certain. One record stays
-    at least: what shares all of a prompt but its last token finds a state that is not too new for it."""
+    """Returns the number of tokens over which a state is folded after a pass, given the number of certain
+    ones. One record stays at least: a text that shares all of a prompt but its last token then finds a state
+    that is not too new for it."""
     return max(0, num_certain_tokens - 1) // CHUNK * CHUNK
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Says how large a layer's state is: a matrix for each head. A record has a key of ``rows`` numbers for
+    """Holds the sizes of a layer's state: a matrix for each head. A record has a key of ``rows`` numbers for
     each of ``key_heads``, a value of ``columns`` for each head, and each head's decay."""
 
     heads: int
@@ -39,8 +41,8 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentCache:
-    """What one layer keeps of each sequence: inputs of a convolution over ``width`` tokens, and a state and
-    its records, if it has one."""
+    """Describes what one layer keeps of each sequence: inputs of a convolution over ``width`` tokens, and a
+    state and its records, if it has one."""
 
     channels: int
     width: int
@@ -53,12 +55,13 @@ class RecurrentCache:
 
     @property
     def num_inputs(self) -> int:
-        """Returns for how many positions inputs are kept: a prefix may end a chunk before the newest."""
+        """Returns the number of positions whose inputs are kept: a prefix may end a chunk before the
+        newest."""
         return CHUNK + ROLLBACK + self.width - 1
 
     @property
     def working_bytes_per_token(self) -> int:
-        """Returns the bytes of what a pass computes of a token, all of it in float32 but for decays."""
+        """Returns the bytes that a pass needs for one token; all numbers are float32 except decays."""
         if (shape := self.state) is None:
             return 0
         numbers = self.channels + 3 * shape.heads * shape.columns
@@ -77,13 +80,13 @@ class RecurrentCache:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One layer's tensors; each begins with the slot. Position p has its record at p modulo the number of
-    records, its input at p modulo that of inputs. Without a state only inputs have numbers."""
+    """Holds one layer's tensors; each begins with the slot. Position p has its record at p modulo the number
+    of records, its input at p modulo that of inputs. Without a state only inputs have numbers."""
 
     state: torch.Tensor  # [slots, heads, rows, columns]
     keys: torch.Tensor  # [slots, records, key heads * rows]
     values: torch.Tensor  # [slots, records, heads * columns]
-    decays: torch.Tensor  # [slots, records, heads], float64: the factors
+    decays: torch.Tensor  # [slots, records, heads], float64: the decay factors
     inputs: torch.Tensor  # [slots, inputs, channels]
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Our layers must agree with transformers': logits of the probe texts are compared when a model is loaded.
+"""Compares our layers with transformers': logits of the probe texts, when a model is loaded.
 
-A way to compute them that does not agree is not used, and the log says so.
+An implementation that does not agree is not used, and the log says so.
 """
 
 import ctypes
@@ -22,13 +22,13 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.native.native_run import NativeKernels
 
-# Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
-# 4e-2 of it; a wrong mask or position makes 0.3 and more.
+# A logit may deviate by this share of the largest logit. Tiny random models round to 2e-6, 5e-3 and 4e-2 of
+# it; a wrong mask or position makes 0.3 and more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
 # Where experts score alike, rounding sends a token to others: this share of a text's tokens may deviate. A
 # wrong window changes half as many again of the text that is longer than it.
 REROUTED = 0.1
-# Largest deviation of quantised layers' logits, on average over a text's tokens, as a share of their spread.
+# Logits of quantised layers may deviate by this share of their spread, on average over a text's tokens.
 # Rounding inputs to 8 bits makes 0.05 of it in a real model, a wrong mask or position 0.5 and more.
 QUANTISED_TOLERANCE = 0.25
 
@@ -44,7 +44,7 @@ def first_that_agrees(
     cache_dtype: str,
 ) -> FusedDecoder | None:
     """Returns the fastest model of ``weights`` whose logits of the probe texts are the ``expected`` ones;
-    None if none's are. ``library``: the kernels in C, where these made the linear layers."""
+    None if no model's are. ``library`` is given where kernels in C made the linear layers."""
     for name, model in _models(facts, weights, library):
         if _agrees(model, expected):
             _choose_cache_dtype(model, expected, cache_dtype)
@@ -58,8 +58,8 @@ def _agrees(model: FusedDecoder, expected: Sequence[torch.Tensor]) -> bool:
 
 
 def _choose_cache_dtype(model: FusedDecoder, expected: Sequence[torch.Tensor], asked: str) -> None:
-    """Lets the model keep keys and values in 16 bits where that is ``asked`` for, or where its weights have
-    no more, unless that shows in the logits."""
+    """Lets the model keep keys and values in 16 bits where the settings ask for it (``asked``), or where its
+    weights have no more bits, unless that shows in the logits."""
     own = str(model.dtype).removeprefix("torch.")
     if asked == own or (asked == "auto" and (own != "float32" or not model.has_halves)):
         return
@@ -91,8 +91,8 @@ def _models(
 
 @torch.inference_mode()
 def with_cuda_kernels(model: FusedDecoder) -> FusedDecoder:
-    """Returns a model of layers that transformers does not have, as the kernels in Triton compute it if they
-    agree with torch's operations; else the model itself."""
+    """Returns the ``model``, whose layers transformers does not have, computed by kernels in Triton if they
+    agree with torch's operations; otherwise the model as it is."""
     facts, weights = model.facts, model.weights
     cuda = find_kernels(weights.attention, facts.dtype, facts.device, weights.recurrences)
     if cuda is None:
@@ -105,7 +105,7 @@ def with_cuda_kernels(model: FusedDecoder) -> FusedDecoder:
 
 
 def _comparison(model: FusedDecoder) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """Returns how its logits are compared."""
+    """Returns the function that compares the model's logits."""
     if model.rounds_inputs or any(isinstance(linear, ModuleLinear) for linear in model.weights.linears):
         return roughly_same_logits
     tolerance = max(TOLERANCES[model.arithmetic], TOLERANCES[model.cache_dtype])
@@ -115,8 +115,8 @@ def _comparison(model: FusedDecoder) -> Callable[[torch.Tensor, torch.Tensor], b
 def same_logits(
     ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, *, may_reroute: bool = False
 ) -> bool:
-    """Tells whether logits [tokens, vocab] are equal but for rounding, which ``may_reroute`` some tokens to
-    other experts; they themselves are float32."""
+    """Tells whether logits [tokens, vocab] are equal except for rounding. Rounding ``may_reroute`` some
+    tokens to other experts; the logits themselves are float32."""
     scale = theirs.abs().max().clamp(min=1e-6)
     deviations = (ours - theirs).abs().amax(-1)
     if not deviations.isfinite().all():

@@ -1,4 +1,4 @@
-"""What a checkpoint is and whether it can be served, decided from its config before weights are read.
+"""Decides what a checkpoint is and whether it can be served, from its config, before weights are read.
 
 The module is built without weights, on torch's meta device, and its layers are probed there: attention that
 cannot be replaced, recurrent states and masks that are not causal are refused within a second.
@@ -44,14 +44,15 @@ from truedraft.engine.models.text_part import (
 )
 
 GENERATION_CONFIG = "generation_config.json"
-# Bytes of a weight in memory at the least, by the setting ``quantize``.
+# A weight takes at least this many bytes in memory, by the setting ``quantize``.
 SMALLEST = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """``module_class`` is transformers' class, or an auto class where the checkpoint brings its own code.
-    ``own_checkpoint`` has its tensors by the names of the model, where the path itself has others."""
+    """Describes a checkpoint. ``module_class`` is transformers' class, or an auto class where the checkpoint
+    brings its own code. ``own_checkpoint`` has the tensors under the model's names, where the path itself has
+    others."""
 
     path: str
     config: Any
@@ -74,8 +75,8 @@ class Architecture:
 
     @cached_property
     def fused_config(self) -> Any:
-        """Returns the config of the plain text model that the fused forward may compute in this one's place;
-        None if it is not known to be the same."""
+        """Returns the config of the plain text model that our layers may compute in this one's place; None if
+        it is not known to be the same."""
         if self.has_own_code or self.is_encoder_decoder:
             return None
         if not is_multimodal(self.config):
@@ -91,13 +92,13 @@ class Architecture:
         return self.skeleton(torch.float32)
 
     def checkpoint(self, allow_pickle: bool) -> Checkpoint | None:
-        """The tensors under the names of the model of ``fused_config``; None if transformers has to find them
-        or to convert them."""
+        """Returns the tensors under the names of the model of ``fused_config``; None if transformers has to
+        find or convert them."""
         if self.own_checkpoint is not None:
             return self.own_checkpoint
         found = Checkpoint.find(self.path, allow_pickle)
         if found is None or experts_of(self.config) is not None:
-            return found  # experts' names are known (``with_stacks``)
+            return found  # Names of experts are known (``with_stacks``).
         if not (is_multimodal(self.config) or renames_tensors(self._text_part)):
             return found
         return TextCheckpoint.of(found, self._text_part)
@@ -107,7 +108,8 @@ class Architecture:
         return skeleton(self.module_class, self.config, dtype, self.attention(attention))
 
     def generation_config(self) -> Any:
-        """Returns the checkpoint's; without such a file, what config.json says of generation."""
+        """Returns the checkpoint's generation config; without such a file, the settings of config.json that
+        concern generation."""
         with stage(self.path, GENERATION_CONFIG):
             if (Path(self.path) / GENERATION_CONFIG).is_file():
                 return GenerationConfig.from_pretrained(self.path)
@@ -115,14 +117,14 @@ class Architecture:
 
 
 def plain_skeleton(config: Any, dtype: torch.dtype) -> Any:
-    """transformers' plain text model of ``config``, without weights, on the meta device."""
+    """Returns transformers' plain text model of ``config``, without weights, on the meta device."""
     return skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, dtype)
 
 
 def skeleton(
     module_class: Any, config: Any, dtype: torch.dtype, attention: str | dict[str, str] = "eager"
 ) -> Any:
-    """A module without weights, on the meta device."""
+    """Returns a module without weights, on the meta device."""
     try:
         with torch.device("meta"):
             module = module_class._from_config(config, dtype=dtype, attn_implementation=attention)
@@ -134,7 +136,7 @@ def skeleton(
 
 
 def read_architecture(path: str, options: LoadOptions) -> Architecture:
-    """``ModelLoadError`` if the config is not one, or of a model that does not write text."""
+    """Reads the config; raises ``ModelLoadError`` if it is none, or of a model that does not write text."""
     with stage(path, "config.json"):
         check_largest(path, PreTrainedConfig.get_config_dict(path)[0])
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
@@ -159,8 +161,8 @@ def _module_class(path: str, config: Any) -> Any:
 
 
 def check_memory(path: str, module: Any, options: LoadOptions) -> None:
-    """``ModelLoadError`` if the weights alone are more than the device can ever hold; ``module`` may be on
-    the meta device."""
+    """Raises ``ModelLoadError`` if the weights alone are more than the device can ever hold; ``module`` may
+    be on the meta device."""
     if options.device_map is not None:
         return
     size = SMALLEST.get(options.quantize, 2.0 if options.compact_weights else float(options.dtype.itemsize))
@@ -178,12 +180,12 @@ def check_memory(path: str, module: Any, options: LoadOptions) -> None:
 
 
 def check_layers(module: Any) -> None:
-    """``ModelLoadError`` if a ``module`` on the meta device has layers that cannot be served. What cannot be
-    decided without weights is decided with them."""
+    """Raises ``ModelLoadError`` if a ``module`` on the meta device has layers that cannot be served. A later
+    check with weights decides the rest."""
     facts = ModelFacts(module.config, None, 0, module.dtype, torch.device("meta"))
     try:
         DecoderModel(module, facts)
     except ModelLoadError as error:
-        # torch says so where it would have to look at values.
+        # torch raises this where it would have to look at values.
         if not isinstance(error.__cause__, NotImplementedError | RuntimeError):
             raise

@@ -1,4 +1,4 @@
-"""What a model is to the engine: facts, and passes over new tokens of some sequences."""
+"""Defines a model as the engine sees it: facts, and passes over new tokens of some sequences."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -18,32 +18,37 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardOutput(NamedTuple):
-    """``logits`` [sum of num_logits, vocab], float32, of each span's last tokens, in span order. ``hidden``
-    [tokens, taps, hidden size]: states after the tapped layers, of all tokens; None without taps. After the
-    last layer come the states that the last norm gets; what it makes of them has the number of layers."""
+    """Holds the results of a pass.
+
+    ``logits`` [sum of num_logits, vocab] are float32, of each span's last tokens, in span order. ``hidden``
+    [tokens, taps, hidden size] are the states after the tapped layers, of all tokens; None without taps. The
+    states that the last norm gets have the last layer's number; the norm's output has the number of layers.
+    A fast pass that a head drafts with returns the states of each span's last token alone.
+    """
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
 
 
 class FastPass(Protocol):
-    """Passes over a few tokens of each sequence, for one cache."""
+    """Runs passes over a few tokens of each sequence, for one cache."""
 
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns logits and states as in ``ForwardOutput``; None if there is no such pass for ``spans``."""
+        """Returns logits and states as in ``ForwardOutput``; None if there is no such pass for ``spans``. The
+        logits may be where the next pass writes its own."""
         ...
 
 
 class Model(ABC):
-    """Weights without a cache. ``start_ids`` and ``rules`` are an encoder-decoder model's."""
+    """Holds weights, but no cache. ``start_ids`` and ``rules`` belong to encoder-decoder models."""
 
     start_ids: Sequence[int] = ()
     rules: GenerationRules = NO_RULES
-    is_native = False  # layers are kernels in C: they need no padding, few threads pay
+    is_native = False  # true if layers are kernels in C: they need no padding, and few threads pay
     has_taps = False
-    # Experts that passes have read are counted where there are some (``TouchedExperts``).
+    # It counts the experts that passes have read, where there are some (``TouchedExperts``).
     touched: Callable[[], tuple[int, int]] | None = None
     way = "transformers' layers"  # what computes the layers, in words
 
@@ -54,7 +59,7 @@ class Model(ABC):
         self.num_parameters = facts.num_parameters
         self.dtype = facts.dtype
         self.bf16_linears = facts.bf16_linears
-        # What linear layers multiply in.
+        # The type in which linear layers multiply.
         self.arithmetic = torch.bfloat16 if facts.bf16_linears else facts.dtype
         self.device = facts.device
         self.caches = caches  # what each layer keeps
@@ -65,7 +70,7 @@ class Model(ABC):
 
     @property
     def num_layers(self) -> int:
-        """Returns how many there are, however many caches each has. Taps count them."""
+        """Returns the number of layers, however many caches each has. Taps use these numbers."""
         return len(self.caches)
 
     @property
@@ -74,7 +79,7 @@ class Model(ABC):
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Returns what keys and values are kept in."""
+        """Returns the type of keys and values in the cache."""
         return next((cache.dtype for cache in self.caches if isinstance(cache, AttentionCache)), self.dtype)
 
     @property
@@ -93,23 +98,24 @@ class Model(ABC):
         ids_on_device: torch.Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Stores the spans' tokens in ``cache``, where room is reserved. ``ids_on_device``, int64 [spans],
-        are the ids of spans of one token each, drawn on the device: the host does not read them."""
+        """Computes the spans and stores their tokens in ``cache``, where blocks are reserved.
+        ``ids_on_device``, int64 [tokens], are the ids of all spans' tokens, some of which were drawn on the
+        device: the host does not read them."""
         return self.compute(
             ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device), cache, taps
         )
 
     @abstractmethod
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
-        """Returns the same, from packed tensors."""
+        """Returns the same as ``forward``, from packed tensors."""
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
         return None
 
 
 def known_ends(generation_config: Any, config: Any, vocab_size: int) -> frozenset[int]:
-    """Returns those ends that are tokens. Others are often another vocabulary's, by the default of the
-    config's class."""
+    """Returns those ends that are tokens of this model. Others often belong to another vocabulary, by a
+    default of the config's class."""
     named = eos_token_ids(generation_config, config)
     known = frozenset(token for token in named if 0 <= token < vocab_size)
     if left_out := sorted(named - known):
@@ -118,7 +124,8 @@ def known_ends(generation_config: Any, config: Any, vocab_size: int) -> frozense
 
 
 def eos_token_ids(generation_config: Any, config: Any) -> frozenset[int]:
-    """The generation config's list if it has one, else the model config's, else its text part's."""
+    """Returns the generation config's list if it has one, otherwise the model config's, otherwise that of its
+    text part."""
     for source in (generation_config, config, config.get_text_config()):
         ids = getattr(source, "eos_token_id", None)
         if ids is None:

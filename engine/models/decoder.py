@@ -1,4 +1,5 @@
-"""Decoders of known layers: the same weights and arithmetic as transformers', a tenth of the framework.
+"""Computes decoders of known layers: the same weights and arithmetic as transformers', a tenth of the
+framework.
 
 transformers spends about half a millisecond per layer and forward outside the products: module calls,
 decorators, six small operations for a norm, three products where one would do. For families whose layer is
@@ -54,14 +55,14 @@ class FusedDecoder(Model):
         self.begin = begin
         self.is_native = isinstance(begin, NativeKernels)
         linears = list(weights.linears)
-        # Kernels in C round what quantised layers get to 8 bits; on a GPU only layers in FP8 do.
+        # Kernels in C round the inputs of quantised layers to 8 bits; on a GPU only layers in FP8 do.
         self.rounds_inputs = any(isinstance(linear, QuantisedLinear | ScaledLinear) for linear in linears)
         self.is_quantised = self.rounds_inputs or any(isinstance(linear, PackedLinear) for linear in linears)
         backend = "C" if self.is_native else "torch" if begin is TorchRun else "Triton"
         self.way = f"fused layers in {backend}"
         # Attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``.
         self.reads_in_place = backend == "Triton"
-        # The host decides in each pass which angles or experts it needs.
+        # In each pass the host decides which angles or experts it needs.
         self.runs_lone_experts = not all(isinstance(each, GroupedExperts) for each in experts)
         self.needs_host = self.rotary.needs_host or self.runs_lone_experts
 
@@ -71,13 +72,13 @@ class FusedDecoder(Model):
 
     @property
     def rounds(self) -> bool:
-        """Tells whether more is rounded than in transformers' layers of its type."""
+        """Tells whether more is rounded than in transformers' layers of the same type."""
         return self.is_quantised or self.bf16_linears or self.cache_dtype != self.dtype
 
     @property
     def has_halves(self) -> bool:
-        """Tells whether weights of linear layers have 16 bits or fewer, but for a tenth: routers of experts
-        have 32."""
+        """Tells whether weights of linear layers have 16 bits or fewer, except for at most a tenth: routers
+        of experts have 32."""
         linears = [linear for linear in self.weights.linears if isinstance(linear, NativeLinear)]
         sizes = [linear.in_features * linear.out_features for linear in linears]
         wide = [linear.struct.type == WEIGHT_TYPES[torch.float32] for linear in linears]
@@ -85,20 +86,20 @@ class FusedDecoder(Model):
         return is_all and 10 * sum(compress(sizes, wide)) <= sum(sizes)
 
     def keep_cache_in(self, dtype: torch.dtype) -> None:
-        """Sets what keys and values are kept in; whoever has made a cache has it as it was."""
+        """Sets the type of keys and values, for caches that are made later."""
         self.caches = [
             replace(cache, dtype=dtype) if isinstance(cache, AttentionCache) else cache
             for cache in self.caches
         ]
 
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
-        """Makes no decision in Python, here or below, that depends on the values of the batch's tensors, but
-        for a model that ``needs_host``."""
+        """Computes packed tokens. Neither this nor the functions below make decisions in Python that depend
+        on the values of the batch's tensors, except for a model that ``needs_host``."""
         weights = self.weights
         run = self.begin(batch, cache, self.rotary)
         hidden, joined = weights.embed(batch.token_ids[0], self.dtype), None
         if weights.joint is not None:
-            # Where costs are measured there are none.
+            # A pass that only measures costs has none.
             states = torch.zeros_like(hidden) if batch.states is None else batch.states
             hidden, joined = weights.joint(hidden, states, run)
         tapped = {}
@@ -109,10 +110,10 @@ class FusedDecoder(Model):
             of_layer = None if given is None else given[:, index]
             hidden = layer(hidden, run, None if index else joined, of_layer)
             if index in taps:
-                tapped[index] = hidden.clone()  # layers may add to it in place
+                tapped[index] = hidden.clone()  # Layers may add to this tensor in place.
         if len(weights.layers) in taps:
             tapped[len(weights.layers)] = run.norm(weights.norm, hidden)
-        # All tokens' logits are in order, but for a captured batch, which has no spans.
+        # Logits of all tokens are in order, except in a captured batch, which has no spans.
         if not batch.spans or len(batch.logits_index) != len(hidden):
             hidden = hidden.index_select(0, batch.logits_index)
         logits = run.linear(weights.head, run.norm(weights.norm, hidden))
@@ -123,8 +124,8 @@ class FusedDecoder(Model):
         return ForwardOutput(logits.float(), torch.stack([tapped[tap] for tap in taps], 1) if taps else None)
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
-        """Returns passes over a few tokens as one call of C; None without the kernels, or angles in a
-        table."""
+        """Returns passes over a few tokens as one call of C; None without the kernels, or without a table of
+        angles."""
         if not isinstance(self.begin, NativeKernels) or self.rotary.table is None:
             return None
         if not all(isinstance(linear, NativeLinear) for linear in self.weights.linears):
@@ -138,7 +139,7 @@ def _experts(layer: DecoderLayer) -> Experts | None:
 
 
 def _counting(layer: DecoderLayer, touched: TouchedExperts) -> DecoderLayer:
-    """Returns the layer, whose experts, if it has some, are counted together with those of others."""
+    """Returns the layer; its experts, if it has some, are counted together with those of other layers."""
     match layer.mlp:
         case Experts():
             return replace(layer, mlp=replace(layer.mlp, touched=touched))

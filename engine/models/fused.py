@@ -1,4 +1,4 @@
-"""The ways to compute a decoder by layers of our own are tried here, the fastest first, until one agrees."""
+"""Tries the ways to compute a decoder by our own layers, the fastest first, until one agrees."""
 
 import ctypes
 import logging
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """``dtype`` is that of hidden states and caches, ``linears`` makes the linear layers. ``library``: the
-    kernels in C, which then do everything."""
+    """Is one way to compute. ``dtype`` is the type of hidden states and caches, ``linears`` makes the linear
+    layers. ``library`` has the kernels in C, which then do everything."""
 
     dtype: torch.dtype
     linears: Linears
@@ -55,9 +55,9 @@ class Backend:
 def load_fused(
     make_skeleton: Callable[[torch.dtype], Any], checkpoint: Checkpoint, generation: Any, options: LoadOptions
 ) -> FusedDecoder | None:
-    """Loads a decoder of one of ``FAMILIES``; ``make_skeleton`` makes transformers' module of that type
-    without weights, all of whose tensors ``checkpoint`` has. None if the logits are not those of
-    transformers' layers in any way, or if it is to be quantised and cannot be."""
+    """Loads a decoder of one of ``FAMILIES``. ``make_skeleton`` makes transformers' module of that type
+    without weights; ``checkpoint`` has all of its tensors. Returns None if no way gives the logits of
+    transformers' layers, or if the model is to be quantised and cannot be."""
     for backend in backends(options, head_sizes(make_skeleton(options.dtype))):
         module = make_skeleton(backend.dtype)
         facts = ModelFacts(
@@ -65,7 +65,7 @@ def load_fused(
         )
         weights, expected = Reader(module, checkpoint, facts, backend.linears).read()
         if not all(logits.isfinite().all() for logits in expected):
-            return None  # transformers' own module fails with words for it
+            return None  # transformers' own module fails with a message about it.
         model = first_that_agrees(facts, weights, backend.library, expected, options.cache_dtype)
         if model is not None and (options.quantize == "none" or model.is_quantised):
             return model
@@ -73,8 +73,8 @@ def load_fused(
 
 
 def fuse_module(decoder: DecoderModel, options: LoadOptions) -> FusedDecoder | None:
-    """Takes the layers of a loaded module, whose linear layers know best how to use their weights: they stay
-    as they are. None if the logits differ."""
+    """Takes over the layers of a loaded module; its linear layers, which know best how to use their weights,
+    stay as they are. Returns None if the logits differ."""
     facts, module = decoder.facts, decoder.module
     weights, expected = describe_module(module, facts), packed_logits(decoder, probe_texts(facts))
     library = _kernels(facts.dtype, options, {shape.head_size for shape in weights.attention})
@@ -109,7 +109,7 @@ def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
 
 
 def multiplies_bfloat16(options: LoadOptions) -> bool:
-    """Tells whether kernels in C multiply in bfloat16, where that is asked for."""
+    """Tells whether kernels in C multiply in bfloat16, where the settings ask for it."""
     if options.dtype != torch.bfloat16 or options.device.type != "cpu" or not options.native_kernels:
         return False
     library = load_library()
@@ -117,7 +117,7 @@ def multiplies_bfloat16(options: LoadOptions) -> bool:
 
 
 def backends(options: LoadOptions, sizes: set[int]) -> Iterator[Backend]:
-    """Yields what can be tried, the fastest first: torch does not multiply by quantised weights."""
+    """Yields the ways that can be tried, the fastest first: torch does not multiply by quantised weights."""
     compact = options.compact_weights
     if multiplies_bfloat16(options):
         library = _kernels(torch.float32, options, sizes)
@@ -139,7 +139,7 @@ def backends(options: LoadOptions, sizes: set[int]) -> Iterator[Backend]:
 
 
 def _kernels(dtype: torch.dtype, options: LoadOptions, sizes: set[int]) -> ctypes.CDLL | None:
-    """Returns the kernels in C, if they serve such a model and can be had."""
+    """Returns the kernels in C, if they are available and serve such a model."""
     if not options.native_kernels or not all(serves(dtype, options.device, size) for size in sizes):
         return None
     return load_library()

@@ -1,7 +1,8 @@
-"""A model's ``generation_config.json`` as defaults of requests: what its makers recommend for sampling.
+"""Takes defaults of requests from a model's ``generation_config.json``: its makers' recommendations for
+sampling.
 
-The same fields that vLLM takes under ``--generation-config auto``. ``do_sample`` is not among them: greedy is
-``temperature`` 0, and a request that names no temperature samples.
+These are the fields that vLLM takes under ``--generation-config auto``. ``do_sample`` is not among them:
+greedy is ``temperature`` 0, and a request that names no temperature samples.
 """
 
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.parameters import PARAMETERS, RECOMMENDED
 
-# What a generation config may say, and the values that a request could have.
+# A generation config may have these fields, with the values that a request could have.
 FIELDS = {"max_new_tokens": PARAMETERS["max_tokens"], **RECOMMENDED}
 
 
 def default_sampling(generation_config: Any) -> dict[str, float]:
-    """What the config sets of ``FIELDS``; ``ModelLoadError`` for a value that no request could have."""
+    """Returns the config's values of ``FIELDS``; raises ``ModelLoadError`` for a value that no request could
+    have."""
     given = {name: getattr(generation_config, name, None) for name in FIELDS}
     for name, value in given.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -28,6 +30,6 @@ def default_sampling(generation_config: Any) -> dict[str, float]:
 
 
 def recommended(setting: str, generation_config: Any) -> dict[str, Any]:
-    """Returns what the config sets, or nothing if the setting ``generation_config`` is none."""
+    """Returns the config's values, or nothing if the setting ``generation_config`` is none."""
     values: dict[str, Any] = {} if setting == "none" else default_sampling(generation_config)
     return values | ({"top_k": int(values["top_k"])} if "top_k" in values else {})

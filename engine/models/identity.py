@@ -1,4 +1,4 @@
-"""A model's tokens depend on weights, arithmetic and kernels: here these get names and a fingerprint."""
+"""Names what a model's tokens depend on, weights, arithmetic and kernels, and makes a fingerprint of it."""
 
 import hashlib
 import json
@@ -27,8 +27,8 @@ from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLine
 from truedraft.engine.native.scaled_bytes import BYTE_TYPES, BytesLinear
 from truedraft.engine.native.shared import COLUMNS
 
-# Files that are not larger are read whole, others in so many places: no tensor of more than a thousandth of
-# its file is another one unseen. Loading has just read them.
+# Files up to this size are read whole, others at this many places: any tensor of more than a thousandth of
+# its file is noticed if it changes. Loading has just read them.
 WHOLE_BYTES, NUM_SAMPLES, SAMPLE_BYTES = 1 << 26, 1024, 1 << 12
 TYPE_NAMES = {number: name for name, number in TYPES.items()}
 FLOAT_NAMES = {
@@ -37,13 +37,13 @@ FLOAT_NAMES = {
 
 
 def weight_types(model: Model) -> list[str]:
-    """Returns the types in which linear layers and embeddings are kept, that of most weights first."""
+    """Returns the types of linear layers and embeddings, the one with the most weights first."""
     counted: Counter[str] = Counter()
     for part in _parts(model):
         for name, number in _types(part):
             counted[name] += number
     names = [name for name, _ in counted.most_common()]
-    # A quantiser's method says more, for transformers' layers, than the type that holds its numbers.
+    # The quantiser's method says more about transformers' layers than the type that holds their numbers.
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     return list(
         dict.fromkeys(str(getattr(method, "value", method)) if "int" in name else name for name in names)
@@ -56,8 +56,9 @@ def weight_bytes(model: Model) -> int:
 
 
 def fingerprint(model: Model, config: EngineConfig) -> str:
-    """Changes with whatever may change the model's tokens, but for the versions of libraries."""
-    # It is described as it is served: of two sets of rotary factors it has the chosen one.
+    """Returns a text that changes with whatever may change the model's tokens, except versions of
+    libraries."""
+    # The config is described as it is served: of two sets of rotary factors it has the chosen one.
     described = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     has_native_linears = any(isinstance(part, NativeLinear) for part in _parts(model))
     named = [
@@ -74,7 +75,8 @@ def fingerprint(model: Model, config: EngineConfig) -> str:
 def fingerprint_of(
     named: list[str], described: dict[str, Any], device: torch.device, config: EngineConfig
 ) -> str:
-    """Returns the same of a model that is ``described`` by its config and ``named`` by how it computes."""
+    """Returns the fingerprint of a model whose config is ``described`` and whose way of computing is
+    ``named``."""
     assert config.target is not None
     hardware = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
@@ -117,7 +119,7 @@ def weight_files(path: str, allow_pickle: bool) -> list[Path]:
 
 
 def _parts(model: Any) -> Iterator[Any]:
-    """Yields what has weights, but for norms."""
+    """Yields the parts of a model that have weights, except norms."""
     if isinstance(model, FusedDecoder):
         yield from (model.weights.embeddings, *model.weights.linears)
         return
@@ -128,7 +130,7 @@ def _parts(model: Any) -> Iterator[Any]:
 
 
 def _types(part: Any) -> Iterator[tuple[str, int]]:
-    """Yields names of types, and how many weights have them."""
+    """Yields names of types, and the number of weights of each."""
     match part:
         case QuantisedLinear():
             yield from ((TYPE_NAMES[panel.type], COLUMNS * part.struct.in_features) for panel in part.panels)

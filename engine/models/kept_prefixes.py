@@ -17,11 +17,10 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.restoring import Restoring
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_files import Background, CacheFiles
-from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.prefix_files import VERSION, PrefixFolder
 from truedraft.engine.memory.recurrent_state import CHUNK, NUM_RECORDS
-from truedraft.engine.models.base import Model
 from truedraft.engine.models.identity import WHOLE_BYTES, fingerprint, weight_files
+from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.library import load_library
 
 # Publications, ends of texts and snapshots that may wait for the writer. What comes meanwhile is not kept.
@@ -32,17 +31,16 @@ CLOSING_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Is one model's cache, whose blocks ``pool`` hands out. ``path`` is where the model's weights are."""
+    """Is the cache of one model, whose blocks ``pool`` hands out. ``path`` is where its weights are."""
 
     pool: BlockPool
-    model: Model
-    cache: KVCache
+    runner: ModelRunner
     path: str
 
 
-def keep_prefixes(config: EngineConfig, core: EngineCore, target: Cached, others: Sequence[Cached]) -> None:
-    """Lets files keep what the caches publish, and the scheduler find it again. What ``others`` hold may
-    depend on the target, too."""
+def keep_prefixes(config: EngineConfig, core: EngineCore, caches: Sequence[Cached]) -> None:
+    """Lets files keep what the caches publish, and the scheduler find it again. The first one is the
+    target's; what others hold may depend on the target, too."""
     assert config.prefix_cache_dir is not None
     if core.target.device.type != "cpu" or config.device_map is not None:
         raise ModelLoadError("prefix_cache_dir keeps caches of a CPU alone: leave it out on other devices")
@@ -51,13 +49,13 @@ def keep_prefixes(config: EngineConfig, core: EngineCore, target: Cached, others
             "prefix_cache_dir is for models that are a decoder alone: what an encoder makes of a prompt's "
             "beginning depends on its end; leave it out"
         )
-    of_target = _identity(config, target)
+    of_target = _identity(config, caches[0])
     root = hashlib.sha256(of_target.encode()).digest()
     folder = PrefixFolder(config.prefix_cache_dir, root, int(config.prefix_cache_disk))
     writer, reader = Background("prefix writer", MOST_WAITING), Background("prefix reader")
-    for one in (target, *others):
-        identity = of_target if one is target else f"{of_target}\n{_identity(config, one)}"
-        one.pool.keep_in(CacheFiles(one.cache, identity, folder, writer))
+    for one in caches:
+        identity = of_target if one is caches[0] else f"{of_target}\n{_identity(config, one)}"
+        one.pool.keep_in(CacheFiles(one.runner.cache, identity, folder, writer))
     core.scheduler.restoring = Restoring(reader)
     writer.submit(folder.tidy)
     weakref.finalize(core, _close, writer, reader)
@@ -82,12 +80,12 @@ def _identity(config: EngineConfig, cached: Cached) -> str:
     seen = [(file, file.stat()) for file in files]
     pool = cached.pool
     named = [
-        fingerprint(cached.model, config),
+        fingerprint(cached.runner.model, config),
         # The fingerprint reads samples of large files.
         *(f"{file.name} {each.st_mtime_ns}" for file, each in seen if each.st_size > WHOLE_BYTES),
         *(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.suffix == ".py"),
         _versions(),
-        *map(repr, cached.model.caches),
+        *map(repr, cached.runner.model.caches),
         f"{VERSION} {pool.block_size} {pool.lookahead} {CHUNK} {NUM_RECORDS}",
     ]
     return "\n".join(named)

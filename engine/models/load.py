@@ -1,8 +1,8 @@
-"""Tells the order in which a model is loaded: from a path to passes over our cache.
+"""Loads a model, step by step: from a path to passes over our cache.
 
-Models of known families are read by the names of their tensors (``reader``) and computed by layers of ours,
-others by transformers' module. What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError``
-that says so in a sentence.
+Models of known families are read by the names of their tensors (``reader``) and computed by our layers,
+others by transformers' module. Faults of a user's path or checkpoint become a ``ModelLoadError`` that
+describes them in a sentence.
 """
 
 import logging
@@ -64,11 +64,12 @@ NO_FP8 = (
 
 def load_model(path: str, options: LoadOptions) -> Model:
     """Loads the model at ``path`` by the fastest way that computes what transformers' own module does."""
-    # 1. The machine has what the settings ask for.
+    # 1. The machine must have what the settings ask for.
     _check_options(path, options)
     if is_gguf(path):
-        return load_gguf(path, options)  # takes the same steps, from a file that has its config in itself
-    # 2. config.json says what the model is. What no weights could make right is refused here.
+        # A GGUF file, which contains its config, goes through the same steps.
+        return load_gguf(path, options)
+    # 2. config.json says what the model is. Faults that no weights could mend are refused here.
     found = find(path, options)
     check_tokens(found.path, found.config, found.generation_config())
     with stage(path, "building the model"):
@@ -83,14 +84,14 @@ def load_model(path: str, options: LoadOptions) -> Model:
 
 
 def load_known(found: Architecture, skeleton: Any, options: LoadOptions) -> FusedDecoder | None:
-    """Loads a decoder by layers of ours; None if these do not compute what transformers' do, or if its
+    """Loads a decoder by our layers; returns None if these do not compute what transformers' do, or if its
     tensors have other names than the module ``skeleton``."""
     # 3. transformers has built its module without weights: we know its layers.
     check_memory(found.path, skeleton, options)
     # 4. The tensors are found by name, in whatever form they are stored.
     checkpoint = named_tensors(found, skeleton, options)
-    # 5. Weights are read layer by layer, and transformers' layers compute a few texts with each.
-    #    Layers of ours take the weights, the fastest kernels first, until they give the same logits.
+    # 5. Weights are read layer by layer, and transformers' layers compute a few texts with each. Our layers
+    # take the weights, the fastest kernels first, until they give the same logits.
     return None if checkpoint is None else _load_fused(found, checkpoint, options)
 
 
@@ -111,7 +112,7 @@ def _check_options(path: str, options: LoadOptions) -> None:
 
 
 def _skeleton_for_us(found: Architecture, options: LoadOptions) -> Any:
-    """Returns transformers' module without weights, if layers of ours are to be tried; else None."""
+    """Returns transformers' module without weights, if our layers are to be tried; otherwise None."""
     skeleton = fused_skeleton(found, options.dtype) if options.device_map is None else None
     if skeleton is None:
         return None
@@ -124,13 +125,13 @@ def _skeleton_for_us(found: Architecture, options: LoadOptions) -> Any:
 
 
 def _is_faster(model: FusedDecoder, options: LoadOptions) -> bool:
-    """Tells whether layers of ours are faster than transformers': where ours would run experts one by one,
+    """Tells whether our layers are faster than transformers': where ours would run experts one by one,
     transformers' products of all at once suit a GPU better."""
     return options.device.type == "cpu" or options.quantize != "none" or not model.runs_lone_experts
 
 
 def _check_unfused(found: Architecture, skeleton: Any, options: LoadOptions) -> None:
-    """Refuses what only layers of ours could do, and says where their speed is missed."""
+    """Refuses settings that only our layers could honour, and logs where their speed is missed."""
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(found.path))
     if skeleton is not None and not _has_experts_on_a_gpu(skeleton, options):
@@ -150,7 +151,7 @@ def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
     if not found.has_own_code:
         check_memory(found.path, _check_without_weights(found, options), options)
     model = load_decoder(found, options)
-    # Families of encoder-decoder models are known by name; what they share with generate() is tested.
+    # Families of encoder-decoder models are known by name; tests compare what they share with generate().
     if not isinstance(model, DecoderModel):
         return model
     if options.self_check:
@@ -163,7 +164,8 @@ def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
 
 
 def load_gguf(path: str, options: LoadOptions, *, may_pool: bool = False) -> FusedDecoder:
-    """Loads a file that writes text, or one whose vectors of tokens are to be pooled, if it ``may_pool``."""
+    """Loads a file that writes text; if it ``may_pool``, also one whose vectors of tokens are to be
+    pooled."""
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     with stage(path, ""):
@@ -197,14 +199,15 @@ def _load_fused(found: Architecture, checkpoint: Checkpoint, options: LoadOption
 
 
 def check_config(path: str, options: LoadOptions) -> None:
-    """``ModelLoadError`` if config.json alone, without weights, tells that the model cannot be served."""
+    """Raises ``ModelLoadError`` if config.json alone, without weights, tells that the model cannot be
+    served."""
     found = read_architecture(path, options)
     if fused_skeleton(found, options.dtype) is None:
         _check_without_weights(found, options)
 
 
 def _check_without_weights(found: Architecture, options: LoadOptions) -> Any:
-    """Refuses from the config what no weights could change; returns the module without weights."""
+    """Refuses faults of the config that no weights could mend; returns the module without weights."""
     with stage(found.path, "config.json"):
         module = found.skeleton(options.dtype, ATTENTION_NAME)
     if not found.is_encoder_decoder:
@@ -213,8 +216,8 @@ def _check_without_weights(found: Architecture, options: LoadOptions) -> Any:
 
 
 def load_if_rounded(path: str, options: LoadOptions) -> FusedDecoder | None:
-    """Returns the model at ``path`` if it rounds what transformers' layers do not: inputs of quantised
-    layers, products in bfloat16, keys and values."""
+    """Returns the model at ``path`` if it rounds numbers that transformers' layers do not: inputs of
+    quantised layers, products in bfloat16, keys and values."""
     has_kernels = options.native_kernels or options.device.type == "cuda"
     if options.device_map is not None or not has_kernels:
         return None

@@ -1,4 +1,4 @@
-"""Explains in one sentence each what can go wrong while ``engine.models.load`` loads a checkpoint."""
+"""Explains the failures of ``engine.models.load`` in one sentence each."""
 
 import logging
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ SPOKEN = (KeyError, OSError, RuntimeError, StrictDataclassError, ValueError)
 
 @contextmanager
 def stage(path: str, what: str) -> Iterator[None]:
-    """Makes every error of one stage of loading ``path`` a ``ModelLoadError``; ``what`` names the file or the
-    stage."""
+    """Turns every error of one stage of loading ``path`` into a ``ModelLoadError``; ``what`` names the file
+    or the stage."""
     try:
         yield
     except ModelLoadError:
         raise
-    except Exception as error:  # formats, quantisers and hubs fail in many ways; the user needs one line
+    except Exception as error:  # Formats, quantisers and hubs fail in many ways; the user needs one line.
         logger.debug("%s: %s", path, what, exc_info=True)
         raise ModelLoadError(explain(path, error, what)) from error
 
 
 def explain(path: str, error: BaseException, what: str = "") -> str:
-    """Says what went wrong while ``path`` was loaded, in one line that says what to do about it; ``what``
-    names the file or the stage."""
+    """Says why loading ``path`` failed, in one line that says what to do about it; ``what`` names the file or
+    the stage."""
     for cause in _causes(error):
         if (words := _explain_cause(path, cause)) is not None:
             return words
@@ -53,7 +53,7 @@ def explain(path: str, error: BaseException, what: str = "") -> str:
 
 
 def _explain_cause(path: str, cause: BaseException) -> str | None:
-    """Explains errors whose type says what went wrong."""
+    """Explains errors whose type says the cause."""
     if isinstance(cause, SafetensorError):
         return f"the weights in {path} are damaged or cut off: {cause}"
     if isinstance(cause, QuantizationError):
@@ -69,6 +69,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _one_line(text: str) -> str:
-    """The first sentences of a message that may go on for a page."""
+    """Returns the first sentences of a message that may go on for a page."""
     line = " ".join(text.split())
     return line if len(line) <= 300 else f"{line[:300]} ..."

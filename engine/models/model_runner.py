@@ -10,18 +10,19 @@ from truedraft.engine.models.base import FastPass, ForwardOutput, Model
 
 
 class ModelRunner:
-    """Runs target and draft alike."""
+    """Runs target and draft alike. ``num_fast`` counts the fast passes."""
 
     def __init__(self, model: Model, cache: KVCache, fast_pass: FastPass | None = None) -> None:
         self.model = model
         self.cache = cache
         self.fast_pass = fast_pass
+        self.num_fast = 0
         self.vocab_size = model.vocab_size
         self.device = model.device
 
     @classmethod
     def build(cls, model: Model, num_blocks: int, block_size: int, num_state_slots: int = 0) -> "ModelRunner":
-        """Over a new cache, with the fast pass that the model has by itself."""
+        """Makes a runner over a new cache, with the fast pass that the model provides."""
         cache = KVCache(model.caches, num_blocks, block_size, num_state_slots)
         return cls(model, cache, model.fast_pass(cache))
 
@@ -31,10 +32,10 @@ class ModelRunner:
         ids_on_device: torch.Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> ForwardOutput:
-        """The spans' tokens are stored in the cache and counted as computed, and states are folded as far as
-        that is certain; room must be reserved.
-        ``ids_on_device`` and ``taps`` are as in ``Model.forward``."""
-        if not torch.is_inference_mode_enabled():  # entering it again takes 10 microseconds
+        """Runs the spans. Their tokens are stored in the cache and counted as computed, and states are folded
+        as far as that is certain; blocks must be reserved. ``ids_on_device`` and ``taps`` are as in
+        ``Model.forward``."""
+        if not torch.is_inference_mode_enabled():  # To enter this mode again takes 10 microseconds.
             with torch.inference_mode():
                 return self.forward(spans, ids_on_device, taps)
         ends = [span.end for span in spans]
@@ -44,6 +45,7 @@ class ModelRunner:
             output = self.model.forward(spans, self.cache, ids_on_device, taps)
         else:
             output = ForwardOutput(*fast)
+            self.num_fast += 1
         for span, end in zip(spans, ends, strict=True):
             span.table.num_computed_tokens = end
         for span, num_folded in zip(spans, folded or (), strict=folded is not None):

@@ -1,4 +1,4 @@
-"""Says how a model is loaded, and decides it from the settings and the machine."""
+"""Decides how a model is loaded, from the settings and the machine."""
 
 from dataclasses import dataclass, replace
 
@@ -8,18 +8,21 @@ from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.errors import ModelLoadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The first NVIDIA devices that compute in bfloat16.
+# NVIDIA devices compute in bfloat16 from this capability on.
 BFLOAT16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """With a ``device_map`` accelerate places the layers, and ``device`` has no say. ``compact_weights``:
-    keep quantised weights quantised, and on a CPU others in 16 bits where that loses nothing.
-    ``bf16_linears``: linear layers round their weights and inputs to bfloat16, in kernels that multiply in
-    it. ``self_check``: refuse a model that over our cache deviates from itself. ``quantize``: to fp8,
-    int8 or int4, or ``none``. ``cache_dtype`` as in ``BatchingSettings``. ``max_model_len``: tokens of the
-    longest text that will be served, None: the model's context."""
+    """Says how a model is loaded.
+
+    With a ``device_map`` accelerate places the layers, and ``device`` has no effect. ``compact_weights``
+    keeps quantised weights quantised, and on a CPU others in 16 bits where that loses nothing.
+    ``bf16_linears`` lets linear layers round their weights and inputs to bfloat16, in kernels that multiply
+    in it. ``self_check`` refuses a model whose results over our cache deviate from its own. ``quantize`` is
+    fp8, int8, int4 or ``none``. ``cache_dtype`` is as in ``BatchingSettings``. ``max_model_len`` is the
+    longest text that will be served, in tokens; None: the model's context.
+    """
 
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
@@ -59,8 +62,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_options(config: EngineConfig) -> LoadOptions:
-    """Returns those of the target and of drafts of their own; ``ModelLoadError`` if the device is not
-    there."""
+    """Returns the options of the target and of separate drafts; raises ``ModelLoadError`` if the device does
+    not exist."""
     device = resolve_device(config.device)
     return LoadOptions(
         dtype=resolve_dtype(config.dtype, device),
@@ -69,8 +72,8 @@ def load_options(config: EngineConfig) -> LoadOptions:
         trust_remote_code=config.trust_remote_code,
         allow_pickle=config.allow_pickle,
         native_kernels=config.native_kernels,
-        # float32 by name is for comparisons: else 16 bits are kept where they lose nothing. On a GPU a type
-        # of 16 bits says what is computed in, whatever the weights are kept in.
+        # Naming float32 is for comparisons; otherwise 16 bits are kept where they lose nothing. On a GPU a
+        # type of 16 bits is the type of arithmetic, however the weights are kept.
         compact_weights=config.dtype == "auto" or (device.type == "cuda" and config.dtype != "float32"),
         self_check=config.self_check,
         quantize=config.quantize,
@@ -80,17 +83,17 @@ def load_options(config: EngineConfig) -> LoadOptions:
 
 
 def _cache_dtype(config: EngineConfig, device: torch.device) -> str:
-    """Returns the setting, which is float32 by itself where that is asked for by name."""
+    """Returns the setting; its default is float32 where the user names float32 as dtype."""
     is_exact = config.dtype == "float32" and device.type == "cpu"
     return "float32" if is_exact and config.cache_dtype == "auto" else config.cache_dtype
 
 
 def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:
-    """The draft's checkpoint, and how it is loaded."""
+    """Returns the draft's checkpoint, and the options with which it is loaded."""
     options = load_options(config)
     assert config.target is not None
     assert config.draft is not None
     if config.draft not in SELF_DRAFTS:
         return config.draft, options
-    # Whatever the target computes in, only few bits make a draft of it.
+    # The target's weights become a draft only by fewer bits, whatever the target computes in.
     return config.target, replace(options, quantize=SELF_DRAFTS[config.draft], compact_weights=True)

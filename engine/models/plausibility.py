@@ -1,7 +1,8 @@
 """Warns of quantised weights that were misread: such a model predicts a plain text worse than chance does.
 
-This needs no second reference. A trained model, however coarsely it is quantised, is far below chance in a
-text of a language that it knows, and a model of other weights than it was trained to, far above.
+This needs no second reference. A trained model, however coarsely it is quantised, predicts a text of a
+language that it knows much better than chance; a model whose weights are not those it was trained to predicts
+it much worse.
 """
 
 import logging
@@ -21,29 +22,29 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.model_runner import ModelRunner
 
-# Written for this purpose, so that no model has learnt it by heart.
+# This text was written for the purpose, so that no model has learnt it by heart.
 PLAIN_TEXT = """The baker opened her shop before the sun was up, and lit the oven first. By the time that \
 the school bell rang, there was bread on every shelf, and a line of people at the door. An old man always \
 came last. He bought one roll, and asked each morning whether it was still warm. She always said that it \
 was, and put it near the fire until he had found his coin."""
 MAX_TOKENS, FEWEST_TOKENS, BLOCK_SIZE = 64, 32, 16
-# A model that was never trained may be this much worse than chance, in nats a token: its logits are not quite
-# equal. Where there are fewer tokens than these, chance is not far from what a trained model does.
+# A model that was never trained may be this much worse than chance, in nats a token, as its logits are not
+# quite equal. In smaller vocabularies than this, chance is not far from what a trained model does.
 MARGIN, SMALLEST_VOCABULARY = 1.0, 512
 
 logger = logging.getLogger(__name__)
 
 
 def warn_if_misread(model: Model, path: str) -> None:
-    """Logs a warning that names the quantisation of the checkpoint at ``path`` if the ``model`` of it
-    predicts a plain text worse than chance."""
+    """Logs a warning that names the quantisation of the checkpoint at ``path`` if its ``model`` predicts a
+    plain text worse than chance."""
     if model.has_encoder or model.vocab_size < SMALLEST_VOCABULARY or (name := quantised_by(path)) is None:
         return
     longest = min(MAX_TOKENS, model.max_position or MAX_TOKENS)
     try:
         ids = load_pretrained_tokenizer(path)(PLAIN_TEXT)["input_ids"][:longest]
     except (OSError, ValueError):
-        return  # a draft may have none
+        return  # A draft may have no tokenizer.
     if len(ids) < FEWEST_TOKENS or max(ids) >= model.vocab_size:
         return
     surprise, chance = mean_surprise(model, ids), math.log(model.vocab_size)
@@ -74,7 +75,7 @@ def quantised_by(path: str) -> str | None:
 
 @torch.inference_mode()
 def mean_surprise(model: Model, token_ids: list[int]) -> float:
-    """Returns how surprised the model is by each token but the first, in nats on average."""
+    """Returns the mean negative log-probability of each token but the first, in nats."""
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     runner = ModelRunner.build(model, num_blocks, BLOCK_SIZE, num_state_slots=1)
     table = BlockTable()

@@ -1,4 +1,4 @@
-"""Positions in a model's config: one set of rotary factors for a server, and where they make a difference.
+"""Handles positions in a model's config: one set of rotary factors for a server, and where they change.
 
 transformers' longrope (Phi-3, Phi-MoE) has two sets of factors and takes the one for long texts as soon as
 any text of the batch is longer than the original context: a token would depend on its neighbours, and keys in
@@ -12,8 +12,8 @@ from typing import Any
 
 from truedraft.engine.errors import ModelLoadError
 
-# Parts of the names of settings that are a number of positions from which on a model does something else, and
-# of those that only sound like it.
+# A setting whose name has one of the first parts is a position from which on a model behaves differently;
+# names with one of the second parts only sound like it.
 BOUNDARY_NAMES = ("window", "chunk_size", "original_max_position", "floor_scale", "index_topk")
 OTHER_NAMES = ("pattern", "layers", "blocks")
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def choose_rotary_factors(config: Any, max_model_len: int | None) -> None:
-    """Makes both of longrope's sets in ``config`` the one for ``max_model_len``, None: for all of the model's
+    """Makes both of longrope's sets in ``config`` the one for ``max_model_len``; None: for all of the model's
     context. Models that are made from it then rotate each position in one way."""
-    if config.is_encoder_decoder:  # none of those that are served rotates anything
+    if config.is_encoder_decoder:  # No served model of this kind rotates anything.
         return
     text = config.get_text_config()
     served = max_model_len or getattr(text, "max_position_embeddings", None)
@@ -45,8 +45,8 @@ def choose_rotary_factors(config: Any, max_model_len: int | None) -> None:
 
 
 def refuse_places(module: Any) -> None:
-    """Raises ``ModelLoadError`` for a model that takes a token's place among those that are computed together
-    for its position: no argument of its forward can change that."""
+    """Raises ``ModelLoadError`` for a model that uses a token's index in its batch as its position: no
+    argument of its forward can change that."""
     for layer in module.modules():
         if getattr(layer, "attn_temperature_tuning", False) and not getattr(layer, "use_rope", True):
             raise ModelLoadError(
@@ -56,8 +56,8 @@ def refuse_places(module: Any) -> None:
 
 
 def boundaries(config: Any) -> list[int]:
-    """Returns the numbers of tokens, within the context, from which on a model does something else: windows,
-    chunks, original contexts, scales of temperatures."""
+    """Returns the positions, within the context, from which on a model behaves differently: windows, chunks,
+    original contexts, scales of temperatures."""
     if config.is_encoder_decoder:
         return []
     text = config.get_text_config()
@@ -75,7 +75,7 @@ def boundaries(config: Any) -> list[int]:
 
 
 def _rotary_settings(text: Any) -> Iterator[dict[str, Any]]:
-    """Yields those of all layers, or of each type of layers."""
+    """Yields the rotary settings of all layers, or of each type of layers."""
     settings = getattr(text, "rope_parameters", None)
     if isinstance(settings, dict):
         yield settings

@@ -1,9 +1,11 @@
-"""Texts that a model computes when it is loaded, over our cache as in serving: in chunks, side by side.
+"""Makes the texts that a model computes when it is loaded, over our cache as in serving: in chunks, side by
+side.
 
-Their logits must be those that transformers' layers give each text by itself. Two short texts show what mixes
-up neighbours, positions or masks. For every boundary that the config names (``positions.boundaries``) one
-more text is longer than that: it shows windows, and what changes with the length. If that would take too
-long, a short text whose positions begin just before the boundary shows, on a CPU, at least what positions do.
+Their logits must be those that transformers' layers give each text by itself. Two short texts reveal mistakes
+with neighbours, positions or masks. For every boundary that the config names (``positions.boundaries``) one
+more text is longer than that: it reveals mistakes with windows, and with everything that depends on the
+length. If that would take too long, a short text whose positions begin just before the boundary tests, on a
+CPU, at least the positions.
 """
 
 from collections.abc import Sequence
@@ -19,33 +21,34 @@ from truedraft.engine.models.base import Model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.positions import boundaries
 
-# More tokens than the native kernels look at together, and fewer.
+# One text has more tokens than the native kernels compute together, one has fewer.
 FIRST_LENGTH, SECOND_LENGTH = 48, 9
-# Tokens of a text from its boundary on, and before it where the text begins there.
+# A text has this many tokens after its boundary, and before it where the text begins there.
 AFTER, BEFORE = 8, 6
-# The last chunks of each text. Of the longer one only the last token's logits are asked for.
+# Each text ends with these chunks. Of the longer text only the last token's logits are compared.
 LAST_CHUNKS = 2, 3
 MAX_LOGITS = 43
 BLOCK_SIZE = 12
-# Multiplications that long texts may cost transformers, which pads all texts to the longest: some seconds.
+# Long texts may cost transformers, which pads all texts to the longest, this many multiplications: some
+# seconds.
 MAX_MULTIPLICATIONS = {"cpu": 6e11, "cuda": 6e13}
-# Tokens of a text whose eager attention can be held.
+# Eager attention of this many tokens fits into memory.
 MAX_LENGTH = 1 << 13
 
 
 @dataclass(frozen=True)
 class ProbeText:
-    """Its last tokens' logits are compared."""
+    """Is a text whose last tokens' logits are compared."""
 
     token_ids: list[int]
     first_position: int = 0
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Returns those of all tokens."""
+        """Returns the positions of all tokens."""
         return self.first_position + torch.arange(len(self.token_ids), device=device)
 
     def chunk(self, number: int) -> tuple[list[int], int]:
-        """Returns the token ids of a chunk, and for how many of its last ones logits are asked."""
+        """Returns the token ids of a chunk, and the number of its last tokens that need logits."""
         ids = self.token_ids
         first, second = len(ids) - sum(LAST_CHUNKS), len(ids) - LAST_CHUNKS[1]
         return [
@@ -62,7 +65,7 @@ class ProbeText:
 
 
 def probe_texts(facts: ModelFacts) -> list[list[ProbeText]]:
-    """Returns lists of texts that are to be computed together."""
+    """Returns lists of texts, each to be computed together."""
     text_config = facts.config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or FIRST_LENGTH
     changes = boundaries(facts.config)
@@ -80,7 +83,7 @@ def probe_texts(facts: ModelFacts) -> list[list[ProbeText]]:
         length = min(boundary + AFTER, context)
         if length <= min(affordable, MAX_LENGTH):
             near.append(text(number, length))
-        elif facts.device.type == "cpu":  # our kernels for a GPU find keys by the positions of queries
+        elif facts.device.type == "cpu":  # Our kernels for a GPU find keys by the positions of queries.
             far.append(text(number, length - boundary + BEFORE, boundary - BEFORE))
     return [near, [near[0], *far]] if far else [near]
 
@@ -92,7 +95,7 @@ def packed_logits(model: Model, texts: Sequence[Sequence[ProbeText]]) -> list[to
 
 
 def _together(model: Model, texts: Sequence[ProbeText]) -> list[torch.Tensor]:
-    """Computes texts in three passes; the blocks of each have an order of their own."""
+    """Computes texts in three passes; each text's blocks have an order of their own."""
     num_blocks = -(-max(len(text.token_ids) for text in texts) // BLOCK_SIZE)
     runner = ModelRunner.build(model, num_blocks * len(texts), BLOCK_SIZE, num_state_slots=len(texts))
     tables = [BlockTable() for _ in texts]
@@ -109,7 +112,8 @@ def _together(model: Model, texts: Sequence[ProbeText]) -> list[torch.Tensor]:
 
 
 def _forward(runner: ModelRunner, spans: list[Span], first_positions: list[int]) -> torch.Tensor:
-    """Computes spans as in serving, unless a text begins elsewhere, which no cache knows of."""
+    """Computes spans as in serving, except for a text that begins at a later position, which no cache
+    knows."""
     if not any(first_positions):
         return runner.forward(spans).logits
     lengths = [len(span.token_ids) for span in spans]

@@ -1,4 +1,4 @@
-"""Reads files of prompts, which say what texts will be about."""
+"""Reads files of prompts, from which a target is to write texts."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from truedraft.engine.errors import ModelLoadError
 
-# A text, or the messages of a conversation.
+# A prompt is a text, or the messages of a conversation.
 Prompt = str | Sequence[Mapping[str, Any]]
 
 

@@ -58,13 +58,13 @@ from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 HEAD_ROWS = 1 << 13
 HALVES = (torch.float16, torch.bfloat16)
 
-# transformers warns that its layers with states lack fast kernels: here they compute some short texts only.
+# transformers warns that its layers with states lack fast kernels; they compute only some short texts here.
 logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
 class Reader:
-    """``skeleton`` is transformers' module on the meta device, all of whose tensors ``checkpoint`` has;
-    ``linears`` makes our layers."""
+    """Reads a model. ``skeleton`` is transformers' module on the meta device; ``checkpoint`` has all of its
+    tensors; ``linears`` makes our layers."""
 
     def __init__(self, skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, linears: Linears) -> None:
         self.skeleton = skeleton
@@ -108,7 +108,7 @@ class Reader:
         each text that are compared."""
         decoder, facts = self.skeleton.model, self.facts
         ids = pad_sequence([torch.tensor(text.token_ids) for text in texts], batch_first=True)
-        # What fills up a shorter text stays at its last position.
+        # A shorter text is filled up with tokens at its last position.
         positions = [text.positions(facts.device) for text in texts]
         positions = [F.pad(each, (0, ids.shape[1] - len(each)), value=int(each[-1])) for each in positions]
         embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
@@ -132,7 +132,7 @@ class Reader:
         return [text.compared(rows) for text, rows in zip(texts, states, strict=True)]
 
     def _layer_inputs(self) -> LayerInputs:
-        """Reads what tokens have for each layer."""
+        """Reads the table that gives each layer further inputs of a token."""
         weights: dict[tuple[Any, str], Any] = {}
         for name in (PROJECTION, PROJECTION_NORM):
             weights |= self._fill(getattr(self.skeleton.model, name), f"model.{name}")
@@ -152,8 +152,8 @@ class Reader:
         return made
 
     def _logits(self, states: torch.Tensor, head: Weight) -> torch.Tensor:
-        """Multiplies some rows of the output layer at a time: a large vocabulary's are never dequantised
-        together."""
+        """Multiplies by some rows of the output layer at a time: a large vocabulary's rows are never
+        dequantised together."""
         parts = [F.linear(states, rows.to(states.dtype)) for rows in self._rows(head)]
         logits = torch.cat(parts, dim=-1) * logit_multiplier(self.skeleton.config)
         softcap = logit_softcap(self.skeleton.config)
@@ -214,7 +214,7 @@ class Reader:
         return found
 
     def _of_module(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Orders a tensor as transformers' module has it."""
+        """Orders a tensor as it is in transformers' module."""
         return to_grouped(self.skeleton.config, name, tensor) if self.checkpoint.is_tiled else tensor
 
     def _stack(self, name: str) -> "_Stack":
@@ -231,7 +231,7 @@ class Reader:
         return read_weight(self.checkpoint, name, (rows, columns), self.linears, self.facts)
 
     def _make_output(self, name: str, shape: tuple[int, int]) -> MakeOutput:
-        """Keeps nothing of the layers that are read here."""
+        """Makes the output layer again without keeping anything of the layers that are read here."""
         checkpoint, facts, linears = self.checkpoint, self.facts, self.linears
         multiplier = logit_multiplier(facts.config)
 
@@ -257,8 +257,8 @@ def read_weight(
     facts: ModelFacts,
     rows: npt.NDArray[np.int64] | None = None,
 ) -> Weight:
-    """Returns a matrix for ``linears``, or some ``rows`` of it in any order, which is read when it is first
-    asked for, and kept as long as the weight is."""
+    """Returns a matrix for ``linears``, or some ``rows`` of it in any order. It is read when it is first
+    used, and kept as long as the weight is."""
     blocks = checkpoint.blocks(name) if linears.takes_blocks else None
     scaled_rows = checkpoint.scaled_rows(name) if linears.takes_scaled_rows else None
     scaled_bytes = checkpoint.scaled_bytes(name) if linears.takes_scaled_bytes else None
@@ -289,14 +289,14 @@ def read_tensor(
 
 
 class _Stack(NamedTuple):
-    """Has experts' matrices: ``read`` all together, ``parts`` of each as it is quantised."""
+    """Holds experts' matrices: ``read`` returns all together, ``parts`` the quantised ones of each."""
 
     read: Callable[[], torch.Tensor]
     parts: Callable[[int], Sequence[Quantised]]
 
 
 class _EachAlone(nn.Module):
-    """Computes the angles of each text as of a text by itself."""
+    """Computes the angles of each text as if it were alone."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
@@ -307,9 +307,9 @@ class _EachAlone(nn.Module):
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         kind = () if layer_type is None else (layer_type,)
-        # Where positions have three dimensions, for images, those of a text are all the same.
+        # Positions of a text are the same in all three dimensions that images need.
         rows = position_ids if position_ids.dim() == 2 else position_ids[0]
         found = [self.rotary(x, row[None], *kind) for row in rows]
         if isinstance(found[0], torch.Tensor):
-            return torch.cat(found)  # complex numbers
+            return torch.cat(found)  # These angles are complex numbers.
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

@@ -6,7 +6,8 @@ from typing import Any
 
 from truedraft.engine.errors import ModelLoadError
 
-# The least of most sizes is 1; a dense model has no experts, and few models have layers that predict further.
+# Most sizes are 1 at least; a dense model has no experts, and few models have layers that predict further
+# tokens.
 LARGEST = {
     "num_hidden_layers": 1 << 12,
     "num_nextn_predict_layers": 1 << 12,
@@ -16,7 +17,7 @@ LARGEST = {
     "num_local_experts": 1 << 16,
     "n_routed_experts": 1 << 16,
     "head_dim": 1 << 16,
-    "chunk_size": 1 << 13,  # tokens whose states are computed together, each with all others
+    "chunk_size": 1 << 13,  # tokens whose states are computed together, each attending to all others
     "mamba_chunk_size": 1 << 13,
     "hidden_size": 1 << 24,
     "intermediate_size": 1 << 24,
@@ -46,7 +47,7 @@ def check_sizes(path: str, config: Any) -> None:
     it to transformers' ``config``."""
     for name, largest in LARGEST.items():
         value = None
-        with suppress(RuntimeError):  # where every layer has a value of its own
+        with suppress(RuntimeError):  # The value is a list where every layer has its own.
             value = getattr(config, name, None)
         least = 0 if any(part in name for part in ZERO_AT_LEAST) else 1
         if isinstance(value, int) and not least <= value <= largest:

@@ -25,6 +25,7 @@ from truedraft.engine.families.fit import (
 from truedraft.engine.families.table import FAMILIES
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
 from truedraft.engine.gguf.checkpoint import open_gguf
+from truedraft.engine.gguf.encoders import holds_encoder, open_encoder
 from truedraft.engine.hub.folders import check_path
 from truedraft.engine.models.architecture import (
     Architecture,
@@ -37,7 +38,7 @@ from truedraft.engine.models.positions import choose_rotary_factors
 
 
 def find(path: str, options: LoadOptions) -> Architecture:
-    """What the folder or repository ``path`` holds, by its config.json."""
+    """Returns the contents of the folder or repository ``path``, according to its config.json."""
     with stage(path, ""):
         check_path(path, allow_pickle=options.allow_pickle)
         expanded = str(Path(path).expanduser()) if path.startswith("~") else path
@@ -48,6 +49,10 @@ def way_of(path: str) -> str:
     """Returns which forward would compute the model at ``path``: fused layers or transformers' modules. No
     weights are read. Raises ``ModelLoadError`` where the model is known not to be served."""
     options = LoadOptions()
+    if is_gguf(path) and holds_encoder(path):
+        with stage(path, ""):
+            open_encoder(path)
+        return "fused"
     if is_gguf(path):
         open_gguf_file(path, options)
         return "fused"
@@ -65,8 +70,7 @@ def open_gguf_file(path: str, options: LoadOptions) -> Any:
 
 
 def fused_skeleton(found: Architecture, dtype: torch.dtype) -> Any:
-    """Returns transformers' module without weights, if its family is computed by layers of ours; else
-    None."""
+    """Returns transformers' module without weights, if our layers compute its family; otherwise None."""
     with stage(found.path, "config.json"):
         config = found.fused_config
         if config is None or config.model_type not in FAMILIES:
@@ -78,7 +82,7 @@ def fused_skeleton(found: Architecture, dtype: torch.dtype) -> Any:
 
 def named_tensors(found: Architecture, skeleton: Any, options: LoadOptions) -> Checkpoint | None:
     """Returns a checkpoint that has all tensors of ``skeleton`` by their names; None where transformers has
-    to rename, dequantise or explain."""
+    to rename, dequantise or report them."""
     with stage(found.path, "weights"):
         checkpoint: Checkpoint | None
         if getattr(found.config, "quantization_config", None):
@@ -102,7 +106,7 @@ def requantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
 
 
 def open_checkpoint(path: str, options: LoadOptions) -> Checkpoint | None:
-    """Returns the tensors of a folder or hub id under the names that they have there; None if they are
+    """Returns the tensors of a folder or hub id under the names that they have there; None if they are stored
     elsewhere, or quantised in a way that is not read here."""
     found = find(path, options)
     with stage(found.path, "weights"):
@@ -114,7 +118,7 @@ def open_checkpoint(path: str, options: LoadOptions) -> Checkpoint | None:
 
 
 def find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoint, Any] | None:
-    """The checkpoint and its config, if it is quantised in a way that we read ourselves."""
+    """Returns the checkpoint and its config, if it is quantised in a way that we read ourselves."""
     if found.has_own_code or not (options.is_on_cpu or keeps_blocks(options)):
         return None
     config = found.fused_config
@@ -125,7 +129,7 @@ def find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoin
         try:
             source = found.checkpoint(options.allow_pickle)
         except SafetensorError:
-            check_method(quantization)  # what the config tells is said first
+            check_method(quantization)  # Faults of the config are reported first.
             raise
         opened = None if source is None else _open_quantised(source, quantization, options)
     return None if opened is None else (opened, config)
@@ -138,7 +142,7 @@ def _open_quantised(source: Checkpoint, quantization: Any, options: LoadOptions)
 
 
 def keeps_blocks(options: LoadOptions) -> bool:
-    """Tells whether a GPU multiplies by quantised weights as they are."""
+    """Tells whether a GPU multiplies by the quantised weights as they are."""
     return (
         options.compact_weights and options.device_map is None and serves([], options.dtype, options.device)
     )

@@ -1,10 +1,11 @@
-"""Finds the text part of a multimodal checkpoint: decoder and output layer, without what sees or hears.
+"""Finds the text part of a multimodal checkpoint: decoder and output layer, without encoders of images or
+sound.
 
 transformers' class of such a checkpoint wraps a decoder, and its forward of a text without images is that
 decoder's. ``text_only`` makes the class without its other parts: the forward, the names of tensors and the
 conversions of old layouts stay transformers' own, and the other parts' tensors are never read. Where the
-decoder is known to be an ordinary one, ``ordinary_decoder`` and ``TextCheckpoint`` make a plain text model
-of it.
+decoder is known to be an ordinary one, ``ordinary_decoder`` and ``TextCheckpoint`` make a plain text model of
+it.
 """
 
 import re
@@ -21,15 +22,15 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from truedraft.engine.checkpoints.checkpoint import Checkpoint, RenamedCheckpoint
 from truedraft.engine.errors import ModelLoadError
 
-# Decoders that have a name of their own only because their positions may be those of an image, in three
-# dimensions: of text all three are equal, which is the plain rotary embedding.
+# These decoders have a name of their own only because their positions may be those of an image, in three
+# dimensions: for text all three are equal, which is the plain rotary embedding.
 ORDINARY = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_5_omni_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-# Wrappers whose logits of a text have been compared with those of the plain text model inside
+# The logits of these wrappers for a text have been compared with those of the plain text model inside
 # (``tools/family_table.py``).
 PLAIN_INSIDE = (
     *("cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fast_vlm", "fun_asr_nano", "gemma3", "gemma4"),
@@ -39,7 +40,7 @@ PLAIN_INSIDE = (
     *("qwen2_audio", "qwen2_vl", "lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl"),
     *("smolvlm", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral"),
 )
-# What the rotary parameters of such decoders say of images.
+# The rotary parameters of such decoders have these settings for images.
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
@@ -48,7 +49,7 @@ def is_multimodal(config: Any) -> bool:
 
 
 def text_only(config: Any) -> type:
-    """transformers' class for a multimodal ``config``, whose objects have the text part only."""
+    """Returns transformers' class for a multimodal ``config``, whose objects have the text part only."""
     whole: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
 
     def init(self: Any, config: Any, *others: Any, **more: Any) -> None:
@@ -107,7 +108,7 @@ class TextCheckpoint(RenamedCheckpoint):
 
     @classmethod
     def of(cls, source: Checkpoint, part: Any) -> "TextCheckpoint":
-        """``part``: the checkpoint's ``text_only`` module, without weights."""
+        """Wraps ``source``; ``part`` is the checkpoint's ``text_only`` module, without weights."""
         conversions = get_model_conversion_mapping(part)
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
@@ -117,7 +118,7 @@ class TextCheckpoint(RenamedCheckpoint):
         for stored in source.files:
             name, converted = rename_source_key(stored, renamings, converters, part.base_model_prefix, own)
             if name in ordinary and converted is not None:
-                # What transformers joins or stacks has the names that a plain text model's checkpoint has.
+                # Tensors that transformers joins or stacks have the names of a plain text model's checkpoint.
                 apart, _ = rename_source_key(stored, renamings, [], part.base_model_prefix, own)
                 name = _exchanged(apart, name, ordinary[name])
             if name in ordinary or not (name in own or unread.search(name)):
@@ -126,13 +127,13 @@ class TextCheckpoint(RenamedCheckpoint):
 
 
 def _exchanged(name: str, inside: str, plain: str) -> str:
-    """Returns ``name`` with another beginning, as ``plain`` has another one than ``inside``."""
+    """Returns ``name`` with its beginning replaced in the way that leads from ``inside`` to ``plain``."""
     end = len(commonprefix([inside[::-1], plain[::-1]]))
     return plain[: len(plain) - end] + name[len(inside) - end :]
 
 
 def _ordinary_names(part: Any) -> Iterator[tuple[str, str]]:
-    """Yields each name in ``part``, and what a plain text model calls it."""
+    """Yields each name in ``part``, and a plain text model's name for it."""
     decoder, head = part.get_decoder(), part.get_output_embeddings()
     for name, module in part.named_modules():
         for kept, prefix in ((decoder, "model"), (head, "lm_head")):

@@ -1,4 +1,4 @@
-"""Says what a step of prompts needs on a GPU, next to weights, caches and graphs: bounds, by shapes."""
+"""Bounds the memory that a step of prompts needs on a GPU, next to weights, caches and graphs, by shapes."""
 
 from collections.abc import Iterable
 
@@ -10,14 +10,14 @@ from truedraft.engine.memory.recurrent_state import RecurrentCache
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
 
-# Numbers of a token that are alive together: hidden states, normed ones, queries, keys and values and what
-# was attended, each up to as many as a hidden state has, and twice; gate, up, their copy where parts are
-# joined, and what was gated.
+# This many numbers of a token are in memory together: hidden states, normed ones, queries, keys and values
+# and the attention's output, each up to as many as a hidden state has, and twice; gate, up, their copy where
+# parts are joined, and their product.
 HIDDEN_STATES, MLP_STATES = 8, 5
 
 
 def prompt_bytes(models: Iterable[Model], num_tokens: int, num_logits: int) -> int:
-    """Returns bytes for the ``num_tokens`` of a step, which the models compute one after the other.
+    """Returns the bytes for ``num_tokens`` of a step, which the models compute one after the other.
     ``num_logits`` of them get logits, which decoding rows in the same pass need."""
     return max(_bytes(model, num_tokens, num_logits) for model in models)
 
@@ -29,7 +29,7 @@ def _bytes(model: Model, num_tokens: int, num_logits: int) -> int:
     widest = max(mlp) if isinstance(mlp, list | tuple) else int(mlp)
     in_layers = num_tokens * (HIDDEN_STATES * hidden + MLP_STATES * widest) * model.dtype.itemsize
     in_layers += num_tokens * bytes_of_parts(model)
-    # Layers are over then. Logits are there as they were computed, and in float32.
+    # Layers have finished by then. Logits exist in the type in which they were computed, and in float32.
     in_head = num_tokens * hidden * model.dtype.itemsize
     in_head += num_logits * model.vocab_size * (model.dtype.itemsize + 4)
     unpacked = UNPACKED if isinstance(model, FusedDecoder) and model.is_quantised else 0
@@ -37,7 +37,7 @@ def _bytes(model: Model, num_tokens: int, num_logits: int) -> int:
 
 
 def bytes_of_parts(model: Model) -> int:
-    """Returns what a recurrence of the model, its experts or latent attention need for each token of a
+    """Returns the bytes that the model's recurrences, experts or latent attention need for each token of a
     pass."""
     needed = [cache.working_bytes_per_token for cache in model.caches if isinstance(cache, RecurrentCache)]
     if isinstance(model, FusedDecoder):

@@ -12,7 +12,8 @@ from pathlib import Path
 from truedraft.engine.native.headers import FOLDER, HEADERS
 
 SOURCES = sorted(FOLDER.glob("*.c"))
-# What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
+# These are the options of -ffast-math, except those that break NaN and infinity, or change how the process
+# rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
 FLAGS = ["-std=gnu11", "-O3", *FAST_MATH, "-pthread", "-shared", "-fPIC"]
@@ -21,7 +22,7 @@ TIMEOUT_SECONDS = 120
 
 
 def source_text() -> str:
-    """Returns all that is compiled: libraries are named after it."""
+    """Returns everything that is compiled: libraries are named after it."""
     return "\n".join(path.read_text() for path in (*HEADERS, *SOURCES))
 
 
@@ -34,7 +35,7 @@ def find_compiler() -> str:
 
 
 def recipe(compiler: str) -> str:
-    """Returns all that a library follows from but the processor."""
+    """Returns everything that determines a library, except the processor."""
     version = subprocess.run(
         [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )

@@ -1,8 +1,8 @@
-"""A whole pass of a decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
+"""Runs a whole pass of a decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
 
-The structures in C are made from the same description as what Python runs through. The functions are those
-that are called one by one elsewhere (``native_run``, ``linear``), in the same order, and so are the bits.
-Long prompt chunks go the other way, where they are cut.
+The structures in C are made from the same description that Python runs through. The functions are those that
+are called one by one elsewhere (``native_run``, ``linear``), in the same order, and so are the bits. Long
+prompt chunks go the other way, where they are cut.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ class PackedTokens:
 
     def __init__(self, spans: Sequence[Span], block_size: int, has_states: bool) -> None:
         counts, stored, wanted, first_blocks = [], [], [], []
-        self.end = 0  # This is how far the longest text reaches.
+        self.end = 0  # The longest text reaches up to this position.
         token_ids: list[int] = []
         blocks: list[int] = []
         for span in spans:
@@ -95,7 +95,7 @@ class PackedTokens:
 
 
 class NativeDecoder:
-    """Is a ``FastPass`` of ``weights``, all of whose linear layers are ``NativeLinear``s, over ``cache``."""
+    """Is a ``FastPass`` of ``weights``, whose linear layers are all ``NativeLinear``, over ``cache``."""
 
     def __init__(self, kernels: NativeKernels, weights: DecoderWeights, cache: KVCache) -> None:
         assert weights.rotary.table is not None
@@ -171,12 +171,13 @@ class NativeDecoder:
         return logits, states
 
     def reach(self, num_positions: int) -> None:
-        """Lets C have the angles of this many positions, as far as there are any; those behind are NaN."""
+        """Gives C the angles of this many positions, as far as there are any; those of later positions are
+        NaN."""
         if num_positions > self.decoder.num_reached:
             self.decoder.num_reached = min(self._rotary.reach(num_positions), self.decoder.num_angles)
 
     def reach_blocks(self, num_blocks: int) -> None:
-        """Does the same for all positions that ``num_blocks`` blocks hold."""
+        """Gives C the angles of all positions that ``num_blocks`` blocks hold."""
         self.reach(num_blocks * self.decoder.block_size)
 
     def _taps(self, taps: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, Taps]:
@@ -199,7 +200,7 @@ class NativeDecoder:
 
 
 class _Parts:
-    """Keeps what a layer in C points to."""
+    """Keeps the objects to which a layer in C points."""
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class _Parts:
 
 
 class _Latents:
-    """Keeps what ``struct`` points to."""
+    """Keeps the objects to which ``struct`` points."""
 
     def __init__(
         self, latent: LatentProjection, attention: Attention, heads: in_c.Heads, inputs: int, hidden_size: int
@@ -297,7 +298,7 @@ class _Latents:
 def _each(
     name: str, linears: Sequence[Linear], in_features: int, out_features: int
 ) -> "ctypes.Array[in_c.Linear]":
-    """Returns layers of these sizes as C has them, one after the other."""
+    """Returns layers of these sizes as structures of C, one after the other."""
     places = [linear_at(name, linear, in_features, out_features) for linear in linears]
     return (in_c.Linear * len(places))(*(in_c.Linear.from_address(place) for place in places))
 
@@ -343,7 +344,7 @@ def _norm(name: str, norm: Norm | None, size: int) -> dict[str, Any]:
 
 
 def _joint(joint: Joint | None, size: int) -> dict[str, Any]:
-    """Returns fields of ``Decoder``."""
+    """Returns the fields of ``Decoder`` for a joint."""
     if joint is None:
         return {}
     norms = {"embedding_norm": joint.embedding_norm, "state_norm": joint.state_norm}
@@ -355,7 +356,7 @@ def _joint(joint: Joint | None, size: int) -> dict[str, Any]:
 
 
 def _embeddings(embeddings: Embeddings) -> tuple[int, int, int, int]:
-    """Returns how many there are, of how many numbers, of which type, and where."""
+    """Returns the number of embeddings, their size, their type and their address."""
     if isinstance(embeddings, QuantisedEmbeddings):
         blocks = embeddings.blocks
         return len(blocks.data), blocks.in_features, embeddings.embedding_type, embeddings.address()

@@ -1,4 +1,4 @@
-"""States that a head takes, made in C (``fusion.c``) of what layers of its target know of a token."""
+"""Makes a head's input states in C (``fusion.c``) from states of its target's layers."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
-"""What the C headers declare, as ctypes wants it. They are read instead of repeated: one order of fields, one
-list of arguments."""
+"""Reads the C headers' declarations for ctypes, instead of repeating them: one order of fields, one list of
+arguments.
+"""
 
 import ctypes
 import re
@@ -24,14 +25,14 @@ FUNCTION = re.compile(r"^(int64_t|int|void) (\w+)\(([^)]*)\);", re.MULTILINE)
 
 def fields_of(struct: str, *values: type[ctypes.Structure]) -> list[tuple[str, Any]]:
     """Returns ``_fields_`` of the structure of that name: pointers are ``c_void_p`` whatever they point at.
-    ``values``: structures that are inside it."""
+    ``values`` are structures that are inside it."""
     (body,) = re.findall(r"typedef struct \{([^}]*)\} " + struct + ";", _code())
     types = TYPES | {value.__name__: value for value in values}
     return [field for line in body.split(";") if line.strip() for field in _declared(line, types)]
 
 
 def declare_functions(library: ctypes.CDLL) -> None:
-    """Gives the functions that the headers declare their types of arguments and result."""
+    """Gives the functions that the headers declare the types of their arguments and results."""
     for result, name, arguments in FUNCTION.findall(_code()):
         function = getattr(library, name)
         function.restype = TYPES[result]
@@ -43,7 +44,7 @@ def declare_functions(library: ctypes.CDLL) -> None:
 
 
 def _declared(line: str, types: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields names and types of ``const float *cos, *sin``."""
+    """Yields the names and types of a declaration such as ``const float *cos, *sin``."""
     first, *others = line.split(",")
     *words, first = first.split()
     (kind,) = set(words) - {"const"}

@@ -27,7 +27,7 @@ from truedraft.engine.native.prebuilt import best_variant, file_of
 
 logger = logging.getLogger(__name__)
 
-# Structures as the headers declare and explain them.
+# The headers declare and explain these structures.
 
 
 class Spans(ctypes.Structure):
@@ -124,7 +124,7 @@ class Rounds(ctypes.Structure):
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a line in the log, where that cannot be done."""
+    """Returns the compiled kernels; None, with a line in the log, where they cannot be had."""
     try:
         library = _load_compiled()
     except (OSError, subprocess.SubprocessError) as error:
@@ -139,7 +139,8 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def kernels_in_words() -> str:
-    """Which of them ``load_library`` finds. Compiles them if that has not been done yet."""
+    """Returns words for the kernels that ``load_library`` finds. Compiles them if that has not been done
+    yet."""
     library = load_library()
     if library is None:
         return "none: install a C compiler for passes in C, which are several times faster"
@@ -164,14 +165,14 @@ def _load_compiled() -> ctypes.CDLL:
 
 
 def _compiled(compiler: str, folder: Path) -> Path:
-    """Returns where the library is in the cache folder, made now if it is not there."""
+    """Returns the path of the library in the cache folder, made now if it is not there."""
     key = _key(compiler)
     for made in sorted(folder.glob(f"kernels-{key}-*.so")):
         if made.name == _name(key, made):
             return made
         logger.warning("%s is damaged and compiled anew", made)
         made.unlink(missing_ok=True)
-    # Another worker may be doing the same: the last one replaces what is equal.
+    # Another worker may be doing the same: the last one replaces an equal file.
     with tempfile.TemporaryDirectory(dir=folder) as work:
         new = Path(work) / "kernels.so"
         compile_library(compiler, NATIVE, new)
@@ -183,12 +184,13 @@ def _compiled(compiler: str, folder: Path) -> Path:
 
 
 def _name(key: str, library: Path) -> str:
-    """Returns a library's name in the cache, which says for whom it was made, and the checksum of it."""
+    """Returns a library's name in the cache, made of its recipe, its processor and its checksum."""
     return f"kernels-{key}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
 
 
 def _write_through(path: Path) -> None:
-    """Waits until it is on the disk: a new name must not outlive a power cut that its content does not."""
+    """Waits until a file is on the disk: a new name must not outlive a power cut that its content does
+    not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -197,7 +199,7 @@ def _write_through(path: Path) -> None:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Says why what lies in it may come from somebody else, whose code this process would run."""
+    """Says why files in the folder may come from somebody else, whose code this process would run."""
     status = folder.stat()
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to the user with the number {status.st_uid}"
@@ -207,7 +209,7 @@ def _distrust(folder: Path) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Returns it by the XDG base directory specification."""
+    """Returns the folder of the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "truedraft"
 
 
@@ -216,7 +218,7 @@ def _key(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at. A cache folder may be shared by machines that differ."""
+    """Returns what -march=native looks at. A cache folder may be shared by machines that differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -225,7 +227,7 @@ def _processor() -> str:
 
 
 def _features() -> frozenset[str]:
-    """Returns what Linux says that this processor can do."""
+    """Returns the features that Linux lists for this processor."""
     lines = (line.partition(":") for line in _processor().splitlines())
     return frozenset(
         word for name, _, words in lines if name.strip() in ("flags", "Features") for word in words.split()

@@ -1,4 +1,4 @@
-"""The linear layers that the kernels make of a checkpoint's weights."""
+"""Makes linear layers of a checkpoint's weights for the kernels."""
 
 import ctypes
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from truedraft.engine.native.shared import COLUMNS
 
 
 class NativeLinears:
-    """Makes layers for float32 rows on a CPU. Those that are ``compact`` keep weights in 16 bits where that
-    loses nothing, and quantised blocks as they are; else these are in float32. Bytes with scales are kept in
-    either case: they compute the same bits. With ``bf16`` whatever is not in blocks is in bfloat16, to which
-    its inputs are rounded, too."""
+    """Makes layers for float32 rows on a CPU. ``compact`` ones keep weights in 16 bits where that loses
+    nothing, and quantised blocks as they are; otherwise both are in float32. Bytes with scales are kept in
+    either case: they compute the same bits. With ``bf16`` all weights that are not in blocks are in bfloat16,
+    to which their inputs are rounded, too."""
 
     takes_scaled_rows = False
 

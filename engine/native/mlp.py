@@ -1,4 +1,6 @@
-"""MLPs as C reads them (``mlp.c``): made from what Python runs through, and checked once."""
+"""Describes MLPs to C (``mlp.c``): structures are made of the parts that Python runs through, and checked
+once.
+"""
 
 from ctypes import Structure, addressof
 
@@ -46,7 +48,7 @@ def gated_mlp(mlp: GatedMlp, hidden_size: int) -> in_c.GatedMlp:
 
 
 class NativeExperts:
-    """Keeps what ``struct`` points to."""
+    """Keeps the objects to which ``struct`` points."""
 
     def __init__(self, mlp: Experts) -> None:
         router, number = mlp.router, mlp.router.num_experts
@@ -88,7 +90,8 @@ class NativeExperts:
 
 
 def mlp_structure(mlp: GatedMlp | Experts | DenseAndExperts, hidden_size: int) -> tuple[Structure, object]:
-    """Returns an MLP of this hidden size as C has it, and what must be kept as long as that."""
+    """Returns an MLP of this hidden size as a structure of C, and the objects that must be kept as long as
+    that."""
     match mlp:
         case GatedMlp():
             return gated_mlp(mlp, hidden_size), mlp

@@ -1,4 +1,4 @@
-"""The operations of a forward in C (``layers.c``, ``attention.c``), for any number of float32 rows."""
+"""Has the operations of a forward in C (``layers.c``, ``attention.c``), for any number of float32 rows."""
 
 import ctypes
 from ctypes import byref
@@ -25,7 +25,7 @@ from truedraft.engine.native.shared import WeightType
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 576
 FLOAT, INTEGER = torch.float32, torch.int64
-# A cache is kept in one of these.
+# A cache has one of these types.
 CACHE_TYPES = {torch.float32: WeightType.FLOAT32, torch.float16: WeightType.FLOAT16}
 
 
@@ -56,7 +56,7 @@ class NativeKernels:
         return self._heads[shape.layer]
 
     def experts(self, experts: Experts) -> NativeExperts:
-        """Returns them as C has them, which keeps them, so that no others have their id."""
+        """Returns experts as structures of C. The experts are kept alive, so that no others get their id."""
         if id(experts) not in self._experts:
             self._experts[id(experts)] = NativeExperts(experts)
         return self._experts[id(experts)]
@@ -80,7 +80,7 @@ class NativeRun:
         self.batch = batch
         self.cache = cache
         first_block = accumulate((len(span.table.block_ids) for span in batch.spans[:-1]), initial=0)
-        # Kept as long as the pointers into it are used.
+        # These are kept as long as the pointers into them are used.
         self.numbers = np.array(
             [
                 *batch.offsets,
@@ -227,7 +227,7 @@ class NativeRun:
 
 
 def qkv_width(shape: AttentionShape) -> int:
-    """Returns how many numbers of each token come in."""
+    """Returns the number of inputs of each token."""
     queries = (2 if shape.gated else 1) * shape.num_heads
     return (queries + shape.num_stored_heads + shape.num_value_heads) * shape.head_size
 

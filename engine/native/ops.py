@@ -1,4 +1,4 @@
-"""The operations of a round in C (``ops.c``): float32 logits on a CPU.
+"""Has the operations of a round in C (``ops.c``): float32 logits on a CPU.
 
 torch computes noise, a logarithm and a quotient for every token and sorts for top-p, each an operation of its
 own; for small models that is a quarter of a round. At load both ways are compared (``native_ops``).
@@ -36,7 +36,9 @@ def native_ops(rules: GenerationRules = NO_RULES) -> "NativeOps | None":
 
 
 class NativeOps:
-    """Is a ``RoundOps``. What the checkpoint forbids or forces by ``rules`` is left to torch."""
+    """Is a ``RoundOps``. Tokens that the checkpoint forbids or forces by ``rules`` are left to torch."""
+
+    reads_drafts = True
 
     def __init__(self, library: ctypes.CDLL, rules: GenerationRules = NO_RULES) -> None:
         self.library = library
@@ -110,7 +112,7 @@ class NativeOps:
         return [RowVerdict(kept, token_id, bool(failed)) for kept, token_id, failed in verdicts.tolist()]
 
     def _lines(self, step: StepRows) -> tuple[int, int, int]:
-        """Returns where the table is, and which lines of it the rows have."""
+        """Returns the table's address, and the numbers of the rows' lines in it."""
         index, table = step.lines, step.table.numbers
         return (
             address(table, INTEGER, (len(table), WIDTH)),

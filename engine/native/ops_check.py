@@ -11,14 +11,14 @@ from truedraft.engine.sampling.sampler import Sampler
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
 
 CPU = torch.device("cpu")
-# Probabilities may differ by it; both ways round to 1e-7.
+# Probabilities may differ by this much; both ways round to 1e-7.
 TOLERANCE = 1e-5
-# A vocabulary that fills no vector; each row drafts so many tokens or fewer.
+# The vocabulary fills no vector; each row drafts this many tokens or fewer.
 VOCAB_SIZE, NUM_DRAFTS = 1003, 3
 
 
 def agrees(ops: RoundOps) -> bool:
-    """Tells whether ``ops`` draw, adjust and judge as torch does, by every rule, with and without cuts."""
+    """Tells whether ``ops`` draw, adjust and verify as torch does, by every rule, with and without cuts."""
     probes = [
         LoneText(
             params,
@@ -51,7 +51,7 @@ def drawn_and_judged(
     sampler: Sampler, logits: torch.Tensor, draft_logits: torch.Tensor
 ) -> tuple[Drafts, torch.Tensor, list[RowVerdict]]:
     """Returns drafts of every row from ``draft_logits`` [B, K, V], the target's adjusted logits and the
-    verdicts; rows draft 0 to K tokens by turns."""
+    verdicts; rows draft 0 to K tokens in turns."""
     num_rows, num_drafts, vocab_size = draft_logits.shape
     token_ids = torch.zeros(num_rows, num_drafts, dtype=torch.int64)
     probs = torch.zeros(num_rows, num_drafts, vocab_size)

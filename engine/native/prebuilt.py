@@ -1,5 +1,6 @@
-"""Names the libraries that wheels and container images bring along, one for each kind of processor, and finds
-the best one for this processor. They are for machines without a C compiler.
+"""Names the libraries that wheels and container images contain, one for each kind of processor.
+
+They are for machines without a C compiler; ``best_variant`` finds the best one for this processor.
 
     python -m truedraft.engine.native.prebuilt [FOLDER [MACHINE]]
 
@@ -18,7 +19,7 @@ from truedraft.engine.native.headers import FOLDER
 
 
 class Variant(NamedTuple):
-    """Describes a kind of processor: how compilers call it, and which features Linux lists in
+    """Describes a kind of processor: its name for compilers, and the features that Linux lists in
     /proc/cpuinfo."""
 
     name: str
@@ -61,13 +62,13 @@ def file_of(variant: Variant, folder: Path = FOLDER) -> Path:
 
 
 def best_variant(features: frozenset[str], folder: Path = FOLDER) -> Variant | None:
-    """Returns the first one that is there and that a processor with these features can execute."""
+    """Returns the first variant that exists and that a processor with these features can execute."""
     variants = VARIANTS.get(platform.machine(), [])
     return next((one for one in variants if one.features <= features and file_of(one, folder).exists()), None)
 
 
 def compiler_for(machine: str) -> str:
-    """Returns the command that compiles for it here."""
+    """Returns the command that compiles for the machine here."""
     return find_compiler() if machine == platform.machine() else f"{machine}-linux-gnu-gcc"
 
 

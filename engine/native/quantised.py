@@ -1,4 +1,4 @@
-"""Linear layers and embeddings with quantised weights (``quantised.c``, ``quantised_blocks.c``)."""
+"""Has linear layers and embeddings with quantised weights (``quantised.c``, ``quantised_blocks.c``)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ _pages = HugePages()
 def dequantise(
     library: ctypes.CDLL, blocks: QuantisedBlocks, rows: npt.NDArray[np.int64] | None = None
 ) -> torch.Tensor:
-    """Returns float32 [rows, in features]; ``rows``: numbers of some, in any order."""
+    """Returns float32 [rows, in features] of all rows, or of those with the numbers ``rows``, in any
+    order."""
     wanted = np.ascontiguousarray(blocks.rows if rows is None else blocks.rows[rows])
     shape = len(wanted), blocks.in_features
     out = torch.empty(shape, dtype=torch.float32)
@@ -32,7 +33,7 @@ def dequantise(
 
 
 def _address(library: ctypes.CDLL, blocks: QuantisedBlocks) -> int:
-    """Returns where the blocks begin."""
+    """Returns the address of the blocks."""
     if blocks.in_features % BLOCK_INPUTS.get(blocks.type, blocks.in_features + 1):
         raise PointerError(f"C has no blocks of the type {blocks.type} for {blocks.in_features} inputs")
     size = library.row_bytes(blocks.type, blocks.in_features)
@@ -40,15 +41,15 @@ def _address(library: ctypes.CDLL, blocks: QuantisedBlocks) -> int:
 
 
 def _address_of_rows(blocks: QuantisedBlocks, numbers: npt.NDArray[np.int64]) -> int:
-    """Returns where the ``numbers`` of rows begin, and checks that there are such rows."""
+    """Returns the address of the ``numbers`` of rows, and checks that there are such rows."""
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(blocks.data):
         raise PointerError(f"there are {len(blocks.data)} rows, not {numbers.max() + 1}")
     return address(numbers, torch.int64, (len(numbers),))
 
 
 class QuantisedLinear(NativeLinear):
-    """``parts`` of the same number of inputs are stacked, whatever their types. All but the last have a
-    multiple of 32 outputs."""
+    """Multiplies by quantised blocks. ``parts`` of the same number of inputs are stacked, whatever their
+    types. All but the last have a multiple of 32 outputs."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class QuantisedLinear(NativeLinear):
         self.in_features = in_features = parts[0].in_features
         if any(part.in_features != in_features for part in parts) or not can_stack(parts):
             raise PointerError(f"C cannot stack {[(part.type, part.data.shape) for part in parts]}")
-        # Kept for as long as the structures point to them.
+        # These are kept for as long as the structures point to them.
         self.packed = []
         panels: list[QuantisedPanel] = []
         for part in parts:
@@ -89,12 +90,12 @@ class QuantisedLinear(NativeLinear):
 
 
 def can_stack(parts: Sequence[QuantisedBlocks]) -> bool:
-    """Tells whether ``QuantisedLinear`` takes them."""
+    """Tells whether ``QuantisedLinear`` can stack these parts."""
     return all(len(part.rows) % COLUMNS == 0 for part in parts[:-1])
 
 
 class QuantisedEmbeddings:
-    """Rows are dequantised as they are looked up; the others stay in the file."""
+    """Dequantises rows as they are looked up; the others stay in the file."""
 
     def __init__(self, library: ctypes.CDLL, blocks: QuantisedBlocks) -> None:
         assert blocks.order is None
@@ -103,7 +104,7 @@ class QuantisedEmbeddings:
 
     @property
     def embedding_type(self) -> int:
-        """Returns the type as ``Decoder`` has it."""
+        """Returns the type as ``Decoder`` in C numbers it."""
         return WeightType.QUANTISED + self.blocks.type
 
     def address(self) -> int:

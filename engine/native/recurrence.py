@@ -1,4 +1,4 @@
-"""Recurrences in C (``recurrence.c``, ``convolution.c``): float32 rows, and states in their caches."""
+"""Runs recurrences in C (``recurrence.c``, ``convolution.c``): float32 rows, and states in their caches."""
 
 import ctypes
 from array import array
@@ -20,7 +20,7 @@ FLOAT, INTEGER = torch.float32, torch.int64
 
 
 class NativeRecurrence:
-    """Is a layer's recurrence as C reads it, and keeps what ``struct`` points to."""
+    """Describes a layer's recurrence to C, and keeps the objects to which ``struct`` points."""
 
     def __init__(self, rule: Recurrence, state: LayerState) -> None:
         self.num_slots = len(state.inputs)
@@ -57,7 +57,7 @@ class NativeStates:
         stored = [span.table.num_computed_tokens for span in spans]
         columns = state_columns(spans)
         self.num_slots = max((_num_slots(span) for span in spans), default=0)
-        # Kept as long as the pointers into it are used.
+        # These are kept as long as the pointers into them are used.
         self._numbers = array("q", [*offsets, *stored, *columns])
         start = address(self._numbers, INTEGER, (len(self._numbers),))
         column = INTEGER.itemsize * len(spans)
@@ -71,12 +71,12 @@ class NativeStates:
         )
 
     def recur(self, recurrence: NativeRecurrence, x: torch.Tensor) -> torch.Tensor:
-        """Computes ``x``, which is overwritten, as ``LayerRun.recur`` says."""
+        """Computes what ``LayerRun.recur`` says, for ``x``, which is overwritten."""
         if self.num_slots > recurrence.num_slots:
             raise PointerError(f"there are {recurrence.num_slots} slots for states, not {self.num_slots}")
         struct, tokens, x = byref(recurrence.struct), self.num_tokens, x.contiguous()
         shape = tokens, self.library.recurrence_inputs(struct)
-        # Scratch is kept until C is done with it.
+        # Scratch memory is kept until C has finished with it.
         scratch, work = new((self.library.recurrence_scratch(struct, tokens),), FLOAT)
         out, to = new((tokens, recurrence.outputs), FLOAT)
         self.library.recur(byref(self.spans), struct, address(x, FLOAT, shape), to, work)
@@ -85,18 +85,18 @@ class NativeStates:
 
 
 def state_columns(spans: Sequence[Span]) -> list[int]:
-    """Returns the spans' slots, how many tokens are folded, and how many are certain."""
+    """Returns for each span the slot of its states, the number of folded tokens, and that of certain ones."""
     slots = [-1 if (slot := span.table.state_slot) is None else slot for span in spans]
     return [*slots, *(span.table.num_folded_tokens for span in spans), *(span.certain for span in spans)]
 
 
 def state_fields(start: int, column: int) -> dict[str, int]:
-    """Returns fields of ``Spans`` and ``NewTokens`` for columns that begin there."""
+    """Returns the fields of ``Spans`` and ``NewTokens`` for columns at this address."""
     return {"state_slot": start, "num_folded": start + column, "num_certain": start + 2 * column}
 
 
 def _num_slots(span: Span) -> int:
-    """Returns how many slots there must be for a span; its log has no more than it can hold."""
+    """Returns the number of slots that a span requires; its log has no more than it can hold."""
     slot, folded, stored = span.table.state_slot, span.table.num_folded_tokens, span.table.num_computed_tokens
     if (
         slot is None

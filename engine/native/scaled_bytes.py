@@ -1,4 +1,4 @@
-"""Linear layers in C (``linear.c``) whose weights are bytes with scales, as 8-bit checkpoints store them.
+"""Has linear layers in C (``linear.c``) whose weights are bytes with scales, as 8-bit checkpoints store them.
 
 Their outputs have the bits of layers with the same weights in float32.
 """
@@ -17,15 +17,15 @@ from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.shared import E4M3_DIVISOR, WeightType
 
 BYTE_TYPES = {torch.int8: WeightType.WHOLE8, FP8: WeightType.FLOAT8}
-# What C divides numbers of the type by.
+# C divides numbers of the type by this.
 DIVISORS = {torch.int8: 1.0, FP8: float(E4M3_DIVISOR)}
 
 _pages = HugePages()
 
 
 class BytesLinear(NativeLinear):
-    """``parts`` of the same inputs, type and groups are stacked. ``multiplier`` is of all outputs, with the
-    bias."""
+    """Multiplies by bytes with scales. ``parts`` of the same inputs, type and groups are stacked.
+    ``multiplier`` applies to all outputs, including the bias."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class BytesLinear(NativeLinear):
         self.out_features = sum(len(part.values) for part in parts)
         self.in_features = first.values.shape[1]
         panels = -(-self.out_features // panel), self.in_features, panel
-        # Kept for as long as the structure points to them.
+        # These are kept for as long as the structure points to them.
         self.weights = _pages.zeros(*panels, dtype=torch.uint8)
         column = 0
         for part in parts:
@@ -64,8 +64,8 @@ class BytesLinear(NativeLinear):
 
 
 def are_alike(parts: Sequence[ScaledBytes]) -> bool:
-    """Tells whether ``BytesLinear`` stacks them: they have the same inputs, type and groups, and as many
-    scales as that needs."""
+    """Tells whether ``BytesLinear`` can stack the parts: they must have the same inputs, type and groups, and
+    the number of scales that follows."""
     kinds = {(part.values.dtype, part.values.shape[1], part.group) for part in parts}
     if len(kinds) != 1 or parts[0].values.dtype not in BYTE_TYPES or parts[0].group < 1:
         return False

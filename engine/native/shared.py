@@ -1,7 +1,8 @@
-"""Names the numbers that C and Python share. Python has them, and ``shared.h`` is written from here.
+"""Names the numbers that C and Python share. Python defines them, and ``shared.h`` is written from here.
 
 ``python -m tools.write_headers`` writes it, and ``tests/engine/test_native_headers.py`` compares. Structures
-go the other way: ``headers.py`` reads them in C's headers. That of a row alone is Python's, too (``rows.h``).
+go the other way: ``headers.py`` reads them in C's headers. The structure of a row alone is defined in Python,
+too (``rows.h``).
 """
 
 from collections.abc import Mapping
@@ -15,15 +16,15 @@ from truedraft.engine.sampling.ops import PROB_UNIT
 from truedraft.engine.sampling.random import Stream
 from truedraft.engine.sampling.splitmix import MIX_1, MIX_2, WEYL
 
-# Columns of quantised weights that lie together.
+# This many columns of quantised weights lie together.
 COLUMNS = 32
 # Bytes of the type FLOAT8 are read as numbers that are smaller by this factor.
 E4M3_DIVISOR = 256
 
 
 class WeightType(IntEnum):
-    """Names what weights are kept in. WHOLE8 and FLOAT8 are bytes with scales; quantised embeddings add
-    ggml's number of their type to QUANTISED."""
+    """Names the types of weights. WHOLE8 and FLOAT8 are bytes with scales; quantised embeddings add ggml's
+    number of their type to QUANTISED."""
 
     FLOAT32 = 0
     FLOAT16 = auto()
@@ -34,7 +35,7 @@ class WeightType(IntEnum):
 
 
 class PartKind(IntEnum):
-    """Names what layers are made of: which structure a part's data is."""
+    """Names the parts of layers, each of which has a structure of its own."""
 
     ATTENTION = 0
     GATED_MLP = auto()
@@ -46,7 +47,7 @@ class PartKind(IntEnum):
 
 
 class RecurrenceRule(IntEnum):
-    """Names what layers with a running state do with it (``layers/recurrent.py``)."""
+    """Names the recurrences of layers with a running state (``layers/recurrent.py``)."""
 
     SHORT_CONV = 0
     DELTA_RULE = auto()
@@ -57,7 +58,7 @@ def _numbered(names: tuple[str, ...]) -> dict[str, int]:
     return {name.upper(): number for number, name in enumerate(names)}
 
 
-# What each enumeration is for, and its members.
+# Each entry is a comment for an enumeration, and the enumeration.
 ENUMERATIONS: dict[str, Mapping[str, int]] = {
     "Rules of verification.": {f"{rule.name}_RULE": rule.code for rule in RULES},
     "Streams of random numbers.": {f"{stream.name}_STREAM": stream for stream in Stream},
@@ -70,7 +71,7 @@ ENUMERATIONS: dict[str, Mapping[str, int]] = {
     "What layers are made of: a part's kind says which structure its data is.": dict(PartKind.__members__),
     "What layers with a running state do with it.": dict(RecurrenceRule.__members__),
 }
-# What each constant is, and its value in C.
+# Each entry is a comment for a constant, and its value in C.
 CONSTANTS = {
     "RULES_BY_PROBS": (
         f"{sum(rule.uses_draft_probs << rule.code for rule in RULES):#x}",

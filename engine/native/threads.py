@@ -1,4 +1,4 @@
-"""Says how many threads compute: torch's operations and the kernels have pools of their own."""
+"""Decides how many threads compute: torch's operations and the kernels have pools of their own."""
 
 import os
 
@@ -11,8 +11,8 @@ from truedraft.engine.native.library import load_library
 
 
 def usual_num_threads() -> int:
-    """Returns as many as torch takes by itself, which is what ``OMP_NUM_THREADS`` says, if it is set. Without
-    it no more than there are cores for: where some wait for their turn, or are slower, all wait for them."""
+    """Returns torch's own choice, which is ``OMP_NUM_THREADS`` if that is set. Without it no more threads
+    than cores are returned: where some threads wait for a core, or have slower ones, all wait for them."""
     num_threads = torch.get_num_threads()
     return num_threads if THREADS_VARIABLE in os.environ else min(num_threads, machine.num_cores())
 

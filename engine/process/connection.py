@@ -1,6 +1,6 @@
-"""The worker has this end of the pair of Unix sockets that the front end makes to reach it.
+"""Is the worker's end of the pair of Unix sockets by which the front end reaches it.
 
-Carries the messages of ``engine.messages``. The front end's end is in ``server.workers.worker_process``.
+It carries the messages of ``engine.messages``. The front end's end is in ``server.workers.worker_process``.
 """
 
 import select
@@ -15,10 +15,10 @@ CHUNK_BYTES = 1 << 18
 
 
 class Connection:
-    """Blocking, unlike the front end's end. Any thread may send; one receives."""
+    """Blocks, unlike the front end's end. Any thread may send; one receives."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes ``descriptor`` over."""
+        """Takes over the socket ``descriptor``."""
         self._socket = socket.socket(fileno=descriptor)
         self._inbox = Inbox()
         self._sending = threading.Lock()
@@ -26,12 +26,12 @@ class Connection:
         self._arrival.register(self._socket, select.POLLIN)
 
     def send(self, message: ToWorker | FromWorker) -> None:
-        """Does nothing once the other side is gone, which ``receive`` reports."""
+        """Sends a message; does nothing once the other side is gone, which ``receive`` reports."""
         with self._sending, suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(framed(message))
 
     def receive(self, milliseconds: int) -> list[bytes]:
-        """Return what has arrived, after waiting up to ``milliseconds`` if that is nothing.
+        """Returns the messages that have arrived, after waiting up to ``milliseconds`` if there are none.
 
         Raises ``EOFError`` once the other side is gone and all that it sent has been returned.
         """

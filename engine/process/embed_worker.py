@@ -1,4 +1,4 @@
-"""The loop of a worker whose model makes vectors: between passes over texts it drains its inbox."""
+"""Runs the loop of a worker whose model makes vectors: between passes over texts it drains its inbox."""
 
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.embedding.core import EmbedCore
@@ -28,7 +28,7 @@ class EmbedWorker:
         self.connection = connection
         self.heartbeat = heartbeat
         self.running = True
-        self.is_trimmed = False  # what passes took and freed has been given back
+        self.is_trimmed = False  # True once the memory that passes freed has been returned to the system.
 
     def run(self) -> None:
         while self.running:
@@ -40,14 +40,14 @@ class EmbedWorker:
                     self.connection.send(answer)
 
     def _drain_inbox(self) -> None:
-        """Handles what has arrived; with nothing to do, waits for something, but not for ever."""
+        """Handles the messages that have arrived; with nothing to do, waits for one, but not for ever."""
         timeout = 0 if self.core.has_work else IDLE_POLL_MILLISECONDS
         try:
             if drain(self.connection, timeout, self._handle):
                 timeout = 0
         except EOFError:
             self.running = False
-        if timeout and not self.is_trimmed:  # nothing has come in all that time
+        if timeout and not self.is_trimmed:  # No message has come in all that time.
             trim_heap()
             self.is_trimmed = True
 

@@ -20,7 +20,8 @@ CHANGED_EXIT_CODE = 3
 
 
 class Heartbeats:
-    """``beat`` at every turn of the loop. Before the first one, while models load, no step is counted."""
+    """Sends heartbeats. The loop calls ``beat`` at every turn; before the first one, while models load, no
+    step is counted."""
 
     def __init__(self) -> None:
         self._last_beat: float | None = None
@@ -30,7 +31,7 @@ class Heartbeats:
         self._last_beat = time.monotonic()
 
     def start(self, connection: Connection) -> None:
-        """Send as long as the process lives."""
+        """Sends heartbeats for as long as the process lives."""
         threading.Thread(target=self._send, args=(connection,), name="heartbeat", daemon=True).start()
 
     def _send(self, connection: Connection) -> None:

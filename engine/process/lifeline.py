@@ -1,6 +1,6 @@
 """Ties a process's life to its parent's, from its first line on: no worker outlives its front end.
 
-Imports nothing that takes time. Used by ``engine.process.spawned`` before the engine is imported.
+It imports nothing that takes time: ``engine.process.spawned`` uses it before the engine is imported.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ PARENT_VARIABLE = "TRUEDRAFT_WORKER_PARENT"
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies (Linux), and leave if it has died already.
+    """Has the kernel kill this process when its parent dies (Linux), and exits if it has died already.
 
     Elsewhere the worker notices by the end of its connection, once it runs.
     """
@@ -27,5 +27,5 @@ def end_with_parent() -> None:
 
 
 def parent() -> int:
-    """Process id of the front end."""
+    """Returns the front end's process id."""
     return int(os.environ.get(PARENT_VARIABLE) or os.getppid())

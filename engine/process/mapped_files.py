@@ -1,7 +1,7 @@
-"""Watches the files of weights that this process has mapped: what is written over them changes its answers.
+"""Watches the weight files that this process has mapped: writing over them changes its answers.
 
-A file that is replaced by renaming another one over it does no harm: the mapping keeps the old one. Knows of
-maps what Linux tells; elsewhere nothing is watched.
+Replacing a file by renaming another one over it does no harm: the mapping keeps the old one. Mappings are
+read as Linux lists them; elsewhere nothing is watched.
 """
 
 import os
@@ -9,14 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
-# Names of weights end so; the hub's cache keeps them under names without an ending.
+# Names of weight files end so; the hub's cache keeps them under names without an ending.
 ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 HUB_FOLDER = "/blobs/"
 MAPS = Path("/proc/self/maps")
 
 
 class FileState(NamedTuple):
-    """Changes with whatever is written into a file. A rename over it or a new link changes none of it."""
+    """Changes with everything that is written into a file. A rename over it or a new link changes none of
+    it."""
 
     size: int
     modified: int
@@ -28,15 +29,15 @@ class FileState(NamedTuple):
 
 
 class MappedFiles:
-    """Keeps each file open, so that it is the mapped one that is looked at, whatever has its name by now."""
+    """Keeps each file open, so that the mapped file is checked, whatever file has its name by now."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, FileState]] = {}
 
     def watch(self) -> None:
-        """Begins to watch what is mapped now."""
+        """Begins to watch the files that are mapped now."""
         for path, inode in mapped_weights():
-            with suppress(OSError):  # what has no name any more cannot be written over by its name
+            with suppress(OSError):  # A file without a name cannot be written over by its name.
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 if os.fstat(descriptor).st_ino == inode and path not in self._known:
                     self._known[path] = descriptor, FileState.of(descriptor)
@@ -44,7 +45,7 @@ class MappedFiles:
                     os.close(descriptor)
 
     def fault(self) -> str:
-        """Returns what has happened to one of them; empty as long as nothing has."""
+        """Says what has happened to one of them; empty as long as nothing has."""
         for path, (descriptor, before) in self._known.items():
             now = FileState.of(descriptor)
             if now != before:

@@ -1,7 +1,8 @@
-"""Which outputs leave the worker after a step, and which wait for those of the next steps.
+"""Decides which outputs leave the worker after a step, and which wait for those of the next steps.
 
 A message, its way through the front end and the client's reading cost much the same whether there is one
-token in it or ten, and steps of a small model take about a millisecond. Knows neither sockets nor models.
+token in it or ten, and steps of a small model take about a millisecond. The module knows neither sockets nor
+models.
 """
 
 import time
@@ -9,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from truedraft.engine.messages import TokenOutput
 
-# The front end takes about this long for a message of one stream, half of which it may be busy. It never
-# holds tokens longer than the second number says because of it.
+# The front end needs about this long for a message of one stream, and may be busy with messages half of the
+# time. For that reason tokens never wait longer than the second number says.
 SECONDS_OF_A_STREAM, LONGEST = 0.00015, 0.05
 
 
@@ -18,7 +19,7 @@ class Outbox:
     """Sends to everyone at most every ``interval`` seconds, or less often where streams are many; 0 sends
     after every step.
 
-    A sequence's first output and its last one never wait, nor does what they would overtake.
+    A sequence's first and last outputs never wait, nor do outputs that these would overtake.
     """
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +29,7 @@ class Outbox:
         self._last_time = clock() - interval
 
     def put(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """Take in what a step gave; return what is to be sent now."""
+        """Takes in a step's outputs; returns those to be sent now."""
         self._held += outputs
         if self._clock() >= self._last_time + self._interval_of(len(outputs)):
             return self.empty()
@@ -40,7 +41,7 @@ class Outbox:
         return due
 
     def empty(self) -> list[TokenOutput]:
-        """Everything, because it is time or because no step will follow."""
+        """Returns everything, because it is time or because no step will follow."""
         self._last_time = self._clock()
         held, self._held = self._held, []
         return held
@@ -50,7 +51,8 @@ class Outbox:
         return max(self._interval, grown) if self._interval else 0.0
 
     def forget(self, request_id: str, index: int | None) -> None:
-        """Drop this sequence's tokens, or with index None those of the whole request: its client has left."""
+        """Drops this sequence's tokens, or with index None those of the whole request: its client has
+        left."""
         self._held = [
             output
             for output in self._held

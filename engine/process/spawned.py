@@ -9,8 +9,8 @@ import sys
 
 from truedraft.engine.process.lifeline import end_with_parent
 
-# Ctrl-C and a service manager's SIGTERM reach all processes of a group or service. When to leave is the front
-# end's decision, and the kernel's when that is gone.
+# Ctrl-C and a service manager's SIGTERM reach all processes of a group or service. The front end decides when
+# to leave, and the kernel does when the front end is gone.
 FOR_THE_FRONT_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -18,7 +18,7 @@ def main() -> int:
     end_with_parent()
     for number in FOR_THE_FRONT_END:
         signal.signal(number, signal.SIG_IGN)
-    # What is imported stays. To look through it for garbage, again and again, would be a fifth of the time.
+    # Imported objects stay. To look through them for garbage, again and again, would be a fifth of the time.
     gc.disable()
     from truedraft.engine.process.worker import main as run_worker
 

@@ -1,10 +1,10 @@
-"""The worker process owns the device, and runs the engine at one end of a connection.
+"""Owns the device, and runs the engine at one end of a connection: the worker process.
 
     python -m truedraft.engine.process.worker --socket DESCRIPTOR --config '{"target": ...}'
 
-Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when the front
-end is gone. A model that cannot be loaded is reported to the front end, and on stderr in one line; the
-exit code is then 2.
+Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when the front end
+is gone. A model that cannot be loaded is reported to the front end, and on stderr in one line; the exit code
+is then 2.
 """
 
 import argparse
@@ -56,15 +56,16 @@ from truedraft.engine.process.heartbeat import Heartbeats
 from truedraft.engine.process.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
-# The same while a grammar is compiled.
+# The worker waits this long while a grammar is compiled.
 COMPILING_POLL_MILLISECONDS = 1
-# Seconds between reports of the state of speculation while there is work.
+# While there is work, reports of the state of speculation are this many seconds apart.
 STATE_SECONDS = 0.5
 
 
 class Worker:
-    """``outbox`` says which outputs are sent after a step. None stay in it when no step follows. Where the
-    runner tells when the device is at work, they are encoded and sent meanwhile, a launch later."""
+    """Runs the loop. ``outbox`` decides which outputs are sent after a step; none stay in it when no step
+    follows. Where the runner tells when the device is at work, outputs are encoded and sent meanwhile, a
+    launch later."""
 
     def __init__(self, core: EngineCore, connection: Connection, outbox: Outbox) -> None:
         self.core = core
@@ -77,27 +78,27 @@ class Worker:
         if isinstance(core.runner, LaunchingRunner):
             core.runner.when_launched = self._send_rest
         self.heartbeat = Heartbeats()
-        self.is_trimmed = False  # what passes took and freed has been given back
-        # Each request has itself, its grammar while that is compiled, and what was aborted of it meanwhile.
+        self.is_trimmed = False  # True once the memory that passes freed has been returned to the system.
+        # Each entry is a request, its grammar while that is compiled, and the sequences aborted meanwhile.
         self.compiling: dict[str, tuple[Generate, Future[Any], list[Abort]]] = {}
 
     def run(self) -> None:
         try:
             while self.running:
                 self.turn()
-        finally:  # an error leaves what was computed before as good as ever
+        finally:  # An error leaves everything that was computed before as good as ever.
             self._send_rest()
             if left := self.outbox.empty():
                 self.connection.send(StepOutput(left, self.core.snapshot()))
 
     def turn(self) -> None:
-        """Reads what has come, and makes a step if there is work."""
+        """Reads the messages that have come, and makes a step if there is work."""
         self.heartbeat.beat()
         self._drain_inbox()
         if self.core.has_work:
             self.is_trimmed = False
             results = self.core.step()
-            self._send_rest()  # if nothing was launched
+            self._send_rest()  # This sends them if nothing was launched.
             self._send_step(results)
 
     def _send_step(self, results: list[TokenOutput | Failed]) -> None:
@@ -120,7 +121,7 @@ class Worker:
             self.connection.send(message)
 
     def _drain_inbox(self) -> None:
-        """Handle what has arrived; with nothing to do, wait for something, but not for ever."""
+        """Handles the messages that have arrived; with nothing to do, waits for one, but not for ever."""
         timeout = COMPILING_POLL_MILLISECONDS if self.compiling else IDLE_POLL_MILLISECONDS
         if self.core.has_work:
             timeout = 0
@@ -129,7 +130,7 @@ class Worker:
                 timeout = 0
         except EOFError:
             self.running = False
-        if timeout == IDLE_POLL_MILLISECONDS and not self.is_trimmed:  # nothing has come in all that time
+        if timeout == IDLE_POLL_MILLISECONDS and not self.is_trimmed:  # No message has come in all that time.
             trim_heap()
             self.is_trimmed = True
         for request, compiled, aborts in [*self.compiling.values()]:
@@ -161,7 +162,7 @@ class Worker:
             return
         self.core.abort(message.request_id, message.index)
         self.outbox.forget(message.request_id, message.index)
-        if not self.core.has_work:  # no step will follow to tell what is in use now
+        if not self.core.has_work:  # No step will follow to report what is in use now.
             self._send_rest()
             self.connection.send(StepOutput(self.outbox.empty(), self.core.snapshot()))
 
@@ -197,7 +198,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         num_target_blocks=target_pool.num_blocks,
         num_draft_blocks=max((pool.num_blocks for pool in core.scheduler.draft_pools), default=0),
         block_size=target_pool.block_size,
-        methods=cast(list[Source], sorted(core.admission.methods)),  # the settings decide
+        methods=cast(list[Source], sorted(core.admission.methods)),  # The settings decide this.
         method=cast(Method, core.admission.method),
         num_threads=torch.get_num_threads(),
         thread_limit=thread_limit(config) if core.target.device.type == "cpu" else "",
@@ -220,8 +221,9 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
 
 
 def keep_loaded() -> None:
-    """Out of garbage collections: to look through what is loaded again would stop every stream for a fifth of
-    a second. What was loaded before, and is gone, does not stay, nor does the memory that loading took."""
+    """Takes loaded objects out of garbage collection: to look through them again would stop every stream for
+    a fifth of a second. Objects that loading left behind are collected first, and their memory is
+    returned."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -231,6 +233,8 @@ def keep_loaded() -> None:
 def _serve_vectors(config: EngineConfig, task: Task, connection: Connection, heartbeat: Heartbeats) -> int:
     """Serves a model that makes vectors or scores, until the front end ends it."""
     connection.send(Loading("the target model"))
+    if config.kv_events_endpoint is not None:
+        raise ModelLoadError("kv_events_endpoint is for models that can begin with any blocks of their cache")
     num_threads = config.num_threads or usual_num_threads()
     set_num_threads(num_threads)
     loaded = load_vectors(config, task)

@@ -26,8 +26,8 @@ from truedraft.engine.sampling.sampler import Sampler
 
 
 class DraftModelProposer(Proposer):
-    """``pool`` is its own, as large as the target's. ``max_len`` is the longest sequence the draft model can
-    hold, ``vocab_size`` the target's."""
+    """Drafts with a model. ``pool`` is its own, as large as the target's. ``max_len`` is the longest sequence
+    that the draft model can hold, ``vocab_size`` is the target's."""
 
     name = DRAFT_MODEL
     need = Need.DRAFT_MODEL
@@ -76,8 +76,9 @@ class DraftModelProposer(Proposer):
         return self._forward(self._known(spans))
 
     def _catch_up(self, part: ScheduledSequence) -> Span | None:
-        """What the draft is to store in its first pass: of a prompt all that the target will have stored
-        after this step, of a decoding sequence what it missed while other sources drafted or none did."""
+        """Returns the tokens to store in the draft's first pass: of a prompt all that the target will have
+        stored after this step, of a decoding sequence those it missed while other sources drafted or none
+        did."""
         sequence = part.sequence
         is_decoding = part.kind is Kind.DECODE
         if not (part.draft.source == self.name if is_decoding else part.is_prefilled_by(self.name)):
@@ -92,17 +93,17 @@ class DraftModelProposer(Proposer):
         return Span(table, sequence.token_ids[start:end], num_logits)
 
     def _forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns logits [spans that want them, the draft's vocabulary]."""
+        """Returns logits [spans that ask for them, the draft's vocabulary]."""
         if not spans:
             return torch.empty(0)
         if ids_on_device is not None and self.model.vocab_size < self.vocab_size:
-            # This is as in ``_known``.
+            # Ids unknown to the draft are replaced as in ``_known``.
             ids_on_device = ids_on_device.clamp(max=self.model.vocab_size - 1)
         return self.model.forward(spans, ids_on_device).logits
 
     def _known(self, spans: list[Span]) -> list[Span]:
-        """With any stand-in for tokens that only the target has."""
-        unknown = self.model.vocab_size  # the ids beyond are unknown, too
+        """Returns the ids with a stand-in for tokens that only the target has."""
+        unknown = self.model.vocab_size  # Ids beyond the draft's vocabulary are unknown, too.
         if unknown >= self.vocab_size:
             return spans
         return [

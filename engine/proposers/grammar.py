@@ -1,4 +1,4 @@
-"""Drafts that a grammar forces: tokens which are the only ones allowed where they stand.
+"""Drafts tokens that a grammar forces: those that are the only ones allowed at their place.
 
 The target's distribution there is one-hot, so they are accepted with certainty, whatever the rule.
 """
@@ -11,13 +11,13 @@ from truedraft.engine.messages import Source
 from truedraft.engine.sampling.grammar import Matcher
 from truedraft.engine.sampling.thinking import ThinkingBudget
 
-# The strength of an offer, as that of a long match: it never fails.
+# This offer has the strength of a long match, as it never fails.
 CERTAIN = 16
 
 
 @dataclass(slots=True)
 class ForcedTokens:
-    """Asks a sequence's grammar anew before every round: the matcher follows what the rounds emit."""
+    """Asks a sequence's grammar anew before every round: the matcher follows the emitted tokens."""
 
     matcher: Matcher | ThinkingBudget
     limit: int
@@ -28,7 +28,7 @@ class ForcedTokens:
 
 
 class GrammarProposer:
-    """Offers what the grammar forces next, if it forces anything."""
+    """Offers the tokens that the grammar forces next, if it forces any."""
 
     name: Source = "grammar"
 

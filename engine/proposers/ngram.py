@@ -1,9 +1,9 @@
-"""Drafts from the sequence's own text: what followed the longest earlier occurrence of its end.
+"""Drafts from the sequence's own text: the tokens after the longest earlier occurrence of its end.
 
-No model and no memory on the device. The drafts are deterministic; the rules treat them as one-hot
-distributions. Prompt lookup (Saxena 2023) with a suffix automaton instead of a search: it holds all
-substrings of the text (Blumer et al. 1985), and a cursor follows the longest suffix that has also ended
-somewhere before, in amortised constant time per token.
+It needs no model and no memory on the device. The drafts are deterministic; the rules treat them as one-hot
+distributions. It is prompt lookup (Saxena 2023) with a suffix automaton instead of a search: the automaton
+holds all substrings of the text (Blumer et al. 1985), and a cursor follows the longest suffix that has also
+ended somewhere before, in amortised constant time per token.
 """
 
 from weakref import WeakKeyDictionary
@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.messages import NgramChoice, Source
 
-# So many of a text's repeated ends, the longest first, note at each token where they were and what followed:
-# all of them in ordinary text, and constant time in any.
+# This many of a text's repeated ends, the longest first, note at each token where they were and which token
+# followed: all of them in ordinary text, and constant time in any.
 MAX_ENDS = 32
 
 
 class NgramProposer:
-    """Offers only after a match of at least ``min_match`` tokens, at most ``max_tokens``; what followed it
-    last or most often, as ``choice`` says. The planner decides which sequences are read, and when: reading a
-    token takes about five microseconds."""
+    """Offers tokens after a match of at least ``min_match`` tokens, at most ``max_tokens`` of them: those
+    that followed it last or most often, as ``choice`` says. The planner decides which sequences are read, and
+    when: reading a token takes about five microseconds."""
 
     name: Source = "ngram"
 
@@ -34,7 +34,8 @@ class NgramProposer:
         return len(sequence.token_ids) - (0 if automaton is None else len(automaton.text))
 
     def read(self, sequence: Sequence, max_tokens: int) -> int:
-        """Tokens read now; a sequence's text only ever grows, also when it is preempted."""
+        """Reads further tokens of a text, and returns their number; a sequence's text only ever grows, also
+        when it is preempted."""
         automaton = self._automata.get(sequence)
         if automaton is None:
             automaton = self._automata[sequence] = SuffixAutomaton(self.choice)
@@ -44,7 +45,7 @@ class NgramProposer:
         return len(token_ids)
 
     def offers(self, sequence: Sequence, limit: int) -> tuple[int, list[int]]:
-        """Nothing before the text is read to its end."""
+        """Offers nothing before the text is read to its end."""
         automaton = self._automata.get(sequence)
         if automaton is None or len(automaton.text) < len(sequence.token_ids):
             return 0, []
@@ -54,12 +55,13 @@ class NgramProposer:
 
 
 class SuffixAutomaton:
-    """States are sets of substrings that end at the same places; state 0 is the empty one.
+    """Holds all substrings of a text. A state is a set of substrings that end at the same places; state 0 is
+    the empty substring.
 
-    ``match_length`` tokens at the end of the text also end at ``match_end`` (an index, exclusive), the
-    latest such place.
+    ``match_length`` tokens at the end of the text also end at ``match_end`` (an index, exclusive), the latest
+    such place.
 
-    With ``most_frequent`` every state also counts what has followed it; ties go to what followed last.
+    With ``most_frequent`` every state also counts the tokens that have followed it; ties go to the latest.
     """
 
     def __init__(self, choice: NgramChoice = "most_recent") -> None:
@@ -72,7 +74,7 @@ class SuffixAutomaton:
         self._end = [0]
         self._last = 0
         self._matched = 0
-        # Each state counts how often each token followed, and which did most often.
+        # Each state counts how often each token followed, and knows the one that did most often.
         self._counts: list[dict[int, int]] | None = [{}] if choice == "most_frequent" else None
         self._favourite = [-1]
 
@@ -86,7 +88,8 @@ class SuffixAutomaton:
             self._settle_match()
 
     def continuation(self, num_tokens: int) -> list[int]:
-        """What followed the earlier occurrence; where that runs into the end, it repeats itself."""
+        """Returns the tokens after the earlier occurrence; where they run into the end, the occurrence
+        repeats."""
         if self._counts is not None:
             return self._favourites(num_tokens)
         drafted: list[int] = []
@@ -95,12 +98,14 @@ class SuffixAutomaton:
         return drafted
 
     def _favourites(self, num_tokens: int) -> list[int]:
-        """What most often followed the match, then what most often followed that, and so on."""
+        """Returns the token that most often followed the match, then the one that most often followed that,
+        and so on."""
         drafted: list[int] = []
         state = self._matched
         while len(drafted) < num_tokens:
             while state and self._favourite[state] < 0:
-                state = self._link[state]  # has only occurred at the very end; a shorter end occurs elsewhere
+                # This end has only occurred at the very end; a shorter end occurs elsewhere.
+                state = self._link[state]
             if self._favourite[state] < 0:
                 break
             drafted.append(self._favourite[state])
@@ -108,7 +113,7 @@ class SuffixAutomaton:
         return drafted
 
     def _advance_match(self, token_id: int) -> None:
-        """Move the cursor over ``token_id``, among substrings that ended before it."""
+        """Moves the cursor over ``token_id``, among substrings that ended before it."""
         state, length = self._matched, self.match_length
         while state and token_id not in self._next[state]:
             state = self._link[state]
@@ -118,7 +123,7 @@ class SuffixAutomaton:
         self._matched, self.match_length = state, length
 
     def _append(self, token_id: int) -> None:
-        """Appends by the textbook online construction."""
+        """Appends a token by the textbook online construction."""
         self.text.append(token_id)
         if self._counts is not None:
             self._count(token_id)
@@ -131,7 +136,7 @@ class SuffixAutomaton:
         self._last = new
 
     def _count(self, token_id: int) -> None:
-        """``token_id`` has followed every end of the text up to now."""
+        """Counts ``token_id`` for every end of the text that it follows."""
         assert self._counts is not None
         state = self._last
         for _ in range(MAX_ENDS):
@@ -145,7 +150,7 @@ class SuffixAutomaton:
                 break
 
     def _state_of_length(self, state: int, token_id: int) -> int:
-        """The successor of ``state`` that is exactly one token longer, split off if need be."""
+        """Returns the successor of ``state`` that is exactly one token longer, split off if necessary."""
         successor = self._next[state][token_id]
         if self._length[successor] == self._length[state] + 1:
             return successor
@@ -161,7 +166,8 @@ class SuffixAutomaton:
         return clone
 
     def _settle_match(self) -> None:
-        """A split may have moved the matched substring to the clone. Then note where it ends now."""
+        """Moves the match to the clone if a split has moved its substring there, then notes where it ends
+        now."""
         while self._matched and self.match_length <= self._length[self._link[self._matched]]:
             self._matched = self._link[self._matched]
         if self._matched:

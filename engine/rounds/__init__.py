@@ -1,1 +1,1 @@
-"""What executes a step, and what it takes."""
+"""Executes steps, and measures how long they take."""

@@ -1,8 +1,8 @@
-"""Measures at start what passes of different sizes take, on scratch blocks, whose memory is given back.
+"""Measures at start how long passes of different sizes take, on scratch blocks, whose memory is given back.
 
-Forwards without sampling: measured rounds bring the rest in. Bounded in time: a slow model gets fewer points,
-but always the smallest ones. Every point is the fastest of several runs, spread over the whole time: whatever
-else the machine does makes passes slower, never faster.
+Forward passes run without sampling: measured rounds add the rest later. The time is bounded: a slow model
+gets fewer points, but always the smallest ones. Every point is the fastest of several runs, spread over the
+whole time: other work of the machine makes passes slower, never faster.
 """
 
 import math
@@ -23,29 +23,30 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.speculation.costs import Costs, PassCosts
 from truedraft.engine.speculation.routing import Routing
 
-# Tokens of a pass, in the order of what they tell; larger ones are extrapolated.
+# Passes of these numbers of tokens are measured, the most telling first; larger ones are extrapolated.
 SIZES = (1, 5, 2, 9, 16, 3, 4, 32, 12, 24, 48, 64, 128)
 MIN_SIZES, MAX_REPEATS = 2, 5
-# Tokens of passes of which the experts are counted.
+# Experts are counted in passes of these numbers of tokens.
 COUNTED_SIZES = (1, 2, 3, 5, 9, 16, 32, 64)
-# Stored tokens are measured with that many in each of these numbers of rows: together they may or may not
+# Stored tokens are measured with this many in each of these numbers of rows: together they may or may not
 # stay in the processor's cache.
 NUM_STORED, MOST_ROWS, FEWER_ROWS = 256, 4, (1, 2)
-# Seconds for which a pass is repeated, and the most repetitions: the first runs find cold caches.
+# A pass is repeated for this many seconds, but no more often than this: the first runs find cold caches.
 WARM_SECONDS, RUNS = 0.006, 12
-# Tokens of a scratch row's prompt, where an encoder reads prompts.
+# A scratch row has a prompt of this many tokens, where an encoder reads prompts.
 ENCODER_TOKENS = 16
-# Seconds of a pass over one token where the caches are too small for any to be measured: drafts, whose tokens
-# seem to take as long as passes of their own, never pay then.
+# A pass over one token counts as this many seconds where the caches are too small to measure any: drafting
+# never pays then, as its tokens seem to take as long as passes of their own.
 UNMEASURED = 1e-3
-# Tokens before those of a scratch row where there are states: one is folded, and has records after it.
+# A scratch row begins after this many tokens where there are states: one chunk is folded, and has records
+# after it.
 STATE_TOKENS = CHUNK + 4
 
 Kind = TypeVar("Kind")
 
 
 class Rows(NamedTuple):
-    """Says how many tokens of a pass are of one row: all if they are no more than ``alone``."""
+    """Says how many tokens of a pass belong to one row: all if they are no more than ``alone``."""
 
     tokens: int
     alone: int
@@ -63,8 +64,8 @@ def calibrate(
     step_seconds: float = 0.0,
     seconds: float = 1.0,
 ) -> Costs:
-    """``drafts`` are models of proposers, by name. ``max_tokens``: no step has more, prompts apart. All
-    caches must be allocated and unused."""
+    """Measures the passes. ``drafts`` are models of proposers, by name. No step has more than ``max_tokens``,
+    prompts apart. All caches must be allocated and unused."""
     seconds /= 1 + len(drafts)
     score = _measure(target, target_pool, SCORED, max_tokens, seconds)
     routing = _count_experts(target, target_pool, max_tokens)
@@ -75,7 +76,8 @@ def calibrate(
 
 
 def _count_experts(model: ModelRunner, pool: BlockPool, max_tokens: int) -> Routing | None:
-    """Counts the experts that passes over tokens from all over the vocabulary read; None without any."""
+    """Counts the experts that passes over tokens from all over the vocabulary read; None if there are
+    none."""
     if (counted := model.model.touched) is None:
         return None
     numbers: dict[int, float] = {}
@@ -102,7 +104,8 @@ def _measure(model: ModelRunner, pool: BlockPool, rows: Rows, max_tokens: int, s
     _touch(model, pool, _row_lengths(min(max(SIZES), max_tokens), rows))
     by_tokens: dict[int, float] = {}
     for size, took in sorted(_fastest(run, SIZES, seconds, MIN_SIZES).items()):
-        # A pass takes no longer than smaller ones in its place: else it was measured at a busy moment.
+        # A pass takes no longer than its successors, which are larger: otherwise it was measured at a busy
+        # moment.
         in_parts = [-(-size // smaller) * other for smaller, other in by_tokens.items()]
         by_tokens[size] = min([took, *in_parts])
 
@@ -118,8 +121,8 @@ def _measure(model: ModelRunner, pool: BlockPool, rows: Rows, max_tokens: int, s
 
 
 def _measure_rows(model: ModelRunner, pool: BlockPool, seconds: float) -> float:
-    """Returns what a pass over the same number of tokens takes more for each row: a state is read once for
-    all of a row's tokens."""
+    """Returns the additional time of each row in a pass over the same number of tokens: a state is read once
+    for all of a row's tokens."""
     kinds = [(MOST_ROWS, 1), (1, MOST_ROWS)]
     took = _fastest(lambda kind: pass_seconds(model, pool, [kind[1]] * kind[0]), kinds, seconds / 4, 2)
     if len(took) < len(kinds):
@@ -128,7 +131,8 @@ def _measure_rows(model: ModelRunner, pool: BlockPool, seconds: float) -> float:
 
 
 def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tuple[dict[int, float], float]:
-    """What stored tokens add to a pass, by their number, and the share of it for each further new token."""
+    """Returns the additional time that stored tokens take in a pass, by their number, and the share of it for
+    each further new token."""
 
     def run(kind: tuple[int, int, int]) -> float | None:
         rows, queries, stored = kind
@@ -137,7 +141,7 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
     _touch(model, pool, [NUM_STORED + SCORED.tokens] * MOST_ROWS)
     kinds = [(MOST_ROWS, queries, stored) for queries in (1, SCORED.tokens) for stored in (1, NUM_STORED)]
     took = _fastest(run, kinds, seconds / 2, len(kinds))
-    # What a large model has stored is read from memory however little it is.
+    # The stored tokens of a large model are read from memory however few they are.
     if took[kinds[0]] < WARM_SECONDS:
         kinds = [(rows, 1, stored) for rows in FEWER_ROWS for stored in (1, NUM_STORED)]
         took |= _fastest(run, kinds, seconds / 2, len(kinds))
@@ -149,7 +153,7 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
     by_stored: dict[int, float] = {}
     of_a_token = inf
     for rows in sorted((rows for rows, queries in added if queries == 1), reverse=True):
-        # A token takes no longer where fewer are stored: else that was measured at a busy moment.
+        # A token takes no longer where fewer are stored: otherwise that was measured at a busy moment.
         of_a_token = min(of_a_token, added[rows, 1] / (rows * NUM_STORED))
         by_stored[rows * NUM_STORED] = rows * NUM_STORED * of_a_token
     one, some = added[MOST_ROWS, 1], added[MOST_ROWS, SCORED.tokens]
@@ -158,8 +162,8 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
 
 
 def _touch(model: ModelRunner, pool: BlockPool, row_lengths: list[int]) -> None:
-    """Writes zeros to the scratch blocks of such rows, as many as there is room for: the first write to
-    memory may take longer than the passes that are measured there."""
+    """Writes zeros to the scratch blocks of such rows, as many as fit: the first write to memory may take
+    longer than the passes that are measured there."""
     num_rows = pool.num_free // pool.blocks_for(max(row_lengths))
     if pool.states is not None:
         num_rows = min(num_rows, pool.states.num_free)
@@ -186,7 +190,8 @@ def _fastest(
 def pass_seconds(
     model: ModelRunner, pool: BlockPool, row_lengths: list[int], num_stored: int = 0
 ) -> float | None:
-    """Seconds of a pass over such rows behind ``num_stored`` tokens each; None if the pool is too small."""
+    """Returns the seconds of a pass over such rows after ``num_stored`` tokens each; None if the pool is too
+    small."""
     num_encoder_tokens = ENCODER_TOKENS if model.model.has_encoder else 0
     num_stored += num_encoder_tokens + (0 if pool.states is None else STATE_TOKENS)
     room = [num_stored + length for length in row_lengths]
@@ -194,7 +199,7 @@ def pass_seconds(
         return None
     with _scratch(pool, room, num_encoder_tokens) as tables:
         num_tokens = sum(row_lengths)
-        # Where no experts are met, the first ids do: few pages are read of embeddings that lie in a file.
+        # Where there are no experts the first ids serve: few pages are read of embeddings that lie in a file.
         vocab_size = min(model.vocab_size, num_tokens) if model.model.touched is None else model.vocab_size
         token_ids = iter(distinct_ids(num_tokens, vocab_size))
         spans = [
@@ -217,15 +222,15 @@ def pass_seconds(
 
 
 def distinct_ids(num_tokens: int, vocab_size: int) -> list[int]:
-    """From all over the vocabulary, as far as it goes: where tokens are equal, a mixture of experts meets the
-    same few for all of them, which takes less than half as long."""
+    """Returns ids from all over the vocabulary: for equal tokens a mixture of experts reads the same few
+    experts, which takes less than half as long."""
     step = max(1, vocab_size // num_tokens)
     return [number * step % vocab_size for number in range(num_tokens)]
 
 
 @contextmanager
 def _scratch(pool: BlockPool, room: list[int], num_encoder_tokens: int = 0) -> Iterator[list[BlockTable]]:
-    """Block tables with room for these numbers of tokens, until the end. They always get the same blocks."""
+    """Yields block tables with blocks for these numbers of tokens. They always get the same blocks."""
     tables = [BlockTable(num_encoder_tokens) for _ in room]
     try:
         for table, num_tokens in zip(tables, room, strict=True):
@@ -237,6 +242,6 @@ def _scratch(pool: BlockPool, room: list[int], num_encoder_tokens: int = 0) -> I
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a GPU has done what it was given."""
+    """Waits until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""Tries a draft that nobody asked for: how much is accepted in short texts, and what its passes take.
+"""Tries a draft that nobody asked for: how much is accepted in short texts, and how long its passes take.
 
-The target continues built-in beginnings, greedily, with the draft in the way in which it would serve. What is
-accepted at each place, and the seconds of passes, say how many times the speed of the target alone that is.
+The target continues built-in beginnings, greedily, with the draft as it would serve. The acceptance at each
+place, and the seconds of passes, give the expected speed relative to the target alone.
 """
 
 import time
@@ -16,25 +16,29 @@ from truedraft.engine.messages import Failed, Generate, Method, SamplingParams
 from truedraft.engine.rounds.calibrate import distinct_ids
 from truedraft.engine.speculation.costs import PassCosts
 
-# Beginnings of a story, a program and a list of facts.
+# The texts begin a story, a program and a list of facts.
 BEGINNINGS = (
     "The train was late again, so the two sisters sat down on the bench and began to talk about",
     "def mean(numbers: list[float]) -> float:\n    if not numbers:\n        raise ValueError(",
     "Answer in one sentence. Question: Why does ice float on water? Answer:",
 )
-# Tokens of a beginning at most and of what follows it, and drafted tokens where the length is open.
+# A beginning has at most this many tokens, this many follow it, and this many are drafted where the length is
+# open.
 MAX_PROMPT, NUM_TOKENS, LENGTH = 32, 24, 4
-# Seconds after which no further text is begun.
+# No further text is begun after this many seconds.
 SECONDS = 4.0
-# Room for a text in the caches, in tokens.
+# The caches have memory for a text of this many tokens.
 ROOM = 128
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Holds what a draft brought. ``accepted`` is the share of rounds in which the token at each place was
-    accepted; ``cost`` is that of a drafted token in passes of the target, and ``gain`` how many times the
-    target's own speed ``length`` drafted tokens are expected to make."""
+    """Holds the results for a draft.
+
+    ``accepted`` is the share of rounds in which the token at each place was accepted; ``cost`` is that of a
+    drafted token in passes of the target, and ``gain`` the expected speed with ``length`` drafted tokens
+    relative to the target's own.
+    """
 
     accepted: list[float]
     cost: float
@@ -42,7 +46,7 @@ class Trial:
     length: int
 
     def __str__(self) -> str:
-        """Says the speed, and the two figures that it is made of."""
+        """Returns the speed, and the two figures of which it is made."""
         kept = ", ".join(f"{share:.0%}" for share in self.accepted)
         return (
             f"{self.gain:.2f} times the speed at length {self.length} ({kept} accepted by place, "
@@ -51,7 +55,7 @@ class Trial:
 
 
 def beginnings(target: str, vocab_size: int) -> list[list[int]]:
-    """Returns the built-in texts as the tokenizer of the model at ``target`` writes them; ids from all over
+    """Returns the built-in texts as the tokenizer of the model at ``target`` encodes them; ids from all over
     the vocabulary where it cannot."""
     try:
         tokenizer = load_pretrained_tokenizer(target)
@@ -93,8 +97,8 @@ def accepted_by_place(
 
 
 def trial_of(accepted: list[float], score: PassCosts, draft: PassCosts, lengths: Sequence[int]) -> Trial:
-    """Returns what the best of the ``lengths`` is expected to make of such acceptance and such passes."""
-    # What is accepted at a place was accepted before it; few rounds may count otherwise.
+    """Returns the trial with the best of the ``lengths``, given this acceptance and these passes."""
+    # A token is accepted only if the one before it was; with few rounds the counts may contradict that.
     reached = [*accumulate(accepted, min)]
     plain, drafted = score(1), draft(1)
 

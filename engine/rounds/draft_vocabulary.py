@@ -1,9 +1,9 @@
-"""Chooses a head's output layer at start, from what passes with different ones take here.
+"""Chooses a head's output layer at start, from the time of passes with different ones.
 
-A head that shares the target's output layer reads all of it for each drafted token. A copy in four bits
-takes a third of that, and fewer tokens take their share: drafts then come from another distribution, which
-is the one that they are verified with. What that costs in acceptance is known roughly: a token that is not
-drafted is rejected, and texts that have been counted tell how many those are.
+A head that shares the target's output layer reads all of it for each drafted token. A copy in four bits takes
+a third of that, and fewer tokens take their share: drafts then come from another distribution, which
+verification knows. The loss of acceptance is known roughly: a token that is not drafted is rejected, and
+texts that have been counted tell how many those are.
 """
 
 import logging
@@ -22,23 +22,23 @@ from truedraft.engine.models.heads.vocabulary import most_frequent
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.rounds.calibrate import pass_seconds
 
-# Numbers of tokens that are tried, no more than half of the vocabulary: the two largest.
+# These numbers of tokens are tried, as far as they are no more than half of the vocabulary: the two largest.
 SIZES, MOST_SIZES = tuple(1 << power for power in range(16, 7, -1)), 2
-# Share of drafts that are accepted where nothing is left out, and what four bits leave of it.
+# This share of drafts is accepted where nothing is left out; four bits keep this part of it.
 ACCEPTED, LEFT_BY_FOUR_BITS = 0.7, 0.97
 LENGTHS = range(1, 9)
-# What leaves something out must be faster by this share: less is noise of the measurement.
+# A layer that leaves something out must be faster by this share: less is noise of the measurement.
 MARGIN = 0.02
-# Room of a measured pass: states need some tokens before it.
+# A measured pass has this many tokens before it, which states need.
 BLOCKS, BLOCK_SIZE, SCORED = 8, 16, 5
-# A process that was descheduled says nothing about its model.
+# A run this much slower was descheduled, and says nothing about its model.
 REPEATS = 3
 
 logger = logging.getLogger(__name__)
 
 
 class Output(NamedTuple):
-    """Is an output layer that a head may have: of some ids, None: of all."""
+    """Is an output layer that a head may have: of some ids; None: of all."""
 
     token_ids: torch.Tensor | None
     in_four_bits: bool
@@ -53,9 +53,9 @@ def choose_output(
 ) -> Head:
     """Returns the head with the output layer that makes most tokens a second.
 
-    Chooses by passes of the head and of the target, or takes ``size`` tokens. ``counts`` are of texts like
-    those that will be served: without them and a size all tokens are drafted. Drafts have that ``length``, or
-    the best one.
+    Chooses by passes of the head and of the target, or takes ``size`` tokens. ``counts`` are those of texts
+    like the ones that will be served: without them and a size all tokens are drafted. Drafts have that
+    ``length``, or the best one.
     """
     make = head.model.weights.make_output
     if isinstance(size, int) and make is None:
@@ -91,7 +91,7 @@ def _drafting(head: Head, output: Output) -> Head | None:
 def _outputs(
     vocab_size: int, size: int | Literal["auto", "full"], counts: Counter[int] | None, always: Iterable[int]
 ) -> Iterator[Output]:
-    """Yields what can be tried. Without counts nothing is left out unless that is asked for."""
+    """Yields the layers to try. Without counts nothing is left out unless the settings ask for it."""
     if isinstance(size, int):
         sizes: list[int | None] = [size if size < vocab_size else None]
     elif size == "full":
@@ -110,14 +110,14 @@ def _smaller_sizes(vocab_size: int) -> list[int]:
 
 
 def _covered(token_ids: torch.Tensor | None, counts: Counter[int] | None) -> float:
-    """Returns the share of tokens that are drafted at all."""
+    """Returns the share of tokens that can be drafted at all."""
     if token_ids is None or not counts:
         return 1.0
     return sum(counts[token] for token in token_ids.tolist()) / counts.total()
 
 
 def _speed(accepted: float, score: list[float], draft: float, fixed_length: int | None) -> float:
-    """Returns the tokens a second of a draft length, or of the best one."""
+    """Returns the tokens per second with this draft length, or with the best one."""
     first, later = score
     more = max(0.0, later - first) / (SCORED - 1)
     return max(
@@ -135,7 +135,7 @@ def _seconds(model: Model, num_tokens: int) -> float:
 
 
 def _in_words(token_ids: Sized | None, vocab_size: int, in_four_bits: bool) -> str:
-    """Says what a head drafts with."""
+    """Describes the layer with which a head drafts."""
     number = vocab_size if token_ids is None else len(token_ids)
     bits = ", with a copy of the output layer in 4 bits" if in_four_bits else ""
     return f"{number} of {vocab_size} tokens{bits}"

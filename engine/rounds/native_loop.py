@@ -1,7 +1,7 @@
-"""Rounds of a step as one call of C (``rounds.c``), where rows need nothing else than passes and draws.
+"""Runs the rounds of a step as one call of C (``rounds.c``), where rows need only passes and draws.
 
-A small model's round takes a millisecond, and what Python does around its passes another one. The loop calls
-the same operations in C as rounds in Python do, so both emit the same, bit for bit.
+A small model's round takes a millisecond, and the work of Python around its passes another one. The loop
+calls the same operations in C as rounds in Python do, so both emit the same, bit for bit.
 """
 
 from array import array
@@ -30,8 +30,8 @@ NEEDS = {Need.PROMPT, Need.SAMPLING, Need.OTHER_DRAWS, Need.BLOCK_RULE, Need.BIA
 
 
 class NativeLoop:
-    """No round begins that would probably end later than ``seconds`` after the first one has begun. ``draft``
-    is who draws drafts in C, if anybody does."""
+    """Runs rounds. It begins none that would probably end later than ``seconds`` after the first one has
+    begun. ``draft`` is the proposer that draws drafts in C, if there is one."""
 
     def __init__(
         self, target: NativeDecoder, draft: DraftModelProposer | None, table: RowTable, seconds: float
@@ -41,19 +41,20 @@ class NativeLoop:
         model = None if draft is None else draft.model.fast_pass
         assert model is None or isinstance(model, NativeDecoder)
         self.model = model
-        self.max_draft_len = 0 if draft is None else draft.max_len  # the longest sequence it can hold
+        # This is the longest sequence that the draft can hold.
+        self.max_draft_len = 0 if draft is None else draft.max_len
         self.table = table
         self.seconds = seconds
         self.supports = frozenset(NEEDS if draft is None else {*NEEDS, draft.need})
 
     def runs(self, plan: StepPlan) -> bool:
-        """Tells whether rows need nothing else than the loop does."""
+        """Tells whether the loop covers the needs of all rows."""
         return plan.needs <= self.supports and not any(part.draft.in_round for part in plan.rows)
 
     def run(self, plan: StepPlan, rows: Sequences[Row]) -> list[Round]:
-        """Runs up to ``plan.max_rounds``, until a row ends. An empty list if the first round could not be
-        verified, as logits were no distribution or there was no memory: nothing has happened then but in the
-        caches."""
+        """Runs up to ``plan.max_rounds``, until a row ends. Returns an empty list if the first round could
+        not be verified, as logits were no distribution or there was no memory: then only the caches have
+        changed."""
         max_drafts = max(part.draft.max_num_drafts for part in plan.rows)
         lines = self.table.lines_of(rows)
         draws = any(part.draft.num_tokens for part in plan.rows)
@@ -132,8 +133,8 @@ class NativeLoop:
         return num_missing
 
     def _holds(self, num_new: int, num_missing: int, max_drafts: int) -> bool:
-        """Tells whether C computes so many tokens of a row in one pass. Of those that a round stores none is
-        certain before it is complete: logs of states must hold them all."""
+        """Tells whether C can compute this many tokens of a row in one pass. None of a round's tokens is
+        certain before the round is complete: logs of states must hold them all."""
         if self.target.has_states and num_new + max_drafts - 1 > ROLLBACK:
             return False
         # The last draft is not stored.
@@ -150,7 +151,7 @@ class NativeLoop:
         seconds: list[float],
         draws: bool,
     ) -> list[Round]:
-        """Brings sequences' tables up to date; returns the rounds that C has done."""
+        """Brings sequences' tables up to date; returns the rounds that C has run."""
         num_rows, size = len(rows), plan.max_rounds * len(rows)
         lines = [self.table.numbers[row.number] for row in rows]
         own = self._draft_tables(plan) if draws else [None] * num_rows
@@ -190,7 +191,8 @@ class NativeLoop:
 
 
 def _columns(tables: list[BlockTable], slot: Field, num_folded: Field) -> dict[Field, list[int]]:
-    """Returns where tables have their states, -1 for none, and how many tokens they are folded over."""
+    """Returns the state slots of tables, -1 for none, and the numbers of tokens over which the states are
+    folded."""
     return {
         slot: [-1 if table.state_slot is None else table.state_slot for table in tables],
         num_folded: [table.num_folded_tokens for table in tables],

@@ -1,16 +1,19 @@
-"""Shows the algorithm in plain sight: propose, score, verify, observe (Leviathan et al. 2211.17192,
-algorithm 1).
+"""Runs rounds, on any device and whatever rows need: propose, score, adjust, judge, observe (Leviathan et al.
+2211.17192, algorithm 1).
 
-On any device, whatever rows need. What a round draws is a function of the rows' own seeds, parameters and
-positions. Where rounds are short, a plan stands for several: they share a step, and emit what they would emit
-one by one. ``NativeLoop`` runs such rounds as one call of C, where rows need nothing else.
+What a round draws is a function of the rows' own seeds, parameters and positions. Passes are those of the
+models' runners, who replay captured ones where they have them, and draws and verdicts are operations
+(``RoundOps``): the round knows neither. On a GPU nothing in it waits for what the device computes until the
+verdict is read, but for masks of grammars, whose drafts the host reads while the target scores them.
+
+Where rounds are short, a plan stands for several: they share a step, and emit what they would emit one by
+one. ``NativeLoop`` runs such rounds as one call of C, where rows need nothing else.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 
@@ -20,30 +23,39 @@ from truedraft.engine.core.step import Known, PhaseSeconds, Round, ScheduledSequ
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import RoundTrace, TokenLogprob
-from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.known import known_drafts, known_tokens
+from truedraft.engine.rounds.capture.capture import Mark
+from truedraft.engine.rounds.capture.graphs import RoundGraphs
 from truedraft.engine.rounds.native_loop import NativeLoop
 from truedraft.engine.rows.drafts import Drafts, RowVerdict, merge_drafts
 from truedraft.engine.rows.table import Row, RowTable
+from truedraft.engine.sampling.adjust import reads_drafts
 from truedraft.engine.sampling.logprobs import token_logprobs
 from truedraft.engine.sampling.sampler import Sampler
 from truedraft.engine.sampling.torch_ops import RoundOps, TorchOps
 
 # Rows with other needs have one round a step.
 SHARED = EVERY_NEED - {Need.PROMPT, Need.LONG_PROMPT, Need.PROPOSER, Need.CATCH_UP, Need.TRACE}
-# Does as ``ModelRunner.forward``, with the taps of those who follow the target.
-TargetPass: TypeAlias = Callable[[list[Span]], ForwardOutput]
 
 
-class PhaseRunner:
+class RoundRunner:
     """``proposers`` draft during a step. Other drafts are known when it is planned. No round begins that
-    would probably end later than ``step_seconds`` after the step's first one has begun."""
+    would probably end later than ``step_seconds`` after the step's first one has begun.
 
-    supports = EVERY_NEED
+    ``graphs`` has the captured passes of a device, if any; then ``when_launched`` is called when the device
+    is at work on a round's last pass, and the host would only wait for it.
+    """
+
+    when_launched: Callable[[], None]
 
     def __init__(
-        self, target: ModelRunner, proposers: Sequences[Proposer], ops: RoundOps, step_seconds: float = 0.0
+        self,
+        target: ModelRunner,
+        proposers: Sequences[Proposer],
+        ops: RoundOps,
+        step_seconds: float = 0.0,
+        graphs: RoundGraphs | None = None,
     ) -> None:
         self.target = target
         self.proposers = proposers
@@ -58,18 +70,23 @@ class PhaseRunner:
         self.step_seconds = step_seconds
         self.loop: NativeLoop | None = None
         self.table = RowTable()
+        self.graphs = graphs
+        self._scored_by = "phases"
+        self._mark: Callable[[], Mark] = HostMark
+        if graphs is not None:
+            self.when_launched = lambda: None
+            self._mark = graphs.capture.mark
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, forward: TargetPass | None = None) -> StepResult:
-        """Runs one round, or several where the plan stands for more. ``forward`` takes the place of the
-        target's pass; whoever gives it counts its time."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs one round, or several where the plan stands for more."""
         rows = self.table.rows_of([part.sequence for part in plan.rows])
         if self.loop is not None and plan.rows and self.loop.runs(plan) and not self._is_followed(plan):
             prompt_seconds = None if plan.is_decode_only else self._prefill(plan)
             rounds = self.loop.run(plan, rows)
             if rounds:
                 return StepResult(rounds, {"c": len(rounds) * len(rows)}, prompt_seconds)
-        first = self._round(plan, rows, forward)
+        first = self._round(plan, rows)
         if not plan.rows:
             return StepResult([], prompt_seconds=first.seconds)
         rounds = [first]
@@ -80,17 +97,32 @@ class PhaseRunner:
             finally:
                 for part, length in zip(plan.rows, lengths, strict=True):
                     del part.sequence.token_ids[length:]
-        return StepResult(rounds, {"phases": len(rounds) * len(rows)})
+        return StepResult(rounds, {self._scored_by: len(rounds) * len(rows)})
+
+    def _round(self, plan: StepPlan, rows: list[Row]) -> Round:
+        """Runs one round: each of its passes and operations is launched before any is waited for."""
+        clock = Clock(self._mark if plan.rows else HostMark)
+        sampler = Sampler(rows, self.target.vocab_size, self.target.device, self.ops)
+        drafts = self._propose(plan, sampler)
+        clock.lap()
+        scored = self._score(plan, sampler, drafts)
+        clock.lap()
+        verdicts = sampler.judge(sampler.adjust(scored.logits, drafts), drafts)
+        clock.judged()
+        if self._is_followed(plan):
+            self.observe(list(_standing(plan, scored, drafts, verdicts)))
+        seconds = clock.seconds()
+        return self._done(plan, sampler, drafts, scored.logits, verdicts, seconds)
 
     def _prefill(self, plan: StepPlan) -> PhaseSeconds:
         """Proposers store prompts before they are rows of the loop."""
-        clock = _Clock()
+        started = time.perf_counter()
         for proposer in self.proposers:
             proposer.prefill([part for part in plan.prompts if part.is_prefilled_by(proposer.name)])
-        return PhaseSeconds(clock.lap(), 0.0, 0.0)
+        return PhaseSeconds(time.perf_counter() - started, 0.0, 0.0)
 
     def _later_rounds(self, plan: StepPlan, rows: list[Row], last: Round) -> list[Round]:
-        """Runs what else the plan stands for. Sequences have what was emitted until the step ends."""
+        """Runs the plan's further rounds. Sequences keep the emitted tokens until the step ends."""
         started, longest = time.perf_counter(), sum(last.seconds)
         rounds: list[Round] = []
         while len(rounds) + 1 < plan.max_rounds and not _has_ended(plan, last):
@@ -98,14 +130,14 @@ class PhaseRunner:
             if took + 2 * longest > self.step_seconds:
                 break
             plan = self._next_plan(plan, last)
-            last = self._round(plan, rows, None)
+            last = self._round(plan, rows)
             last.sources = [part.draft.first_source for part in plan.rows]
             longest = max(longest, sum(last.seconds))
             rounds.append(last)
         return rounds
 
     def _next_plan(self, plan: StepPlan, last: Round) -> StepPlan:
-        """Returns the plan of the next round, after what the last one has emitted."""
+        """Returns the plan of the next round, after the tokens of the last one."""
         parts = []
         for part, emitted in zip(plan.rows, last.emitted, strict=True):
             sequence, draft = part.sequence, part.draft
@@ -128,24 +160,9 @@ class PhaseRunner:
             parts.append(ScheduledSequence(sequence, 1, draft, num_missing))
         return replace(plan, scheduled=parts, rows=parts)
 
-    def _round(self, plan: StepPlan, rows: list[Row], forward: TargetPass | None) -> Round:
-        """Propose, score, adjust, judge, and let those that follow the target observe."""
-        clock = _Clock()
-        sampler = Sampler(rows, self.target.vocab_size, self.target.device, self.ops)
-        drafts = self._propose(plan, sampler)
-        draft_seconds = clock.lap()
-        scored = self._score(plan, drafts.ids, forward)
-        lap = clock.lap()
-        score_seconds = lap if forward is None else 0.0
-        verdicts = sampler.judge(sampler.adjust(scored.logits, drafts), drafts)
-        verify_seconds = clock.lap()
-        if self._is_followed(plan):
-            self.observe(list(_standing(plan, scored, verdicts)))
-        seconds = PhaseSeconds(draft_seconds + clock.lap(), score_seconds, verify_seconds)
-        return self._done(plan, sampler, drafts, scored.logits, verdicts, seconds)
-
     def _propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
-        """The proposers' drafts, and those that are known already. Proposers follow prompts, too."""
+        """Returns the proposers' drafts, merged with those that are known already. Proposers follow prompts,
+        too."""
         parts = []
         for proposer in self.proposers:
             if any(part.draft.source == proposer.name for part in plan.rows):
@@ -159,10 +176,15 @@ class PhaseRunner:
             parts, len(plan.rows), sampler.vocab_size, sampler.device, sampler.uses_draft_probs
         )
 
-    def _score(self, plan: StepPlan, drafted: list[list[int]], forward: TargetPass | None) -> "_Scored":
+    def _score(self, plan: StepPlan, sampler: Sampler, drafts: Drafts) -> "_Scored":
         """The target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
-        drafts = iter(drafted)
+        is_late = not self.ops.reads_drafts and drafts.known is None and any(drafts.lengths)
+        if is_late and reads_drafts(sampler.rows, self.target.model.rules):
+            drafts.send_early()
+            sampler.read_drafts = lambda: drafts.ids
+        number, num_tokens = 0, 0
         spans, num_row_logits = [], []
+        drawn: list[tuple[int, int]] = []  # where the tokens that only the device knows go, and come from
         for part in plan.scheduled:
             sequence = part.sequence
             table = sequence.target_blocks
@@ -170,20 +192,27 @@ class PhaseRunner:
             token_ids = sequence.token_ids[start : start + part.num_tokens]
             num_logits = 0
             if part.completes:
-                draft = next(drafts)
-                token_ids += draft
-                num_logits = len(draft) + 1
+                length = drafts.lengths[number]
+                token_ids += [0] * length if is_late else drafts.ids[number]
+                if is_late:
+                    at, source = num_tokens + part.num_tokens, number * drafts.token_ids.shape[1]
+                    drawn += [(at + place, source + place) for place in range(length)]
+                num_logits = length + 1
+                number += 1
+            num_tokens += len(token_ids)
             num_row_logits.append(num_logits)
             # A prompt's log-probabilities need the logits from the token before the first of them on.
             wanted = num_logits
             if sequence.wants_prompt_logprobs:
                 wanted = max(wanted, start + len(token_ids) - max(start, sequence.next_scoring_row))
             spans.append(Span(table, token_ids, wanted, start + part.num_tokens))
-        if forward is None:
-            output = self.target.forward(spans, taps=self.taps if self._is_followed(plan) else ())
-        else:
-            output = forward(spans)
-        logits, hidden = output
+        packed_ids = _packed_ids(spans, drawn, drafts.token_ids) if is_late else None
+        taps = self.taps if self._is_followed(plan) else ()
+        num_fast = self.target.num_fast
+        logits, hidden = self.target.forward(spans, packed_ids, taps)
+        if self.graphs is not None:
+            self._scored_by = "cuda_graphs" if self.target.num_fast > num_fast else "phases"
+            self.when_launched()
         if len(logits) != sum(num_row_logits):
             logits = _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)
         return _Scored(spans, logits, hidden)
@@ -197,8 +226,8 @@ class PhaseRunner:
         )
 
     def observe(self, standing: list[Observation]) -> None:
-        """Tells those who follow the target what of its pass stands, each with the layers that it taps:
-        ``standing`` has the states of all ``taps``."""
+        """Tells those who follow the target which tokens of its pass stand, each with the layers that it
+        taps: ``standing`` has the states of all ``taps``."""
         for proposer in self.observers:
             places = [self.taps.index(tap) for tap in self._taps_of[proposer.name]]
             told = [
@@ -241,7 +270,7 @@ class PhaseRunner:
         logits: torch.Tensor,
         verdicts: list[RowVerdict],
     ) -> list[RoundTrace] | None:
-        """One by row, if any row wants its own."""
+        """Returns a trace for each row, if any row wants one."""
         if Need.TRACE not in plan.needs or not sampler.traced:
             return None
         target_probs, draft_probs, next_probs = (
@@ -272,15 +301,17 @@ class PhaseRunner:
         ]
 
     def _trace_source(self, source: str) -> str:
-        """A replay must know that a draft model's translated text was not drawn."""
+        """Returns the source for traces: a replay must know that a draft model's translated text was not
+        drawn."""
         names = {proposer.name: proposer.trace_source for proposer in self.proposers}
         return names.get(source, source)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Holds the target's pass: its spans, as scheduled; ``logits`` of every row's pending token and its
-    drafts, packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all tokens."""
+    """Holds the results of the target's pass: its spans, as scheduled; ``logits`` of every row's pending
+    token and its drafts, packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all
+    tokens."""
 
     spans: list[Span]
     logits: torch.Tensor
@@ -296,15 +327,46 @@ def _has_ended(plan: StepPlan, last: Round) -> bool:
     )
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
+class HostMark:
+    """Marks a moment of the host's clock, at which a CPU is done with what it was given."""
 
-    def lap(self) -> float:
-        """Seconds since the last one."""
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        return seconds
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later: "HostMark") -> float:
+        """Milliseconds."""
+        return 1000 * (later.seconds - self.seconds)
+
+
+class Clock:
+    """Takes the time of a round. What a device has passed over it tells once the verdict has been read."""
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        self._mark = mark
+        self._started = self._judged = time.perf_counter()
+        self._marks = [mark()]
+
+    def lap(self) -> None:
+        self._marks.append(self._mark())
+
+    def judged(self) -> None:
+        self._judged = time.perf_counter()
+
+    def seconds(self) -> PhaseSeconds:
+        """Returns the seconds of two laps, and the rest before the verdict; what follows is drafting."""
+        started, drafted, scored = self._marks
+        draft, score = started.elapsed_time(drafted) / 1000, drafted.elapsed_time(scored) / 1000
+        verify = max(0.0, self._judged - self._started - draft - score)
+        return PhaseSeconds(draft + time.perf_counter() - self._judged, score, verify)
+
+
+def _packed_ids(spans: list[Span], drawn: list[tuple[int, int]], drafted: torch.Tensor) -> torch.Tensor:
+    """Returns the ids of the spans' tokens on the device, with what it has ``drafted`` in its places."""
+    known = [token_id for span in spans for token_id in span.token_ids]
+    into, taken = zip(*drawn, strict=True)
+    numbers = on_device([*known, *into, *taken], drafted.device)
+    ids, places, sources = numbers.split_with_sizes((len(known), len(into), len(taken)))
+    return ids.index_copy(0, places, drafted.reshape(-1).index_select(0, sources))
 
 
 def _columns(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
@@ -314,27 +376,29 @@ def _columns(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
     return hidden.index_select(1, on_device(places, hidden.device))
 
 
-def _standing(plan: StepPlan, scored: _Scored, verdicts: list[RowVerdict]) -> Iterator[Observation]:
+def _standing(
+    plan: StepPlan, scored: _Scored, drafts: Drafts, verdicts: list[RowVerdict]
+) -> Iterator[Observation]:
     """Yields what has been computed of each sequence, without the drafts that were rejected."""
-    verdict, end = iter(verdicts), 0
+    judged, end = zip(verdicts, drafts.ids, strict=True), 0
     for part, span in zip(plan.scheduled, scored.spans, strict=True):
         start, end = end, end + len(span.token_ids)
-        first, num_kept = span.table.num_computed_tokens - len(span.token_ids), part.num_tokens
+        first, kept = span.table.num_computed_tokens - len(span.token_ids), span.token_ids[: part.num_tokens]
         if part.completes:
-            num_accepted, next_token, failed = next(verdict)
+            (num_accepted, next_token, failed), draft = next(judged)
             if failed:
                 continue
-            num_kept += num_accepted
+            kept += draft[:num_accepted]
         else:
-            next_token = part.sequence.token_ids[first + num_kept]
-        hidden = None if scored.hidden is None else scored.hidden[start : start + num_kept]
-        yield Observation(part.sequence, first, span.token_ids[:num_kept], next_token, hidden)
+            next_token = part.sequence.token_ids[first + len(kept)]
+        hidden = None if scored.hidden is None else scored.hidden[start : start + len(kept)]
+        yield Observation(part.sequence, first, kept, next_token, hidden)
 
 
 def _output_logprobs(
     plan: StepPlan, drafts: Drafts, logits: torch.Tensor, emitted: list[list[int]]
 ) -> list[list[TokenLogprob] | None] | None:
-    """Returns those of the tokens that rows emitted, where they ask for them, from the raw logits."""
+    """Returns the log-probabilities of emitted tokens, for rows that ask for them, from the raw logits."""
     if Need.LOGPROBS not in plan.needs:
         return None
     result: list[list[TokenLogprob] | None] = []
@@ -354,7 +418,7 @@ def _output_logprobs(
 def _take_prompt_logprobs(
     scheduled: list[ScheduledSequence], spans: list[Span], num_row_logits: list[int], logits: torch.Tensor
 ) -> torch.Tensor:
-    """Keep the prompts' log-probabilities with their sequences; return the logits of rows alone."""
+    """Stores the prompts' log-probabilities with their sequences; returns the logits of rows alone."""
     of_rows = []
     for part, rows, num_logits in zip(
         scheduled, torch.split(logits, [span.num_logits for span in spans]), num_row_logits, strict=True
@@ -362,7 +426,7 @@ def _take_prompt_logprobs(
         sequence = part.sequence
         if sequence.wants_prompt_logprobs and len(rows):
             first = sequence.target_blocks.num_computed_tokens - len(rows)
-            # The row of token i predicted token i + 1.
+            # The logits after token i predicted token i + 1.
             known = sequence.token_ids[first + 1 : min(first + 1 + len(rows), sequence.num_prompt_tokens)]
             assert sequence.params.prompt_logprobs is not None
             sequence.add_prompt_logprobs(

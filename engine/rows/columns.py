@@ -1,8 +1,8 @@
-"""Names the columns of a row, in one place: the numbers by which a sequence drafts and draws its tokens.
+"""Names the columns of a row in one place: the numbers by which a sequence drafts and draws its tokens.
 
 A row is one line of 64-bit numbers, in the order of ``Field``. torch sees views of its columns, C sees the
 structure ``Row`` of ``native/rows.h``, which ``python -m tools.write_headers`` writes from here, and a device
-has a copy of the first of them, up to ``DEVICE_WIDTH``.
+has a copy of the first columns, up to ``DEVICE_WIDTH``.
 """
 
 from enum import Enum, IntEnum
@@ -16,7 +16,7 @@ class Rule(Enum):
     REJECTION = "rejection"
     BLOCK = "block"
 
-    # Rules are looked up in every step, and an enumeration's own hash is written in Python.
+    # Every step looks rules up, and an enumeration's own hash is written in Python.
     __hash__ = object.__hash__
 
     @property
@@ -49,7 +49,7 @@ class Field(IntEnum):
         field.type, field.text = kind, text
         return field
 
-    # What a device needs of a row in every round.
+    # A device needs these columns in every round.
     NUM_STORED = INTEGER, "tokens before the pending one, which is its position"
     NUM_DRAFTS = INTEGER, "drafts that the round scores; -1: the round has no such row"
     NUM_DRAWN = INTEGER, "drafts that come with distributions: num_drafts, or none"
@@ -66,7 +66,7 @@ class Field(IntEnum):
     TEMPERATURE = FLOAT, "above 0; greedy rows have 1 and do not look at it"
     TOP_P = FLOAT, "mass that may be drawn; 1: all"
     MIN_P = FLOAT, "smallest ratio to the most likely token's probability; 0: any"
-    # What the host needs besides.
+    # The host needs these in addition.
     DRAFTS_GREEDILY = INTEGER, "whether a draft model drafts its most likely token"
     REPETITION = FLOAT, "repetition penalty; 1: off"
     FREQUENCY = FLOAT, "frequency penalty; 0: off"
@@ -87,7 +87,7 @@ class Field(IntEnum):
     NUM_MASKED = INTEGER, "positions that mask knows; later ones allow every token"
     MASK_WORDS = INTEGER, "words of 32 tokens in the mask of a position"
     MASK = WORDS, "[positions, mask_words] a bit for each allowed token; NULL: no mask"
-    # What several rounds in C need besides.
+    # Several rounds in C need these in addition.
     NUM_COMPUTED = (
         INTEGER,
         "tokens in the target's cache: of a prompt any number, else num_stored",
@@ -106,5 +106,5 @@ DEVICE_WIDTH = int(Field.DRAFTS_GREEDILY)
 # On a device token ids follow: the one before the pending one, the pending one, then the drafts.
 IDS_AT = DEVICE_WIDTH
 DRAFTS_AT = IDS_AT + 2
-# Columns of states that the target's cache has, and the draft model's after them.
+# These columns hold the target's states; the draft model's follow them.
 NUM_STATE_FIELDS = 3

@@ -1,5 +1,6 @@
-"""Carries what rows have drafted, and what becomes of it."""
+"""Carries what rows have drafted, and the verdicts on it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -7,20 +8,23 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.memory.host_to_device import on_device
+from truedraft.engine.memory.host_to_device import on_device, to_host
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drafts:
-    """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
+    """Holds a proposer's drafts for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
-    deterministic or no row asks for them.
+    deterministic or no row asks for them. ``known`` holds each row's ids where the host has chosen them; None
+    if they were drawn. ``sent`` waits for a copy of the ids to the host, if one has begun.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
     probs: torch.Tensor | None  # float32 [B, K, V]
     lengths: list[int]
+    known: list[list[int]] | None = None
+    sent: Callable[[], torch.Tensor] | None = None
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
@@ -29,19 +33,28 @@ class Drafts:
     @cached_property
     def ids(self) -> list[list[int]]:
         """Each row's drafted ids, without padding, in one copy from the device."""
-        return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths, strict=True)]
+        if self.known is not None:
+            return self.known
+        if not any(self.lengths):
+            return [[] for _ in self.lengths]
+        token_ids = self.token_ids if self.sent is None else self.sent()
+        return [ids[:length] for ids, length in zip(token_ids.tolist(), self.lengths, strict=True)]
+
+    def send_early(self) -> None:
+        """Starts to copy the ids to the host, before the device gets more to do."""
+        self.sent = to_host(self.token_ids)
 
 
 class DraftDraw(NamedTuple):
-    """One drafted token of each row."""
+    """Holds one drafted token of each row."""
 
     ids: torch.Tensor  # [B]
-    probs: torch.Tensor | None  # [B, V], the distributions drawn from, if a row asks for them
+    probs: torch.Tensor | None  # [B, V], the distributions that they were drawn from, if a row asks for them
 
 
 class RowVerdict(NamedTuple):
-    """Holds one row's verdict: how many drafts stand, and the token after them. ``failed``: the row met
-    logits that are no distribution (NaN, nothing allowed)."""
+    """Holds one row's verdict: how many drafts are accepted, and the token after them. ``failed`` says that
+    logits were no distribution (NaN, nothing allowed)."""
 
     num_accepted: int
     next_token: int
@@ -51,8 +64,8 @@ class RowVerdict(NamedTuple):
 def merge_drafts(
     parts: list[Drafts], num_rows: int, vocab_size: int, device: torch.device, with_probs: bool
 ) -> Drafts:
-    """Merges ``parts``, which are of all rows, to one draft for each row: at most one of them has drafted for
-    it, and the others hold zeros there. ``with_probs``: some row asks for distributions."""
+    """Merges ``parts``, each of all rows, to one draft for each row: at most one part has drafted for a row,
+    and the others hold zeros there. ``with_probs`` says that some row asks for distributions."""
     drafting = [part for part in parts if any(part.lengths)]
     if not drafting:
         return Drafts.empty(num_rows, device)

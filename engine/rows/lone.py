@@ -1,4 +1,4 @@
-"""Texts that belong to no sequence: of comparisons at load, and of traces that are verified."""
+"""Has texts that belong to no sequence: those of comparisons at load, and of traces that are verified."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,8 @@ from truedraft.engine.rows.table import Row, RowTable
 
 @dataclass(eq=False)
 class LoneText:
-    """Is a ``Text``: its tokens, and how it goes on. The first ``num_encoder_tokens`` are an encoder's."""
+    """Is a ``Text`` with fixed tokens and a fixed continuation. The first ``num_encoder_tokens`` are an
+    encoder's."""
 
     params: SamplingParams
     rule: Rule
@@ -36,6 +37,6 @@ class LoneText:
         return self.rule.value
 
     def row(self) -> Row:
-        """Returns its row, in a table of its own."""
+        """Returns the text's row, in a table of its own."""
         (row,) = RowTable().rows_of([self])
         return row

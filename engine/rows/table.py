@@ -1,6 +1,6 @@
 """Keeps the rows of all sequences that draw tokens: a sequence enters at one place, and leaves at one place.
 
-Whatever drafts, adjusts or judges reads the columns here: in torch, in C, and in a device's copy.
+Everything that drafts, adjusts or verifies reads the columns here: in torch, in C, and in a device's copy.
 """
 
 from array import array
@@ -18,14 +18,14 @@ from truedraft.engine.rows.columns import FLOAT, RULES, WIDTH, Field, Rule
 
 SMALLEST = torch.finfo(torch.float32).tiny
 FIRST_CAPACITY = 32
-# The columns that parameters fill as they are, by whether they hold floats.
+# Parameters fill these columns as they are; the second value tells which hold floats.
 FILLED = [(row.name, Field[row.column], Field[row.column].type == FLOAT) for row in FILLING]
 Numbers: TypeAlias = "np.ndarray[Any, Any] | array[float]"
 WORD_BYTES = 4
 
 
 class Text(Protocol):
-    """Describes what a row is made of: ``core.sequence.Sequence``."""
+    """Describes the input of a row: ``core.sequence.Sequence``."""
 
     params: SamplingParams
     seed: int
@@ -37,7 +37,7 @@ class Text(Protocol):
     matcher: Any
     has_rules: bool
 
-    # A ``Sequence`` has these as attributes, a lone text derives them.
+    # A ``Sequence`` has these as attributes; a lone text derives them.
 
     @property
     def greedy(self) -> bool: ...
@@ -50,11 +50,11 @@ class Text(Protocol):
 
 
 class Row:
-    """Is one line of the table, with what of a sequence is no number.
+    """Is one line of the table, with the parts of a sequence that are no numbers.
 
     ``token_ids`` is the sequence's own list, its pending token included, and ``matcher`` knows which tokens a
-    grammar allows after them. ``is_plain``: the row is never traced, and its logits are never adjusted.
-    ``arrays`` keeps what the columns have the addresses of.
+    grammar allows after them. ``is_plain`` says that the row is never traced, and its logits are never
+    adjusted. ``arrays`` keeps the arrays alive whose addresses are in the columns.
     """
 
     __slots__ = (
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def prompt(self) -> list[int]:
-        """Returns what of the prompt the decoder has seen."""
+        """Returns the part of the prompt that the decoder has seen."""
         return self.token_ids[self.first_token : self.num_prompt_tokens]
 
     @property
@@ -118,7 +118,8 @@ class Row:
 
     @property
     def text(self) -> list[int]:
-        """Returns what the decoder has seen: penalties and rules do not see an encoder's tokens."""
+        """Returns the tokens that the decoder has seen: penalties and rules do not see an encoder's
+        tokens."""
         return self.token_ids[self.first_token :] if self.first_token else self.token_ids
 
     @property
@@ -134,12 +135,13 @@ class Row:
             self._num_copied = end
 
     def take_text(self, end: int) -> list[int]:
-        """Returns what C has written after the text, up to ``end``: the sequence will have it, too."""
+        """Returns the tokens that C has written after the text, up to ``end``; the sequence will get them,
+        too."""
         first, self._num_copied = self._num_copied, end
         return self.arrays[Field.TOKEN_IDS][first:end].tolist()  # type: ignore[no-any-return]
 
     def keep_blocks(self, field: Field, length: Field, block_ids: list[int]) -> None:
-        """Says in two columns where a block table is; most often it is the same as before."""
+        """Writes the address of a block table into two columns; most often it is the same as before."""
         if self.block_ids.get(field) != block_ids:
             blocks = self.arrays[field] = array("q", block_ids)
             self.block_ids[field] = block_ids[:]
@@ -148,7 +150,7 @@ class Row:
             line[length] = len(blocks)
 
     def write_masks(self, draft_ids: list[int], first: int) -> None:
-        """Writes what a grammar allows after ``first`` of the drafts and after each one more."""
+        """Writes the grammar's masks after ``first`` of the drafts and after each further one."""
         assert self.matcher is not None
         num_positions, words = len(draft_ids) + 1 - first, self.matcher.mask_words
         mask = self.arrays.get(Field.MASK)
@@ -174,11 +176,11 @@ class RowTable:
         self.floats = self.numbers.view(np.float64)
 
     def rows_of(self, texts: Sequence[Text]) -> list[Row]:
-        """Returns the rows of sequences; one that is new enters here."""
+        """Returns the rows of sequences; a new sequence enters here."""
         return [self._rows.get(text) or self._add(text) for text in texts]
 
     def lines_of(self, rows: Sequence[Row]) -> "np.ndarray[Any, Any]":
-        """Returns the numbers of the rows' lines, int64, which are up to date with their texts then."""
+        """Returns the numbers of the rows' lines, int64; the lines are up to date with their texts then."""
         lines = np.array([row.number for row in rows], dtype=np.int64)
         self.numbers[lines, Field.NUM_STORED] = [len(row.token_ids) - 1 for row in rows]
         return lines
@@ -204,7 +206,7 @@ class RowTable:
         for field in own:
             self._keep(row, field, np.zeros(text.max_num_tokens, dtype=np.int64))
         if row.is_penalised:
-            # Tokens of the prompt are seen, but not counted.
+            # Tokens of the prompt count as seen, but not as repeated.
             distinct = list(dict.fromkeys(row.prompt))
             row.arrays[Field.DISTINCT_IDS][: len(distinct)] = distinct
             line[Field.NUM_DISTINCT] = line[Field.NUM_DISTINCT_IN_PROMPT] = len(distinct)
@@ -218,7 +220,7 @@ class RowTable:
         self._free.append(number)
 
     def _grow(self) -> None:
-        """Makes room for as many sequences again. Addresses of lines are good for one call of C."""
+        """Doubles the number of lines. Addresses of lines are good for one call of C."""
         before = len(self.numbers)
         capacity = max(FIRST_CAPACITY, 2 * before)
         numbers = np.zeros((capacity, WIDTH), dtype=np.int64)
@@ -227,6 +229,6 @@ class RowTable:
         self._free += range(capacity - 1, before - 1, -1)
 
     def _keep(self, row: Row, field: Field, values: "Numbers", dtype: torch.dtype = torch.int64) -> None:
-        """Keeps an array of the row, and its address in the column."""
+        """Keeps an array of the row alive, and writes its address into the column."""
         row.arrays[field] = values
         self.numbers[row.number, field] = address(values, dtype, (len(values),)) if len(values) else 0

@@ -1,7 +1,8 @@
-"""The verification rules as probabilities instead of draws: what a round could have emitted, and how often.
+"""Gives the verification rules as probabilities instead of draws: what a round could have emitted, and how
+often.
 
-Made of the same pieces as ``verify``; used by tests that enumerate, by the trace and by ``truedraft check``.
-Shapes as in ``verify``.
+It is made of the same pieces as ``verify``. Tests that enumerate, the trace and ``truedraft check`` use it.
+Shapes are those of ``verify``.
 """
 
 from typing import NamedTuple
@@ -12,11 +13,12 @@ from truedraft.engine.sampling.verify import block_stand_probs, probs_of_draft, 
 
 
 class Explanation(NamedTuple):
-    """Says of given drafts what stands with which probability, and what follows. float64.
+    """Says of given drafts which length is kept with which probability, and which token follows. All are
+    float64.
 
     ``accept_probs[b, j]``: rejection's chance of draft j once reached, block's chance that length j + 1
-    stands. ``length_probs[b, i]``: exactly i drafted tokens are kept. ``next_probs[b, i]``: distribution
-    of the token after them.
+    stands. ``length_probs[b, i]``: the chance that exactly i drafted tokens are kept. ``next_probs[b, i]``:
+    the distribution of the token after them.
     """
 
     accept_probs: torch.Tensor  # [B, K]
@@ -27,7 +29,8 @@ class Explanation(NamedTuple):
 def explain_rejection(
     target_probs: torch.Tensor, draft_ids: torch.Tensor, draft_probs: torch.Tensor, num_draft: torch.Tensor
 ) -> Explanation:
-    """``length_probs[i]`` = the first i accepted, then a rejection (or the end of the draft)."""
+    """Explains rejection: ``length_probs[i]`` = the first i accepted, then a rejection (or the end of the
+    draft)."""
     target_of_draft, draft_of_draft = probs_of_draft(target_probs, draft_ids, draft_probs)
     ratio = target_of_draft.double() / draft_of_draft.double()
     accept_probs = torch.where(target_of_draft == 0, 0.0, ratio.clamp(max=1))
@@ -44,12 +47,12 @@ def explain_rejection(
 def explain_block(
     target_probs: torch.Tensor, draft_ids: torch.Tensor, draft_probs: torch.Tensor, num_draft: torch.Tensor
 ) -> Explanation:
-    """``length_probs[i]`` = length i stands and no longer one does."""
+    """Explains block verification: ``length_probs[i]`` = length i stands and no longer one does."""
     weights, stand_probs = block_stand_probs(target_probs, draft_ids, draft_probs, num_draft)
     stand_probs = torch.where(_lengths(draft_ids) <= num_draft[:, None], stand_probs, 0.0)
     falls = 1 - stand_probs
     longer_fall = torch.cat([falls.flip(1).cumprod(1).flip(1)[:, 1:], torch.ones_like(falls[:, :1])], dim=1)
-    # Length 0 needs nothing: it is what remains when no other stands.
+    # Length 0 needs no condition: it has the chance that no other length stands.
     stand_probs = torch.cat([torch.ones_like(falls[:, :1]), stand_probs[:, 1:]], dim=1)
     return Explanation(
         stand_probs[:, 1:],
@@ -65,7 +68,8 @@ def _lengths(draft_ids: torch.Tensor) -> torch.Tensor:
 def _next_probs(
     target_probs: torch.Tensor, draft_probs: torch.Tensor, num_draft: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Residual rows before the end of a draft, the target's own at it. [B, K+1, V], normalised."""
+    """Returns the residual before the end of a draft, and the target's own distribution at it: [B, K+1, V],
+    normalised."""
     rows = target_probs.double()
     left = residual(rows[:, :-1], draft_probs, weights[:, :-1])
     within = torch.arange(draft_probs.shape[1], device=num_draft.device) < num_draft[:, None]

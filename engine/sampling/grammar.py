@@ -1,4 +1,4 @@
-"""Which tokens keep the output within a grammar, at every position of a round.
+"""Finds the tokens that keep the output within a grammar, at every position of a round.
 
 llguidance parses. A ``Matcher`` is one sequence's place in its grammar: it knows the tokens that the sequence
 has emitted, and nothing of drafts between calls. The target's distribution under a grammar is the processed
@@ -23,32 +23,33 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.sampling.grammar_compiler import GrammarError, compile_grammar, error_of
 from truedraft.engine.sampling.thinking import ThinkingBudget
 
-# Compiled grammars that are kept and what they may take together, the least recently used leave first.
+# This many compiled grammars are kept, with up to this much memory together; the least recently used are
+# dropped first.
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 256 << 20
 WORD_BITS, WORD_BYTES = 32, 4
 
 
 class Matcher:
-    """``mask_words`` is the size of a position's mask, in words of 32 tokens. ``end_ids`` end the sequence:
-    known text is not drafted beyond them, and the matcher does not advance over them. ``num_read`` of the
-    tokens that the sequence has emitted have been read. The grammar starts after the first occurrence of
-    ``after`` among them: before, everything is allowed."""
+    """Follows one sequence. ``mask_words`` is the size of a position's mask, in words of 32 tokens.
+    ``end_ids`` end the sequence: known text is not drafted beyond them, and the matcher does not advance over
+    them. ``num_read`` of the sequence's emitted tokens have been read. The grammar starts after the first
+    occurrence of ``after`` among them: before that, everything is allowed."""
 
-    budget_spent = False  # it has none
+    budget_spent = False  # The sequence has no grammar.
 
     def __init__(self, parser: LLMatcher, vocab_size: int, end_ids: frozenset[int], after: list[int]) -> None:
         self._parser = parser
         self._end_ids = end_ids
         self.mask_words = -(-vocab_size // WORD_BITS)
         self.num_read = 0
-        self._after = after  # empty once it has occurred
-        self._tail: list[int] = []  # the last tokens, of which it may be the beginning
-        self._ahead: list[int] = []  # drafts that the parser has read beyond them
+        self._after = after  # It is empty once the mark has occurred.
+        self._tail: list[int] = []  # These are the last tokens, which may be the beginning of the mark.
+        self._ahead: list[int] = []  # The parser has read these drafts beyond the emitted tokens.
 
     def masks(self, draft_ids: list[int], first: int = 0) -> torch.Tensor | None:
-        """Tokens allowed after ``first`` of the drafts, and after each one more: int32 [positions, words].
-        None: all are, everywhere."""
+        """Returns the tokens allowed after ``first`` of the drafts, and after each further one: int32
+        [positions, words]. None: all are allowed, everywhere."""
         shape = len(draft_ids) + 1 - first, self.mask_words
         masks = torch.empty(shape, dtype=torch.int32)
         return masks if self.write_masks(address(masks, torch.int32, shape), draft_ids, first) else None
@@ -56,7 +57,7 @@ class Matcher:
     def write_masks(self, place: int, draft_ids: list[int], first: int = 0) -> bool:
         """Writes ``masks``; returns False, and writes nothing, where that would be None. Everything is
         allowed after a draft that ends the sequence, nothing after one that was not allowed itself, or where
-        the parser has given up. A draft that grows is read on from where the last call has left it."""
+        the parser has given up. If a draft only grows, reading goes on where the last call has left it."""
         start = self._start_in(draft_ids)
         if start is None:
             return False
@@ -77,14 +78,14 @@ class Matcher:
         return True
 
     def forced(self, limit: int) -> list[int]:
-        """Up to ``limit`` tokens that are the only ones allowed, each after those before it."""
+        """Returns up to ``limit`` tokens, each of which is the only one allowed after those before it."""
         if limit == 0 or self._after:
             return []
         self._look_ahead([])
         return self._before_end(self._parser.compute_ff_tokens()[:limit])
 
     def allowed(self, token_ids: list[int]) -> list[int]:
-        """Returns as many of them as could follow, without ending the sequence."""
+        """Returns the first of these tokens that could follow, without ending the sequence."""
         token_ids = self._before_end(token_ids)
         start = self._start_in(token_ids)
         if start is None:
@@ -93,7 +94,7 @@ class Matcher:
         return token_ids[: start + self._parser.validate_tokens(token_ids[start:])]
 
     def advance(self, token_ids: list[int]) -> None:
-        """The sequence has emitted them, and goes on."""
+        """Takes tokens that the sequence has emitted; it goes on after them."""
         self.num_read += len(token_ids)
         start = self._start_in(token_ids)
         if start is None:
@@ -105,7 +106,7 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """Why the parser has given up; empty if it has not."""
+        """Says why the parser has given up; empty if it has not."""
         return error_of(self._parser)
 
     def _look_ahead(self, token_ids: list[int]) -> bool:
@@ -120,7 +121,8 @@ class Matcher:
         return len(ahead) == len(token_ids)
 
     def _start_in(self, token_ids: list[int]) -> int | None:
-        """Counts the next tokens that are free; None: all of them, and the grammar has not started then."""
+        """Counts the next tokens that are free; None: all of them, and the grammar has not started by
+        then."""
         if not self._after:
             return 0
         text = [*self._tail, *token_ids]
@@ -137,27 +139,28 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, which ``load`` gives when the first one is needed."""
+    """Compiles grammars for one tokenizer, which ``load`` returns when the first one is needed."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load = load
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
-        # Each matcher is at its start; the second one is the first sequence's.
+        # Each matcher is at its start; the second value is the first sequence's matcher.
         self._compiled: OrderedDict[str, tuple[LLMatcher, LLMatcher]] = OrderedDict()
         self._beside: dict[str, Future[LLMatcher]] = {}
-        self._heap_without: int | None = None  # bytes in use when none was kept
+        self._heap_without: int | None = None  # heap in use when no grammar was kept, in bytes
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """``GrammarError`` if there is none."""
+        """Returns the tokenizer; raises ``GrammarError`` if there is none."""
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = self._load()
             return self._tokenizer
 
     def preload(self) -> None:
-        """In a thread of its own, so that the first request does not wait for it, nor others for that."""
+        """Loads the tokenizer in a thread of its own, so that the first request does not wait for it, nor
+        others for that."""
         Thread(target=self._preload, name="grammars", daemon=True).start()
 
     def _preload(self) -> None:
@@ -166,7 +169,8 @@ class Grammars:
         trim_heap()
 
     def compile_beside(self, grammar: str) -> Future[LLMatcher] | None:
-        """In a thread of its own, for ``matcher``, which is to be called then; None if it is compiled."""
+        """Compiles a grammar in a thread of its own, for a later call of ``matcher``; returns None if it is
+        compiled."""
         if grammar in self._compiled:
             return None
         if grammar not in self._beside:
@@ -174,7 +178,8 @@ class Grammars:
         return self._beside[grammar]
 
     def matcher(self, grammar: str, after: Iterable[int] = ()) -> Matcher:
-        """At the start of ``grammar``, or before ``after``; ``GrammarError`` if nothing matches it."""
+        """Returns a matcher at the start of ``grammar``, or before ``after``; raises ``GrammarError`` if
+        nothing matches the grammar."""
         self.trim()
         kept = self._compiled.pop(grammar, None)
         if kept is None:
@@ -198,17 +203,18 @@ class Grammars:
         return matcher
 
     def constraint(self, params: SamplingParams, vocab_size: int) -> "Matcher | ThinkingBudget | None":
-        """Returns what a request says of its output's tokens; None if it says nothing."""
+        """Returns the constraint of a request on its output's tokens; None if there is none."""
         matcher = None if params.grammar is None else self.matcher(params.grammar, params.grammar_after)
         if params.thinking_budget is None:
             return matcher
         return ThinkingBudget(params.thinking_budget, params.thinking_marks, vocab_size, matcher)
 
     def trim(self) -> None:
-        """Drop what has given up, and what the others take too much with: a parser grows as sequences run.
+        """Drops grammars that have given up, and others while all together take too much: a parser grows as
+        sequences run.
 
-        llguidance does not say how much one takes, so the growth of the heap is what all of them take. What
-        else has grown is told from it when nothing is kept any more.
+        llguidance does not say how much one takes, so the growth of the heap is attributed to all of them.
+        Growth for other reasons shows when no grammar is kept any more.
         """
         for grammar, (_, first) in [*self._compiled.items()]:
             if first.is_error():

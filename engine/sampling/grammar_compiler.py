@@ -1,4 +1,6 @@
-"""A grammar's text to llguidance's parser, within limits. The front end tries it, the worker uses it."""
+"""Compiles a grammar's text to llguidance's parser, within limits. The front end tries it, the worker uses
+it.
+"""
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -17,10 +19,10 @@ class GrammarError(ValueError):
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """At its start; ``GrammarError`` if nothing matches it."""
+    """Returns a parser at its start; raises ``GrammarError`` if nothing matches the grammar."""
     parser = on_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS))
     if not parser.is_error():
-        parser.compute_bitmask()  # finds out whether anything is allowed
+        parser.compute_bitmask()  # This finds out whether anything is allowed.
         if "NoExtension" in parser.get_error():
             raise GrammarError("no text of this model's tokens matches it")
     if parser.is_error():
@@ -29,5 +31,5 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def error_of(parser: LLMatcher) -> str:
-    """Without what is for the parser's own developers."""
+    """Returns the parser's error without the parts for its own developers."""
     return str(parser.get_error()).partition("<backtrace>")[0].removesuffix("<non-verbose/>").strip()

@@ -1,4 +1,4 @@
-"""The tokenizer that grammars are compiled with. Loaded when the first grammar is needed."""
+"""Loads the tokenizer with which grammars are compiled, when the first grammar is needed."""
 
 from collections.abc import Iterable
 
@@ -10,13 +10,14 @@ from truedraft.engine.sampling.grammar_compiler import GrammarError
 
 
 def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
-    """Loads that of a model, with the width of its logits. ``GrammarError`` if it has none that fits."""
+    """Loads a model's tokenizer, with the width of its logits; raises ``GrammarError`` if it has none that
+    fits."""
     eos = sorted(eos_token_ids)
     if not eos:
         raise GrammarError("the model has no end-of-sequence token to end a match with")
     try:
         tokenizer = load_pretrained_tokenizer(path)
-        # No masks are made with it, so that it needs no slices, which are tries of most tokens.
+        # It makes no masks, so it needs no slices, which are tries of most tokens.
         plain = from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), eos, slices=[])
     except (OSError, ValueError) as error:
         raise GrammarError(f"the model's tokenizer cannot be used for grammars: {error}") from error
@@ -24,7 +25,8 @@ def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> 
 
 
 class _TextTokenizer:
-    """Tokenizes what a grammar forces as text alone, with the attributes that ``TokenizerWrapper`` wants.
+    """Tokenizes the text that a grammar forces as text alone, with the attributes that ``TokenizerWrapper``
+    wants.
 
     llguidance's own takes the name of a special token for that token, also inside a string, where no grammar
     allows it.
@@ -42,5 +44,5 @@ class _TextTokenizer:
     def __call__(self, text: bytes) -> list[int]:
         written = text.decode()
         if any(name in text for name in self._names):
-            return self._plain.greedy_tokenize(written)  # the bytes of ordinary tokens
+            return self._plain.greedy_tokenize(written)  # These are the bytes of ordinary tokens.
         return self._plain.tokenize_str(written)

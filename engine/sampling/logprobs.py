@@ -1,4 +1,4 @@
-"""Log-probabilities for the client: of the target's raw logits, before any sampling parameter."""
+"""Computes log-probabilities for the client: of the target's raw logits, before any sampling parameter."""
 
 import torch
 
@@ -9,7 +9,7 @@ def token_logprobs(
     logits: torch.Tensor, token_ids: list[int], num_top: int, given_ids: list[int] | None = None
 ) -> list[TokenLogprob]:
     """Returns one entry per token: ``logits`` [tokens, V] are the rows that predicted ``token_ids``. Each
-    also tells the log-probabilities of ``given_ids``."""
+    entry also has the log-probabilities of ``given_ids``."""
     logprobs = logits.float().log_softmax(-1)
     ids = torch.tensor(token_ids, device=logits.device)
     chosen = logprobs.gather(-1, ids[:, None])

@@ -1,4 +1,4 @@
-"""Has the parameters by which draws and verdicts in C and in Triton are compared with torch's at load."""
+"""Has the parameters with which draws and verdicts in C and in Triton are compared with torch's at load."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -6,7 +6,7 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.parameters import CUTS, FILLING, PENALTIES
 from truedraft.engine.rows.columns import Rule
 
-# No cut, each of them alone, all of them together, and every adjustment.
+# The rows use no cut, each cut alone, all of them together, and every adjustment.
 _EXAMPLES = {row.name: row.example for row in FILLING}
 _CUTS = [{name: _EXAMPLES[name]} for name in CUTS]
 PARAMS = [
@@ -29,7 +29,7 @@ PARAMS.append(
 
 
 class Check(NamedTuple):
-    """Describes a row of the comparison on a device: what is drawn how, and what its logits are like."""
+    """Describes a row of the comparison on a device: its way of drawing, and its kind of logits."""
 
     rule: Rule
     params: SamplingParams

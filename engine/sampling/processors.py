@@ -1,9 +1,9 @@
-"""Logits to the distribution that is sampled: temperature, top-k, top-p, min-p, in this order.
+"""Turns logits into the distribution that is sampled: temperature, top-k, top-p, min-p, in this order.
 
-The same function makes the target's and the draft's distributions, for every drafted position at once.
-Cuts are thresholds on what a token weighs, if the most likely one weighs 1: tokens that tie with the last
-one kept are kept as well, so that the result does not depend on how a sort breaks ties. Nor does it depend on
-the order in which anything is added, as sums are of integers (``ops``).
+The same function makes the target's and the draft's distributions, for every drafted position at once. Cuts
+are thresholds on a token's weight, where the most likely token weighs 1: tokens that tie with the last one
+kept are kept as well, so that the result does not depend on how a sort breaks ties. Nor does it depend on the
+order of additions, as sums are of integers (``ops``).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from truedraft.engine.rows.columns import DEVICE_WIDTH, Field
 from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling.ops import WEIGHT_UNIT, exp_below, goal_of, units
 
-# Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
+# Top-p examines this many of the most likely tokens first; only if they do not hold the mass, all of them.
 TOP_P_CANDIDATES = 1024
 # Vocabularies up to this size are sorted whole by numpy on a CPU: torch's topk takes longer.
 MAX_SORTED = 8192
@@ -27,27 +27,28 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class SamplingTensors(NamedTuple):
-    """One row per sequence, [batch, 1], plus what the host knows of all rows (no device reads later)."""
+    """Holds one row per sequence, [batch, 1], and what the host knows of all rows (no device reads later)."""
 
     temperature: torch.Tensor  # float32, > 0
     top_k: torch.Tensor  # int64, 0 is off
     top_p: torch.Tensor  # float32
     min_p: torch.Tensor  # float32
-    largest_top_k: int  # 0 if no row uses it
+    largest_top_k: int  # 0 if no row uses min-p
     any_top_p: bool
     any_min_p: bool
-    any_uncut: bool  # a row has neither top-k nor top-p
+    any_uncut: bool  # true if no row has top-k or top-p
     # The host may wait for the device: to see whether top-p's candidates hold the mass, or for numpy.
     may_wait: bool = True
 
     @classmethod
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
-        """From the rows' parameters; greedy rows get temperature 1, as they never look at it."""
+        """Makes the tensors of the rows' parameters; greedy rows get temperature 1, as they never look at
+        it."""
         return _sampling_tensors(tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), device)
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device) -> "SamplingTensors":
-        """From the columns of rows."""
+        """Makes the tensors of the columns of rows."""
         table, lines = rows[0].table, [row.number for row in rows]
         temperature, top_p, min_p = (
             table.floats[lines, field].tolist() for field in (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P)
@@ -57,7 +58,8 @@ class SamplingTensors(NamedTuple):
 
     @classmethod
     def on_device(cls, numbers: torch.Tensor) -> "SamplingTensors":
-        """From a device's copy of the columns, without a look at it: each row may be cut in every way."""
+        """Makes the tensors of a device's copy of the columns, without reading it: each row may be cut in
+        every way."""
         floats = numbers.view(torch.float64)[:, Field.TEMPERATURE : DEVICE_WIDTH].float()
         temperature, top_p, min_p = floats.unbind(1)
         return cls(
@@ -65,7 +67,7 @@ class SamplingTensors(NamedTuple):
             numbers[:, Field.TOP_K, None],
             top_p[:, None],
             min_p[:, None],
-            largest_top_k=1,  # some; as top-p is, too, everything is sorted
+            largest_top_k=1,  # Some rows may use it; as they may use top-p, too, everything is sorted.
             any_top_p=True,
             any_min_p=True,
             any_uncut=True,
@@ -77,7 +79,7 @@ class SamplingTensors(NamedTuple):
 def _sampling_tensors(
     rows: tuple[tuple[float, int, float, float], ...], device: torch.device
 ) -> SamplingTensors:
-    """Kept, as the same rows come again in most steps."""
+    """Makes the tensors, and keeps them, as the same rows come again in most steps."""
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
 
     def column(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -96,9 +98,9 @@ def _sampling_tensors(
 
 
 def to_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """Distributions [batch, positions, vocab], float32, from logits of that shape."""
+    """Returns distributions [batch, positions, vocab], float32, made of logits of that shape."""
     logits = logits.float()
-    # The maximum goes first: a temperature next to zero would make infinities of the logits.
+    # The maximum is subtracted first: a temperature next to zero would make infinities of the logits.
     logits = logits - logits.amax(-1, keepdim=True)
     weights = exp_below(logits / sampling.temperature[..., None])
     if sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p:
@@ -108,7 +110,7 @@ def to_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
 
 
 def _threshold(weights: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """The smallest weight that is kept: [batch, positions, 1]. The most likely token weighs 1."""
+    """Returns the smallest weight that is kept: [batch, positions, 1]. The most likely token weighs 1."""
     if not (sampling.largest_top_k or sampling.any_top_p):
         return sampling.min_p[..., None]
     top_k, top_p = sampling.top_k[..., None], sampling.top_p[..., None].double()
@@ -135,7 +137,8 @@ def _threshold(weights: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor
 
 
 def _top_candidates(weights: torch.Tensor, sampling: SamplingTensors, goal: torch.Tensor) -> torch.Tensor:
-    """The highest weights in falling order, as many as the cuts may look at; top-p keeps ``goal`` units."""
+    """Returns the highest weights in falling order, as many as the cuts may examine; top-p keeps ``goal``
+    units."""
     vocab_size = weights.shape[-1]
     num_candidates = max(1, sampling.largest_top_k)
     if sampling.any_top_p:

@@ -1,9 +1,9 @@
-"""Counter-based randomness: every number is a pure function of (seed, position, stream, token id).
+"""Provides counter-based randomness: every number is a pure function of (seed, position, stream, token id).
 
-Nothing is drawn from a generator that advances, so a sequence's numbers do not depend on who else is in
-the batch, on preemption, or on how many tokens were drafted. The hash is splitmix64 (Steele, Lea and
-Flood 2014, the finaliser by Stafford): a Weyl sequence through a 64-bit mixer, which is counter-based by
-construction. ``position`` is the absolute index, in prompt plus output, of the token to be drawn.
+Nothing is drawn from a generator that advances, so a sequence's numbers do not depend on who else is in the
+batch, on preemption, or on how many tokens were drafted. The hash is splitmix64 (Steele, Lea and Flood 2014,
+the finaliser by Stafford): a Weyl sequence through a 64-bit mixer, which is counter-based by construction.
+``position`` is the absolute index, in prompt plus output, of the token to be drawn.
 """
 
 from enum import IntEnum
@@ -15,12 +15,12 @@ import torch
 
 from truedraft.engine.sampling.splitmix import MASK_64, MIX_1, MIX_2, WEYL, mix
 
-# On a CPU so few numbers are computed one by one: thirty operations on small arrays take longer.
+# On a CPU, up to this many numbers are computed one by one: thirty operations on small arrays take longer.
 FEW = 16
 
 
 class Stream(IntEnum):
-    """What a number is for. Streams are independent; only NOISE is shared by target and draft."""
+    """Names the purpose of a number. Streams are independent; only NOISE is shared by target and draft."""
 
     DRAFT = 1  # draws a drafted token, under the rejection rule
     ACCEPT = 2  # accepts or rejects a drafted token
@@ -30,7 +30,7 @@ class Stream(IntEnum):
 
 
 def round_seeds(seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
-    """Seeds int64 for one round each, which starts at ``first_positions``.
+    """Returns seeds int64 for rounds that start at ``first_positions``.
 
     A round draws drafts, and under the block rule looks at numbers, beyond the tokens that it keeps. Its
     verdict may depend on them, and so does where its drafts stop, from which later rounds' lengths are
@@ -42,40 +42,41 @@ def round_seeds(seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Ten
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-    """Uniform float64 numbers in the open interval (0, 1).
+    """Returns uniform float64 numbers in the open interval (0, 1).
 
-    ``seeds`` and ``positions``: int64, of shapes that broadcast; the result has the broadcast shape.
+    ``seeds`` and ``positions`` are int64, of shapes that broadcast; the result has the broadcast shape.
     """
     if _are_few(seeds, positions):
         keys, shape = _few_keys(seeds, positions, stream)
         numbers = [((mix(key) >> 12) + 0.5) * 2.0**-52 for key in keys]
         return torch.tensor(numbers, dtype=torch.float64).view(shape)
-    with np.errstate(over="ignore"):  # numpy's scalars warn where its arrays wrap
+    with np.errstate(over="ignore"):  # numpy's scalars warn where its arrays wrap.
         return uniform_on_device(_integers(seeds), _integers(positions), stream)
 
 
 def uniform_on_device(seeds: Any, positions: Any, stream: Stream) -> torch.Tensor:
-    """``uniform`` by the tensors' own operations, on any device."""
+    """Computes ``uniform`` by the tensors' own operations, on any device."""
     return _to_unit_interval(_mix(_keys(seeds, positions, stream)))
 
 
 def noise_on_device(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """``exponential_noise`` by the tensors' own operations, on any device."""
+    """Computes ``exponential_noise`` by the tensors' own operations, on any device."""
     mixed = _mix(_keys(seeds, positions, Stream.NOISE)[..., None] + _counters(vocab_size, seeds.device))
     return _to_unit_interval(mixed).log_().neg_()
 
 
 def round_seeds_on_device(seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
-    """``round_seeds`` by the tensors' own operations, on any device."""
+    """Computes ``round_seeds`` by the tensors' own operations, on any device."""
     keys: torch.Tensor = _keys(seeds, first_positions, Stream.ROUND)
     return keys
 
 
 def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exponential(1) noise for every token id: float64 [..., vocab_size] for int64 seeds and positions.
+    """Returns Exponential(1) noise for every token id: float64 [..., vocab_size] for int64 seeds and
+    positions.
 
-    Token i's noise does not depend on ``vocab_size``, so models with differently padded vocabularies
-    share it.
+    Token i's noise does not depend on ``vocab_size``, so models with differently padded vocabularies share
+    it.
     """
     with np.errstate(over="ignore"):
         if _are_few(seeds, positions):
@@ -117,7 +118,7 @@ def _are_few(seeds: torch.Tensor, positions: torch.Tensor) -> bool:
 def _few_keys(
     seeds: torch.Tensor, positions: torch.Tensor, stream: Stream
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Returns ``_keys``, but one by one and unsigned; and their shape."""
+    """Returns ``_keys``, computed one by one and unsigned, and their shape."""
     shape = np.broadcast_shapes(seeds.shape, positions.shape)
     pairs = zip(*(x.expand(shape).flatten().tolist() for x in (seeds, positions)), strict=True)
     keys = [mix(mix(seed + stream * WEYL) + position * WEYL) for seed, position in pairs]
@@ -126,23 +127,23 @@ def _few_keys(
 
 @lru_cache(maxsize=8)
 def _counters(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """What tells token ids apart: int64 [vocab_size]."""
+    """Returns numbers that tell token ids apart: int64 [vocab_size]."""
     return torch.arange(1, vocab_size + 1, device=device) * _signed(WEYL)
 
 
 def _integers(x: torch.Tensor) -> Any:
-    """The same int64 numbers in an array on a CPU, where numpy's operations start four times sooner."""
+    """Returns the same int64 numbers, on a CPU as an array: numpy's operations start four times sooner."""
     return x.numpy() if x.device.type == "cpu" else x
 
 
 def _keys(seeds: Any, positions: Any, stream: Stream) -> Any:
-    """Takes int64 arrays or tensors, as do the next two functions."""
+    """Combines seeds, positions and stream; like the next two functions it takes int64 arrays or tensors."""
     return _mix(_mix(seeds + _signed(stream * WEYL)) + positions * _signed(WEYL))
 
 
 def _mix(x: Any) -> Any:
-    """splitmix64's finaliser on int64, whose arithmetic wraps as unsigned numbers do."""
-    x = x ^ _shift(x, 30)  # a copy; from here on in place
+    """Applies splitmix64's finaliser to int64, whose arithmetic wraps as that of unsigned numbers does."""
+    x = x ^ _shift(x, 30)  # This makes a copy, which is changed in place from here on.
     x *= _signed(MIX_1)
     x ^= _shift(x, 27)
     x *= _signed(MIX_2)
@@ -151,14 +152,15 @@ def _mix(x: Any) -> Any:
 
 
 def _shift(x: Any, bits: int) -> Any:
-    """Logical right shift: that of signed integers is arithmetic."""
+    """Shifts right logically: the shift of signed integers is arithmetic."""
     shifted = x >> bits
     shifted &= (1 << (64 - bits)) - 1
     return shifted
 
 
 def _to_unit_interval(x: Any) -> torch.Tensor:
-    """The top 52 bits, centred: all exact in float64, and neither 0 nor 1 can occur."""
+    """Maps the top 52 bits to the middles of intervals: all are exact in float64, and neither 0 nor 1 can
+    occur."""
     top = torch.as_tensor(_shift(x, 12))
     return top.double().add_(0.5).mul_(2.0**-52)
 

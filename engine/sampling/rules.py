@@ -1,4 +1,4 @@
-"""What a checkpoint's generation config forbids or forces, whatever the request says.
+"""Applies what a checkpoint's generation config forbids or forces, whatever the request says.
 
 Encoder-decoder checkpoints rely on it: Marian bans its padding token, BART's summaries repeat no trigram and
 end with the end-of-sequence token. The rules are those of transformers' ``generate``.
@@ -11,8 +11,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GenerationRules:
-    """``no_repeat_ngram_size`` 0 is off. ``forced_eos_token_id`` is the last token that ``max_tokens``
-    leaves room for."""
+    """Holds the rules. ``no_repeat_ngram_size`` 0 is off. ``forced_eos_token_id`` is forced as the last token
+    that ``max_tokens`` allows."""
 
     banned_token_ids: tuple[int, ...] = ()
     no_repeat_ngram_size: int = 0
@@ -22,7 +22,7 @@ class GenerationRules:
         return self != NO_RULES
 
     def apply(self, logits: torch.Tensor, text: list[int], is_last: bool) -> None:
-        """Change one position's ``logits`` [V] in place; ``text`` is all that the decoder has seen."""
+        """Changes one position's ``logits`` [V] in place; ``text`` is all that the decoder has seen."""
         if is_last and self.forced_eos_token_id is not None:
             logits.fill_(-torch.inf)
             logits[self.forced_eos_token_id] = 0.0
@@ -32,7 +32,7 @@ class GenerationRules:
             logits[torch.tensor(banned, device=logits.device)] = -torch.inf
 
     def _completing(self, text: list[int]) -> list[int]:
-        """Tokens that would repeat an n-gram of the text."""
+        """Returns the tokens that would repeat an n-gram of the text."""
         size = self.no_repeat_ngram_size
         if size == 0 or len(text) < size:
             return []

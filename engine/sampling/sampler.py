@@ -1,6 +1,6 @@
-"""The rows of one step, with the operations that draft and verify them.
+"""Combines the rows of one step with the operations that draft and verify them.
 
-Knows nothing of models and schedules: logits come in, token ids go out.
+It knows nothing of models and schedules: logits come in, token ids go out.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ TORCH = TorchOps()
 
 
 class Sampler(StepRows):
-    """``ops`` compute: torch's operations, or those that repeat them."""
+    """Draws and verifies for rows. ``ops`` are torch's operations, or others that repeat them."""
 
     def __init__(
         self, rows: Sequence[Row], vocab_size: int, device: torch.device, ops: RoundOps = TORCH
@@ -33,11 +33,13 @@ class Sampler(StepRows):
     def draw_drafts(self, logits: torch.Tensor, drafted: torch.Tensor) -> DraftDraw:
         """Draws each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
         offset = drafted.shape[1]
-        logits = self.ops.adjust(self, logits, drafted, offset, [1] * len(self.rows))
+        # Any draft is exact; a trace can only be followed if it was adjusted.
+        if self.ops.reads_drafts or self.traced:
+            logits = self.ops.adjust(self, logits, drafted, offset, [1] * len(self.rows))
         return self.ops.draw(self, logits, offset)
 
     def adjust(self, logits: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        """Returns what ``judge`` is given, from the target's raw logits [sum of (length + 1), V]."""
+        """Returns the logits for ``judge``, made of the target's raw logits [sum of (length + 1), V]."""
         counts = [length + 1 for length in drafts.lengths]
         return self.ops.adjust(self, logits, drafts.token_ids, 0, counts)
 

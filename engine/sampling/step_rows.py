@@ -1,6 +1,6 @@
-"""The rows of one step, as the operations of a round see them."""
+"""Holds the rows of one step, as the operations of a round see them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,14 +13,15 @@ from truedraft.engine.rows.table import Row, RowTable
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import KeptNoise
 
-# All of a tensor's rows.
+# This index selects all of a tensor's rows.
 ALL = slice(None)
-# The table of no rows.
+# This is the table of no rows.
 NO_TABLE = RowTable()
 
 
 class StepRows:
-    """``rows`` in the step's order. ``vocab_size`` is the target's; every distribution has that width."""
+    """Holds ``rows`` in the step's order. ``vocab_size`` is the target's; every distribution has that
+    width."""
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self.rows = rows
@@ -28,7 +29,7 @@ class StepRows:
         self.vocab_size = vocab_size
         self.device = device
         self.groups: dict[Rule, list[int]] = {}
-        self.drafting: dict[tuple[Rule, bool], list[int]] = {}  # rows that draw their drafts alike
+        self.drafting: dict[tuple[Rule, bool], list[int]] = {}  # rows that draw their drafts in the same way
         for i, row in enumerate(rows):
             self.groups.setdefault(row.rule, []).append(i)
             self.drafting.setdefault((row.rule, row.drafts_greedily), []).append(i)
@@ -38,6 +39,9 @@ class StepRows:
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
         self.adjusted = [i for i in special if rows[i].needs_adjustment]
         self.noise: dict[tuple[int, ...], KeptNoise] = {}  # keys are rows
+        self.columns: torch.Tensor | None = None  # the rows' numbers on a device that needs them
+        # What the host knows of the drafts, where it need not wait for what the device does now.
+        self.read_drafts: Callable[[], list[list[int]]] | None = None
         self._cuts: dict[tuple[int, ...], SamplingTensors] = {}  # keys are rows
 
     @cached_property
@@ -54,11 +58,11 @@ class StepRows:
         return on_device([row.position for row in self.rows], self.device)
 
     def index(self, indices: list[int]) -> slice | torch.Tensor:
-        """Returns what takes these rows out of a tensor of all."""
+        """Returns an index that selects these rows from a tensor of all."""
         return ALL if len(indices) == len(self.rows) else on_device(indices, self.device)
 
     def cuts(self, indices: list[int]) -> SamplingTensors:
-        """Returns by what the logits of these rows become distributions."""
+        """Returns the parameters that turn the rows' logits into distributions."""
         key = tuple(indices)
         cuts = self._cuts.get(key)
         if cuts is None:

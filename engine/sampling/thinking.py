@@ -1,7 +1,7 @@
 """Closes a model's reasoning when its budget is spent: the tokens of the closing mark are forced then.
 
-What may come at a place follows from the tokens before it alone, so drafts are judged by it as by a grammar,
-and the forced tokens are drafts that cannot fail.
+The tokens allowed at a place follow from the tokens before it alone, so drafts are verified under it as under
+a grammar, and the forced tokens are drafts that cannot fail.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ Tokens = tuple[int, ...]
 
 
 class Marks(NamedTuple):
-    """Holds the tokens of ``thinking_marks``: ``open`` begin the reasoning, none where the prompt has, and
-    ``close`` end it. ``answer`` follow where the budget has closed it; a model that has such may reason
-    several times, also after other messages. Others reason at the beginning, after ``space`` at most."""
+    """Holds the tokens of ``thinking_marks``: ``open`` begins the reasoning, and is empty where the prompt
+    has begun it; ``close`` ends it. ``answer`` follows where the budget has closed the reasoning; a model
+    that has such a mark may reason several times, also after other messages. Others reason at the beginning,
+    after ``space`` at most."""
 
     open: Tokens
     close: Tokens
@@ -33,19 +34,19 @@ class Marks(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Says where in an output a token comes. ``num_tokens`` of reasoning came before. ``tail`` are the last
-    tokens, as far as a mark could begin with them. ``num_forced`` of the forced tokens are there; None where
-    none is due."""
+    """Says at which point of an output a token comes. ``num_tokens`` of reasoning came before. ``tail`` has
+    the last tokens, as far as a mark could begin with them. ``num_forced`` counts the forced tokens so far;
+    None where none is due."""
 
     is_reasoning: bool = False
     num_tokens: int = 0
     tail: Tokens = ()
     num_forced: int | None = None
-    is_over: bool = False  # nothing is counted or forced any more
+    is_over: bool = False  # Nothing is counted or forced any more.
 
 
 class Inner(Protocol):
-    """Describes what else says which tokens may come: ``grammar.Matcher``."""
+    """Describes another restriction of the allowed tokens: ``grammar.Matcher``."""
 
     @property
     def error(self) -> str: ...
@@ -60,7 +61,7 @@ class Inner(Protocol):
 
 
 class ThinkingBudget:
-    """Does as a ``Matcher`` does, together with ``inner``, the output's own if it has one."""
+    """Behaves as a ``Matcher``, together with ``inner``, the output's own if it has one."""
 
     def __init__(
         self, budget: int, marks: Sequence[Sequence[int]], vocab_size: int, inner: Inner | None
@@ -124,14 +125,15 @@ class ThinkingBudget:
         return "" if self._inner is None else self._inner.error
 
     def _cut(self, token_ids: list[int]) -> list[int]:
-        """Returns as many of them as the budget leaves."""
+        """Returns the first of these tokens, as many as the budget leaves."""
         for number, forced in enumerate(self._forced_after(token_ids[:-1]) if token_ids else ()):
             if forced not in (None, token_ids[number]):
                 return token_ids[:number]
         return token_ids
 
     def _forced_after(self, draft_ids: Sequence[int]) -> list[int | None]:
-        """Returns the token that is forced now, and after each of the drafts; None where any may come."""
+        """Returns the token that is forced now, and after each of the drafts; None where any token may
+        come."""
         places = [self._place]
         for token_id in draft_ids:
             places.append(self._after(places[-1], token_id))
@@ -151,7 +153,7 @@ class ThinkingBudget:
             return self._before(place, token_id)
         tail = (*place.tail, token_id)[-len(self._marks.close) :]
         if tail == self._marks.close:
-            # The message that follows may be reasoning again, and be begun by a part of the mark.
+            # The message that follows may be reasoning again, and may begin with a part of the mark.
             again = bool(self._marks.answer)
             return Place(num_tokens=place.num_tokens) if again else Place(is_over=True)
         return self._due(place._replace(num_tokens=place.num_tokens + 1, tail=tail))
@@ -167,7 +169,7 @@ class ThinkingBudget:
         return place._replace(tail=tail, is_over=is_over)
 
     def _due(self, place: Place) -> Place:
-        """Returns the place as it is, or where the closing mark goes on from what is there of it."""
+        """Returns the place as it is, or with the closing mark due, continued from its part in the text."""
         if not place.is_reasoning or place.num_tokens < self._budget:
             return place
         close = self._marks.close

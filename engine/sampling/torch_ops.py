@@ -1,9 +1,10 @@
-"""The three operations of a round in torch, on any device. They define what C and Triton repeat.
+"""Has the three operations of a round in torch, on any device. C and Triton repeat what they define.
 
 Each row follows one rule: exact match (temperature 0), coupled, rejection or block. Rows of one rule are
 handled together, and all of it is a function of each row's own columns, text, drafts and positions.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.drafts import DraftDraw, Drafts, RowVerdict
-from truedraft.engine.sampling.adjust import adjust_logits, replace_broken
+from truedraft.engine.rows.table import Row
+from truedraft.engine.sampling.adjust import adjust_in_place, replace_broken
 from truedraft.engine.sampling.ops import argmax, gumbel_argmax, inverse_cdf
 from truedraft.engine.sampling.processors import to_probs
 from truedraft.engine.sampling.random import KeptNoise, Stream, round_seeds, uniform
@@ -29,15 +31,20 @@ from truedraft.engine.sampling.verify import (
 
 
 class RoundOps(Protocol):
-    """The operations of a round. Logits of several positions are packed, row after row."""
+    """The operations of a round. Logits of several positions are packed, row after row. ``reads_drafts``: the
+    host may read what is drawn before the target has scored it."""
+
+    @property
+    def reads_drafts(self) -> bool: ...
 
     def adjust(
         self, step: StepRows, logits: torch.Tensor, drafted: torch.Tensor, offset: int, counts: list[int]
     ) -> torch.Tensor:
-        """Returns logits after biases, penalties, minimum lengths, masks and rules, for rows that ask.
+        """Returns logits after biases, penalties, minimum lengths, masks and rules, for rows that ask for
+        them.
 
-        ``logits`` [sum of counts, V] are of ``counts[b]`` positions of row b: position j predicts what
-        follows the row's text and ``drafted[b, : offset + j]``.
+        ``logits`` [sum of counts, V] are of ``counts[b]`` positions of row b: position j predicts the token
+        that follows the row's text and ``drafted[b, : offset + j]``.
         """
 
     def draw(self, step: StepRows, logits: torch.Tensor, offset: int) -> DraftDraw:
@@ -48,7 +55,9 @@ class RoundOps(Protocol):
 
 
 class TorchOps:
-    """``rules`` are what the checkpoint forbids or forces, whatever a request says."""
+    """Computes with torch. ``rules`` are the checkpoint's, whatever a request says."""
+
+    reads_drafts = True
 
     def __init__(self, rules: GenerationRules = NO_RULES) -> None:
         self.rules = rules
@@ -65,11 +74,14 @@ class TorchOps:
         members = on_device(step.adjusted, step.device)
         padded = [[starts[i] + min(j, counts[i] - 1) for j in range(width)] for i in step.adjusted]
         rows = [step.rows[i] for i in step.adjusted]
-        own = logits[on_device(padded, step.device)]
-        found = adjust_logits(own, rows, take(drafted, members), offset, self.rules)
+        own = logits[on_device(padded, step.device)].float()
+        penalised = [row for row in rows if row.is_penalised]
+        text_counts = self.text_counts(penalised, own.shape[2], own.device) if penalised else None
+        read = None if step.read_drafts is None else [step.read_drafts()[i] for i in step.adjusted]
+        adjust_in_place(own, rows, take(drafted, members), offset, self.rules, text_counts, read)
         into = [starts[i] + j for i in step.adjusted for j in range(counts[i])]
         taken = [place * width + j for place, i in enumerate(step.adjusted) for j in range(counts[i])]
-        taken_from = found.flatten(0, 1)[on_device(taken, step.device)]
+        taken_from = own.flatten(0, 1)[on_device(taken, step.device)]
         return logits.float().index_copy(0, on_device(into, step.device), taken_from)
 
     def draw(self, step: StepRows, logits: torch.Tensor, offset: int) -> DraftDraw:
@@ -90,8 +102,8 @@ class TorchOps:
         return DraftDraw(ids, probs)
 
     def judge(self, step: StepRows, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
-        """The host reads ``drafts.ids`` and one tensor per rule; on a GPU top-p takes one more
-        (``processors``)."""
+        """Verifies the drafts. The host reads ``drafts.ids`` and one tensor per rule; on a GPU top-p takes
+        one more read (``processors``)."""
         if step.all_greedy and not step.adjusted:
             return verify_greedy(logits, drafts.ids)
         padded, broken = replace_broken(pad_rows(logits, drafts.lengths, drafts.token_ids.shape[1] + 1))
@@ -104,7 +116,7 @@ class TorchOps:
         self, step: StepRows, logits: torch.Tensor, drafts: Drafts, verdicts: list[RowVerdict]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns for the trace both models' processed probability of each drafted token, [B, K] each, and
-        the target's of the token that follows, [B]; ``logits`` as in ``judge``."""
+        the target's of the token that follows, [B]; ``logits`` are as in ``judge``."""
         padded, _ = replace_broken(pad_rows(logits, drafts.lengths, drafts.token_ids.shape[1] + 1))
         target_probs = self._probs(step, padded, list(range(len(step.rows))))
         greedy = torch.tensor([row.rule is Rule.EXACT_MATCH for row in step.rows], device=step.device)
@@ -115,6 +127,10 @@ class TorchOps:
         drafted = probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(step, drafts, ALL))
         return *drafted, next_probs
 
+    def text_counts(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> torch.Tensor | None:
+        """Returns how often each token stands in the rows' prompts and outputs, [2, rows, V], if known."""
+        return None
+
     def _draw(
         self,
         step: StepRows,
@@ -124,10 +140,10 @@ class TorchOps:
         logits: torch.Tensor,
         offset: int,
     ) -> DraftDraw:
-        """Draws for rows of one rule that draft alike; ``logits`` [members, V], adjusted.
+        """Draws for rows of one rule that draft alike; ``logits`` [members, V] are adjusted.
 
-        Any way is exact, as the verdict knows the distribution: of a greedy draft it is one-hot. With the
-        coupled rule a random draft shares the target's noise.
+        Any way of drawing is exact, as the verdict knows the distribution: that of a greedy draft is one-hot.
+        With the coupled rule a random draft shares the target's noise.
         """
         if greedily:
             ids = argmax(logits)
@@ -151,7 +167,7 @@ class TorchOps:
         broken: torch.Tensor | None,
         drafts: Drafts,
     ) -> list[RowVerdict]:
-        """Judges the rows ``indices``, which follow one rule."""
+        """Verifies the rows ``indices``, which follow one rule."""
         members = step.index(indices)
         logits, broken = take(logits, members), None if broken is None else take(broken, members)
         if not rule.uses_draft_probs:
@@ -179,8 +195,8 @@ class TorchOps:
     def _gumbel_argmax(
         self, step: StepRows, probs: torch.Tensor, indices: list[int], offset: int
     ) -> torch.Tensor:
-        """Returns what the rows ``indices`` draw from ``probs`` [members, n, V] from ``offset`` on:
-        [members, n]."""
+        """Returns the tokens that the rows ``indices`` draw from ``probs`` [members, n, V], from position
+        ``offset`` on: [members, n]."""
         members = step.index(indices)
         noise = step.noise.setdefault(tuple(indices), KeptNoise())
         seeds, positions = take(step.seeds, members), take(step.positions, members)
@@ -189,7 +205,8 @@ class TorchOps:
     def _probs(
         self, step: StepRows, logits: torch.Tensor, indices: list[int], is_draft: bool = False
     ) -> torch.Tensor:
-        """Processed distributions of the rows ``indices``, whose logits are [members, positions, V]."""
+        """Returns the processed distributions of the rows ``indices``, whose logits are [members, positions,
+        V]."""
         cuts = step.cuts(indices)
         # A draft model's next pass must not wait for the host.
         if is_draft and step.device.type != "cpu":
@@ -197,18 +214,19 @@ class TorchOps:
         return to_probs(logits, cuts)
 
     def _draft_probs(self, step: StepRows, drafts: Drafts, members: slice | torch.Tensor) -> torch.Tensor:
-        """The distributions the members' drafts were drawn from; one-hot for deterministic drafts."""
+        """Returns the distributions that the members' drafts were drawn from; one-hot for deterministic
+        drafts."""
         if drafts.probs is not None:
             return take(drafts.probs, members)
         return F.one_hot(take(drafts.token_ids, members), step.vocab_size).float()
 
     def _seeds(self, step: StepRows, members: slice | torch.Tensor) -> torch.Tensor:
-        """Returns seeds for drafting and accepting, which are each round's own."""
+        """Returns each round's own seeds for drafting and accepting."""
         return round_seeds(take(step.seeds, members), take(step.positions, members))
 
 
 def pad_rows(logits: torch.Tensor, lengths: list[int], num_positions: int) -> torch.Tensor:
-    """[B, num_positions, V]; rows with shorter drafts repeat their last position."""
+    """Returns [B, num_positions, V]; rows with shorter drafts repeat their last position."""
     if all(length + 1 == num_positions for length in lengths):
         return logits.view(len(lengths), num_positions, logits.shape[-1])
     index, start = [], 0

@@ -1,10 +1,10 @@
-"""Verification rules: which drafted tokens stand, and the token that follows them.
+"""Has the verification rules: how many drafted tokens are accepted, and which token follows them.
 
-Words: a drafted token is *accepted* or not; in place of the first that is not, a *recovered* token is
-drawn; if all are accepted, a *bonus* token follows. Each round thus emits num_accepted + 1 tokens.
-All functions are pure and treat their rows alike. Shapes: batch B, drafted positions K, vocabulary V;
-row b drafted ``num_draft[b]`` <= K tokens, what lies beyond is padding. Position K of the target's
-rows is the one after the last drafted token. A deterministic draft has one-hot ``draft_probs``.
+Words: a drafted token is *accepted* or not; in place of the first that is not, a *recovered* token is drawn;
+if all are accepted, a *bonus* token follows. Each round thus emits num_accepted + 1 tokens. All functions are
+pure and treat their rows alike. Shapes: batch B, drafted positions K, vocabulary V; row b drafted
+``num_draft[b]`` <= K tokens, the rest is padding. Position K of the target's rows is the one after the last
+drafted token. A deterministic draft has one-hot ``draft_probs``.
 """
 
 import math
@@ -18,14 +18,16 @@ from truedraft.engine.sampling.ops import PROB_UNIT, inverse_cdf, units
 
 
 class Verdict(NamedTuple):
-    """Per row: how many drafted tokens stand, and the recovered or bonus token after them. int64 [B]."""
+    """Holds for each row the number of accepted tokens, and the recovered or bonus token after them. int64
+    [B]."""
 
     num_accepted: torch.Tensor
     next_token: torch.Tensor
 
 
 def read_verdict(verdict: Verdict, broken: torch.Tensor | None) -> list[RowVerdict]:
-    """``broken`` bool [B, K+1]: where logits were no distribution; None if nowhere."""
+    """Returns the verdicts as plain numbers. ``broken`` bool [B, K+1] marks positions whose logits were no
+    distribution; None if there are none."""
     return [
         RowVerdict(num_accepted, next_token, any(flags[: num_accepted + 1]))
         for (num_accepted, next_token), flags in _read_rows(torch.stack(verdict, dim=1), broken)
@@ -35,7 +37,7 @@ def read_verdict(verdict: Verdict, broken: torch.Tensor | None) -> list[RowVerdi
 def verify_equal(
     target_ids: torch.Tensor, broken: torch.Tensor | None, drafted: list[list[int]]
 ) -> list[RowVerdict]:
-    """Drafts stand while they are the target's own tokens, ``target_ids`` [B, K+1]."""
+    """Accepts drafts while they are the target's own tokens, ``target_ids`` [B, K+1]."""
     verdicts = []
     for (row_ids, flags), draft_ids in zip(_read_rows(target_ids, broken), drafted, strict=True):
         num_accepted, next_token = accept_while_equal(row_ids, draft_ids)
@@ -44,7 +46,7 @@ def verify_equal(
 
 
 def _read_rows(numbers: torch.Tensor, broken: torch.Tensor | None) -> Iterator[tuple[list[int], list[int]]]:
-    """The rows of ``numbers`` [B, n] and ``broken`` [B, K+1], in one copy from the device."""
+    """Reads the rows of ``numbers`` [B, n] and ``broken`` [B, K+1] in one copy from the device."""
     width = numbers.shape[1]
     if broken is not None:
         numbers = torch.cat([numbers, broken.long()], dim=1)
@@ -53,9 +55,10 @@ def _read_rows(numbers: torch.Tensor, broken: torch.Tensor | None) -> Iterator[t
 
 
 def verify_greedy(logits: torch.Tensor, drafted: list[list[int]]) -> list[RowVerdict]:
-    """Temperature 0: the target's own tokens are its most likely ones (lowest index on ties).
+    """Verifies at temperature 0: the target's own tokens are its most likely ones (lowest index on ties).
 
-    ``logits`` [sum of (drafted + 1), V] are packed row after row. In plain numbers, as there are few.
+    ``logits`` [sum of (drafted + 1), V] are packed row after row. The rest is plain numbers, as there are
+    few.
     """
     if logits.device.type == "cpu":
         # These go one by one: right after a model's pass an array operation costs more than all of them.
@@ -77,12 +80,12 @@ def verify_greedy(logits: torch.Tensor, drafted: list[list[int]]) -> list[RowVer
 
 
 def accept_while_equal(target_ids: list[int], draft_ids: list[int]) -> tuple[int, int]:
-    """Accept while the draft equals the target's own token; always emit the target's.
+    """Accepts while the draft equals the target's own token; the token after that is always the target's.
 
-    How many of one row's ``draft_ids`` stand, and the token after them. ``target_ids`` are one more, or
-    padded. Under the coupled rule they are the target's own draws: the draft drew with the same noise, which
-    makes agreement likely but is never needed for exactness: the output is a function of target and noise
-    alone (Daliri, Musco and Suresh 2024).
+    Returns how many of one row's ``draft_ids`` are accepted, and the token after them. ``target_ids`` are one
+    more, or padded. Under the coupled rule they are the target's own draws: the draft drew with the same
+    noise, which makes agreement likely but is never needed for exactness: the output is a function of target
+    and noise alone (Daliri, Musco and Suresh 2024).
     """
     for num_accepted, draft_id in enumerate(draft_ids):
         if draft_id != target_ids[num_accepted]:
@@ -91,7 +94,7 @@ def accept_while_equal(target_ids: list[int], draft_ids: list[int]) -> tuple[int
 
 
 class Accepted(NamedTuple):
-    """What a rule has accepted of each row, and all from which the token after it is drawn."""
+    """Holds what a rule has accepted of each row, and all from which the token after it is drawn."""
 
     target_probs: torch.Tensor  # float32 [B, K+1, V]
     draft_probs: torch.Tensor  # float32 [B, K, V]
@@ -102,7 +105,7 @@ class Accepted(NamedTuple):
 
 
 def draw_next(accepted: Accepted) -> torch.Tensor:
-    """Draws the recovered token, or the bonus token of rows whose drafts all stand: int64 [B]."""
+    """Draws the recovered token, or the bonus token of rows whose drafts are all accepted: int64 [B]."""
     target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms = accepted
     rows = torch.arange(len(num_draft), device=num_draft.device)
     row = target_probs[rows, num_accepted].double()
@@ -122,16 +125,17 @@ def verify_rejection(
     accept_uniforms: torch.Tensor,
     recover_uniforms: torch.Tensor,
 ) -> Verdict:
-    """Speculative sampling (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, alg. 2).
+    """Verifies by speculative sampling (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318,
+    alg. 2).
 
     ``target_probs`` [B, K+1, V]; ``draft_ids`` [B, K] were drawn from ``draft_probs`` [B, K, V];
-    ``accept_uniforms`` [B, K] and ``recover_uniforms`` [B, K+1], both float64 in (0, 1). There is one
-    number per position, whichever of them turns out to be needed.
+    ``accept_uniforms`` [B, K] and ``recover_uniforms`` [B, K+1], both float64 in (0, 1). There is one number
+    per position, whichever of them turns out to be needed.
     """
     # Step 1: accept x if u * draft(x) < target(x). No division, so draft(x) = 0 is no special case.
     target_of_draft, draft_of_draft = probs_of_draft(target_probs, draft_ids, draft_probs)
     num_accepted = _leading(accept_uniforms * draft_of_draft < target_of_draft, num_draft)
-    # Steps 2 and 3: draw from what the draft left of the target, or from the target after the last.
+    # Steps 2 and 3: draw from the residual, or from the target after the last draft.
     weights = torch.ones_like(num_accepted, dtype=torch.float64)
     accepted = Accepted(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
     return Verdict(num_accepted, draw_next(accepted))
@@ -145,9 +149,9 @@ def verify_block(
     accept_uniforms: torch.Tensor,
     recover_uniforms: torch.Tensor,
 ) -> Verdict:
-    """Block verification (Sun et al. 2403.10444): the same distribution, never fewer tokens expected.
+    """Verifies by blocks (Sun et al. 2403.10444): the same distribution, never fewer tokens expected.
 
-    Arguments as ``verify_rejection``. All lengths are tried independently and the longest one kept.
+    Arguments are as in ``verify_rejection``. All lengths are tried independently and the longest one kept.
     """
     num_accepted, weights = longest_block(target_probs, draft_ids, draft_probs, num_draft, accept_uniforms)
     accepted = Accepted(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
@@ -161,8 +165,8 @@ def longest_block(
     num_draft: torch.Tensor,
     accept_uniforms: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The longest length that stands, int64 [B], and its prefix weight, float64 [B]. By tensors' operations
-    alone."""
+    """Returns the longest length that stands, int64 [B], and its prefix weight, float64 [B]. It uses
+    operations on tensors alone."""
     prefix_weights, stand_probs = block_stand_probs(target_probs, draft_ids, draft_probs, num_draft)
     num_positions = draft_ids.shape[1]
     lengths = torch.arange(1, num_positions + 1, device=draft_ids.device)
@@ -200,10 +204,10 @@ def block_stand_probs(
 
 
 def residual(target_row: torch.Tensor, draft_row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What the draft left of the target, max(weight * target - draft, 0), not normalised: [..., V].
+    """Returns what the draft leaves of the target, max(weight * target - draft, 0), not normalised: [..., V].
 
-    ``weight`` [...] is 1 except under block verification. Equal rows leave rounding dust at most; a
-    rejection there has probability zero in exact arithmetic, and the target's row is the limit.
+    ``weight`` [...] is 1 except under block verification. Equal rows leave rounding dust at most; a rejection
+    there has probability zero in exact arithmetic, and the target's row is the limit.
     """
     left = (weight[..., None] * target_row - draft_row).clamp(min=0)
     mass = units(left, PROB_UNIT).sum(-1, keepdim=True)
@@ -213,14 +217,14 @@ def residual(target_row: torch.Tensor, draft_row: torch.Tensor, weight: torch.Te
 def probs_of_draft(
     target_probs: torch.Tensor, draft_ids: torch.Tensor, draft_probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both models' probability of each drafted token: [B, K] each."""
+    """Returns both models' probability of each drafted token: [B, K] each."""
     ids = draft_ids[..., None]
     return target_probs[:, :-1].gather(-1, ids).squeeze(-1), draft_probs.gather(-1, ids).squeeze(-1)
 
 
 def _leading(accepted: torch.Tensor, num_draft: torch.Tensor) -> torch.Tensor:
     """Returns the same as ``leading_on_device``, on a CPU in a faster way."""
-    if accepted.device.type == "cpu":  # a handful of flags: one by one is faster than five operations
+    if accepted.device.type == "cpu":  # A handful of flags is faster one by one than by five operations.
         limits = zip(accepted.tolist(), num_draft.tolist(), strict=True)
         lengths = [[*flags[:limit], False].index(False) for flags, limit in limits]
         return torch.tensor(lengths, dtype=torch.int64)

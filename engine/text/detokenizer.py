@@ -1,8 +1,8 @@
-"""Token ids of one sequence to text, piece by piece.
+"""Turns the token ids of one sequence into text, piece by piece.
 
-Never splits a UTF-8 character over two pieces, never lets a stop string out (unless asked to), and holds
-text back while it could still become one. Records where each token stands in the text, and which
-tokens have all of their text out. One ``Detokenizer`` reads one sequence; a token costs the same however much
+It never splits a UTF-8 character over two pieces, never lets a stop string out (unless asked to), and holds
+text back while it could still become one. It records where each token stands in the text, and which tokens
+have all of their text out. One ``Detokenizer`` reads one sequence; a token costs the same however much text
 is held.
 """
 
@@ -14,29 +14,28 @@ from truedraft.engine.text.stop_strings import StopStrings
 
 
 class TextStream(Protocol):
-    """Incremental decoding of one sequence, as ``Tokenizer.stream`` gives it."""
+    """Decodes one sequence incrementally, as ``Tokenizer.stream`` provides it."""
 
     def step(self, token_id: int) -> str:
-        """The text that became complete with this token; empty inside a split character."""
+        """Returns the text that became complete with this token; empty inside a split character."""
         ...
 
     def flush(self, *, is_cut: bool = False) -> str:
-        """Returns what was held back because its character never became complete.
-
-        A text that ``is_cut`` ends before a character that it has only the beginning of.
+        """Returns the text of a character that never became complete. If ``is_cut``, the text ends before a
+        character of which only the beginning is there.
         """
         ...
 
     def copy(self) -> Self:
-        """Returns the same text so far, which goes on in its own way."""
+        """Returns a stream with the same text so far, which continues independently."""
         ...
 
 
 class Piece(NamedTuple):
-    """Holds what one call released.
+    """Holds the text that one call released.
 
-    ``offsets`` has the place in the whole text of each token that counted: those up to the one that
-    completed a stop string. ``num_shown`` tokens, of this call or earlier ones, now have all text out.
+    ``offsets`` has the place in the whole text of each token that counted: those up to the one that completed
+    a stop string. ``num_shown`` tokens, of this call or earlier ones, now have all text out.
     """
 
     text: str
@@ -50,7 +49,7 @@ class Piece(NamedTuple):
 
 
 class Detokenizer:
-    """Stop strings count in what follows the first ``min_tokens`` tokens only."""
+    """Decodes one sequence. Stop strings count only after the first ``min_tokens`` tokens."""
 
     def __init__(
         self,
@@ -65,19 +64,20 @@ class Detokenizer:
         self._include_stop_string = include_stop_string
         self._num_unsearched_tokens = min_tokens
         self._num_characters = 0
-        self._pieces: deque[str] = deque()  # what is not out
+        self._pieces: deque[str] = deque()  # the text that is not out
         self._num_out = 0
         # Its ``depth`` is the length of the text's end that could become a stop string.
         self._state = self._stop_strings.start
-        self._ends: deque[int] = deque()  # a token is shown once that many characters are out
+        self._ends: deque[int] = deque()  # a token is shown once this many characters are out
 
     @property
     def num_characters(self) -> int:
-        """Returns the length of the text so far, held back or not: the next token starts there."""
+        """Returns the length of the text so far, including text that is held back: the next token starts
+        there."""
         return self._num_characters
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Take the next tokens. After ``stopped`` the sequence is over and must not be pushed again."""
+        """Takes the next tokens. After ``stopped`` the sequence is over and must not be pushed again."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._num_characters)
@@ -94,7 +94,7 @@ class Detokenizer:
     def finish(self, *, is_cut: bool = False) -> Piece:
         """Releases everything: no further token can complete a character or a stop string.
 
-        ``is_cut``: the model would have gone on, so what it wrote of a last character is left out.
+        ``is_cut`` says that the model would have gone on, so the beginning of a last character is left out.
         """
         self._add(self._stream.flush(is_cut=is_cut), is_searched=True)
         return self._end([])
@@ -102,7 +102,7 @@ class Detokenizer:
     def _add(self, text: str, *, is_searched: bool) -> bool:
         """Adds to the text, up to the end of the stop string that is complete first. Tells whether one is.
 
-        Counting from the first end, and not from the first beginning, makes it independent of how the text
+        The first end decides, and not the first beginning, so that the result does not depend on how the text
         was cut into tokens; of those with the same end the longest wins.
         """
         stops, state = self._stop_strings, self._state
@@ -131,7 +131,7 @@ class Detokenizer:
         return Piece(text if self._include_stop_string else text[:-length], offsets, num_shown, found)
 
     def _release(self, end: int) -> str:
-        """Returns what is not out of the text's first ``end`` characters."""
+        """Returns the part of the text's first ``end`` characters that is not out."""
         released = []
         while self._num_out < end:
             piece = self._pieces.popleft()
@@ -151,7 +151,7 @@ class Detokenizer:
 
 
 def longest_stop_prefix(text: str, stop_strings: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that a stop string starts with."""
+    """Returns the length of the longest end of ``text`` that a stop string starts with."""
     longest = 0
     for stop in stop_strings:
         for length in range(min(len(stop) - 1, len(text)), longest, -1):

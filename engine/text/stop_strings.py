@@ -1,7 +1,7 @@
 """Finds stop strings in a text that comes piece by piece, in one pass however many there are.
 
-This is the automaton of Aho and Corasick: a state is the longest end of the text that some stop string
-begins with. A state is made when a text first comes to it, so strings of which nothing comes cost nothing.
+This is the automaton of Aho and Corasick: a state is the longest end of the text that some stop string begins
+with. A state is made when a text first comes to it, so strings that never occur cost nothing.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,7 +28,8 @@ class State:
 
 
 class StopStrings:
-    """Each request has one, which the texts of its choices share. It must not be used by two threads."""
+    """Holds the stop strings of a request, which the texts of its choices share. Two threads must not use it
+    at once."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
         self._strings = sorted(set(strings))
@@ -36,12 +37,12 @@ class StopStrings:
         self.start = State(0, 0, len(self._strings), None, 0)
 
     def are_far_from(self, text: str) -> bool:
-        """Tells whether none begins in ``text``."""
+        """Tells whether no stop string begins in ``text``."""
         return self._first_characters.isdisjoint(text)
 
     def step(self, state: State, character: str) -> State:
         """Returns the state after one more character."""
-        made: list[State] = []  # each one's suffix is what is found after it
+        made: list[State] = []  # the suffix of each new state is found after the one before it
         found, at = self.start, state
         while True:
             is_known = character in at.following
@@ -62,7 +63,7 @@ class StopStrings:
         return found
 
     def _make(self, state: State, character: str) -> State | None:
-        """Returns the state of one more character where a stop string goes on like that."""
+        """Returns the state after one more character, where a stop string continues in that way."""
         strings, depth = self._strings, state.depth
 
         def here(string: str) -> str:

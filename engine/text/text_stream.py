@@ -1,4 +1,4 @@
-"""Token ids of one sequence to text as they come, whole characters at a time.
+"""Turns the token ids of one sequence into text as they come, whole characters at a time.
 
 The text is decoded from a window over the last tokens, so that a token costs the same wherever it stands.
 """
@@ -14,18 +14,19 @@ from truedraft.engine.text.detokenizer import TextStream
 from truedraft.engine.text.vocabulary import Vocabulary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Takes the place of bytes above ASCII in the decoder.
+# This takes the place of bytes above ASCII in the decoder.
 STAND_IN = "<0x41>"
-# Tokens that decide how the next ones are decoded: more than a character has bytes, and more than the spaces
-# that a decoder drops at the beginning of a text.
+# This many tokens decide how the next ones are decoded: more than a character has bytes, and more than the
+# spaces that a decoder drops at the beginning of a text.
 CONTEXT = 8
 
 
 class TokenTextStream:
-    """``step`` returns the text that a token completes; ``flush`` what is left at the end.
+    """Decodes with any decoder except byte fallback. ``step`` returns the text that a token completes;
+    ``flush`` the rest at the end.
 
-    Together they make up the text of decoding all ids at once, whose decoder may be of any kind but for byte
-    fallback. Text that a decoder would change because of a later token stays as it is.
+    Together they make up the text of decoding all ids at once. Text that a decoder would change because of a
+    later token stays as it is.
     """
 
     def __init__(self, fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
@@ -33,7 +34,7 @@ class TokenTextStream:
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # the last tokens
-        # So many characters of the window's text are out.
+        # This many characters of the window's text are out.
         self._num_characters = 0
 
     def step(self, token_id: int) -> str:
@@ -53,7 +54,7 @@ class TokenTextStream:
         return other
 
     def _take(self, text: str, *, is_cut: bool) -> str:
-        """Returns what is not out yet, without the beginning of a character if ``is_cut``."""
+        """Returns the text that is not out yet, without the beginning of a character if ``is_cut``."""
         is_held = is_cut and text.endswith(REPLACEMENT) and self._ends_inside_character()
         new = text[self._num_characters : len(text) - is_held]
         self._num_characters += len(new)
@@ -80,7 +81,7 @@ class TokenTextStream:
 
 
 class ByteFallbackTextStream:
-    """The same for vocabularies with a token for each byte, as SentencePiece makes them.
+    """Decodes vocabularies with a token for each byte, as SentencePiece makes them.
 
     A character is returned with its last byte, and a byte that is no part of one becomes one replacement
     character. Decoding all ids at once gives the same wherever the bytes are UTF-8; elsewhere it also
@@ -117,11 +118,11 @@ class ByteFallbackTextStream:
         return other
 
     def _enter_bytes(self) -> str:
-        """The text that the decoder holds. A stand-in for the bytes keeps a space after them."""
+        """Returns the text that the decoder holds. A stand-in for the bytes keeps a space after them."""
         if self._is_inside_bytes:
             return ""
         self._is_inside_bytes = True
-        assert self._stand_in is not None  # it is a token like those of all bytes
+        assert self._stand_in is not None  # The space is a token like those of all bytes.
         return self._text.step(self._stand_in).removesuffix("A")
 
     def _leave_bytes(self) -> str:
@@ -130,7 +131,7 @@ class ByteFallbackTextStream:
 
 
 class MarkedTextStream:
-    """Another stream, with the text of some special tokens that it leaves out. A character that is not
+    """Adds to another stream the text of some special tokens that it leaves out. A character that is not
     complete before one of them never will be, and a new stream starts after it."""
 
     def __init__(self, stream: TextStream, marks: Mapping[int, str]) -> None:
@@ -162,9 +163,9 @@ def text_stream(fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tok
 
 
 def ending(vocabulary: Vocabulary, token_ids: Sequence[int]) -> list[int]:
-    """Returns the last tokens, as far as they decide how a text goes on after them, however many there are.
+    """Returns the last tokens that decide how a text goes on after them, however many there are.
 
-    Those with text do; of the others, which may be shown, only the very last.
+    Those with text decide; of the others, which may be shown, only the very last.
     """
     found: list[int] = []
     num_with_text = 0
@@ -179,7 +180,7 @@ def ending(vocabulary: Vocabulary, token_ids: Sequence[int]) -> list[int]:
 
 
 def continued(stream: TextStream, before: Sequence[int]) -> TextStream:
-    """Lets a stream continue the tokens ``before``: a decoder may drop a space before its first one."""
+    """Lets a stream continue the tokens ``before``, as a decoder may drop a space before its first token."""
     for token_id in before:
         stream.step(token_id)
     return stream

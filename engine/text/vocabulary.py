@@ -1,4 +1,4 @@
-"""The exact bytes of every token, read from the vocabulary instead of decoded, and a text for each.
+"""Reads the exact bytes of every token from the vocabulary, instead of decoding, and a text for each.
 
 A token may be part of a character only, and decoding such a token alone loses its bytes. Byte-level
 vocabularies (GPT-2's alphabet) and those with byte fallback (``<0x0A>``) tell them.
@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-SPACE_MARK = "▁"  # SentencePiece's space
+SPACE_MARK = "▁"  # This is SentencePiece's space.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -30,21 +30,21 @@ class Vocabulary:
             for token_id, token in fast.get_added_tokens_decoder().items()
             if token.special
         }
-        # Added tokens such as <tool_call>, which are text.
+        # Added tokens such as <tool_call> are text.
         self.tags = {
             token.content: token_id
             for token_id, token in fast.get_added_tokens_decoder().items()
             if token.content.startswith("<") and token.content.endswith(">")
         }
         self._special_ids = set(self.special.values())
-        # Token id -> byte, for vocabularies with byte fallback.
+        # Maps token ids to bytes, for vocabularies with byte fallback.
         self.fallback_bytes: dict[int, bytes] = {}
         if "ByteFallback" in self._decoder_types:
             ids = {fast.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
             self.fallback_bytes = {token_id: byte for token_id, byte in ids.items() if token_id is not None}
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """None for an id without a token: models pad their vocabularies."""
+        """Returns a token's bytes; None for an id without a token: models pad their vocabularies."""
         if token_id not in self._known:
             self._known[token_id] = self._added.get(token_id) or self._read(token_id)
         return self._known[token_id]
@@ -81,7 +81,8 @@ class Vocabulary:
 
 
 def _decoder_types(fast: FastTokenizer) -> Iterator[str]:
-    """Types of all decoders, those inside a sequence too; the space mark stands for its replacement."""
+    """Returns the types of all decoders, those inside a sequence too; the space mark stands for its
+    replacement."""
     pending: list[Any] = [json.loads(fast.decoder.__getstate__())] if fast.decoder is not None else []
     while pending:
         decoder = pending.pop()
@@ -92,7 +93,8 @@ def _decoder_types(fast: FastTokenizer) -> Iterator[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from 256 on."""
+    """Returns GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from 256
+    on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

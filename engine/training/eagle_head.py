@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: how one begins, and how it is saved in the layout in parts, which vLLM loads, too."""
+"""Makes new EAGLE-3 heads, and saves them in the layout in parts, which vLLM loads, too."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def layer_inputs(num_layers: int) -> tuple[int, ...]:
 
 
 class EagleHead(TrainedHead):
-    """Is a new head for ``target``, which was loaded from ``path``; ``dtype`` is what it is saved in."""
+    """Is a new head for ``target``, which was loaded from ``path``; it is saved in ``dtype``."""
 
     # Heads of larger vocabularies draft the most frequent tokens only.
     most_drafted = EAGLE_VOCABULARY
@@ -42,7 +42,7 @@ class EagleHead(TrainedHead):
         self.layer_inputs = layer_inputs(target.num_layers)
 
     def module(self, token_ids: torch.Tensor | None) -> EagleModule:
-        """Begins with the target's last norm and output layer."""
+        """Makes the head, which begins with the target's last norm and output layer."""
         weights = self.target.weights
         module = EagleModule(self._shape(self.target.vocab_size if token_ids is None else len(token_ids)))
         with torch.no_grad():
@@ -81,7 +81,7 @@ def save_head(
     config: Any,
     dtype: torch.dtype,
 ) -> None:
-    """``config`` is the target's, whose layers ``layer_inputs`` have what the head reads as their inputs."""
+    """Saves a head. ``config`` is the target's; the head reads the inputs of its layers ``layer_inputs``."""
     tensors = {_name(name): tensor.to("cpu", dtype) for name, tensor in module.state_dict().items()}
     if token_ids is not None:
         is_drafted = torch.zeros(config.vocab_size, dtype=torch.bool)

@@ -1,8 +1,8 @@
-"""An EAGLE-3 head as torch trains it: over whole texts, several steps ahead at each place.
+"""Trains an EAGLE-3 head with torch: over whole texts, several steps ahead at each place.
 
 At inference a head's later steps see its own states where the first one sees the target's. So training takes
 the same steps (arXiv 2503.01840, training-time test): the first sees all places before it, each further one
-those as well, and what the earlier steps have left at its own place.
+those as well, and the states that the earlier steps have left at its own place.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class HeadShape:
-    """``taps`` is the number of the target's layers that it reads, each of ``hidden_size`` numbers."""
+    """Holds the sizes of a head. ``taps`` is the number of the target's layers that it reads, each of
+    ``hidden_size`` numbers."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,7 +29,7 @@ class HeadShape:
 
 
 class EagleModule(nn.Module):
-    """Names its parameters as the layout in parts does, but for a prefix of the layer's."""
+    """Names its parameters as the layout in parts does, except for a prefix of the layer's."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class EagleModule(nn.Module):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Starts as what passes the last tapped state on: the layer adds nothing yet."""
+        """Sets weights with which the head passes on the last tapped state: the layer adds nothing yet."""
         size = self.shape.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)

@@ -1,4 +1,4 @@
-"""MTP heads that are trained further: how one begins, and how it is saved under a checkpoint's own names."""
+"""Trains MTP heads further: how one begins, and how it is saved under a checkpoint's own names."""
 
 import json
 from dataclasses import replace
@@ -17,12 +17,12 @@ from truedraft.engine.training.defaults import MTP_RATE
 from truedraft.engine.training.mtp_module import MtpModule
 from truedraft.engine.training.trained_head import TrainedHead, rows_of
 
-# Names of the module's own parts and of ``Parts``.
+# The module's own parts have these names in ``Parts``.
 PARTS = ("projection", "embedding_norm", "state_norm", "norm")
 
 
 class MtpHead(TrainedHead):
-    """Is the head at ``path`` that ``load_mtp`` serves for ``target``; ``dtype`` is what it is saved in."""
+    """Is the head at ``path`` that ``load_mtp`` serves for ``target``; it is saved in ``dtype``."""
 
     most_drafted = float("inf")
     rate = MTP_RATE
@@ -45,7 +45,7 @@ class MtpHead(TrainedHead):
         weights = {name.replace(LAYER, "layer."): tensor for name, tensor in of_layer.items()}
         of_parts = {getattr(found.parts, part): f"{part}.weight" for part in PARTS}
         weights |= {of_parts[name]: tensor for name, tensor in found.source.read(of_parts).items()}
-        # They are copies: what is stored stays as it is.
+        # They are copies: the stored tensors stay as they are.
         copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in weights.items()}
         module.load_state_dict(copies, assign=True)
         return module.requires_grad_()

@@ -1,7 +1,7 @@
-"""An MTP head as torch trains it: transformers' own layer over whole texts, several steps at each place.
+"""Trains an MTP head with torch: transformers' own layer over whole texts, several steps at each place.
 
-Each step is what inference does, as for other heads: it sees what the first one sees, and what the steps
-before it have left at its own place.
+Each step computes what inference does, as for other heads: it sees what the first one sees, and the states
+that the steps before it have left at its own place.
 """
 
 from copy import deepcopy
@@ -58,7 +58,8 @@ class MtpModule(nn.Module):
 
 
 class _Kept:
-    """Is transformers' cache to the layer: it has the keys and values of all steps, one after the other."""
+    """Serves the layer as transformers' cache: it has the keys and values of all steps, one after the
+    other."""
 
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Texts by a target, with the states of its layers, as its engine writes them.
+"""Provides texts by a target, with the states of its layers, as its engine writes them.
 
 Nothing is stored on disk: texts come in batches, are learned from, and forgotten.
 """
@@ -22,17 +22,18 @@ from truedraft.engine.sampling.sampler import Sampler
 
 @dataclass(frozen=True)
 class Text:
-    """``hidden`` [tokens - 1, taps, hidden size] are the states of all ``token_ids`` but the last."""
+    """Holds a text. ``hidden`` [tokens - 1, taps, hidden size] are the states of all ``token_ids`` but the
+    last."""
 
     token_ids: list[int]
     hidden: torch.Tensor
 
 
 class Listener(Proposer):
-    """Keeps what the target computes of each text, and drafts nothing.
+    """Keeps the states that the target computes for each text, and drafts nothing.
 
-    ``inputs_of`` says of a number of layers which of them have what is wanted as their inputs. The states
-    that those are come first, and then what the target's last norm makes of its last ones.
+    ``inputs_of`` returns, given the number of layers, the layers whose inputs are wanted. Those come first,
+    and then the last layer's states after the target's last norm.
     """
 
     name = "listener"
@@ -49,7 +50,7 @@ class Listener(Proposer):
 
     def observe(self, observations: Sequences[Observation]) -> None:
         for seen in observations:
-            if seen.first == 0:  # a preempted text begins anew
+            if seen.first == 0:  # A preempted text begins anew.
                 self.token_ids[seen.sequence], self.hidden[seen.sequence] = [], []
             assert seen.hidden is not None
             self.token_ids[seen.sequence][seen.first :] = [*seen.token_ids, seen.next_token]
@@ -66,7 +67,7 @@ class Listener(Proposer):
 
 
 class Writer:
-    """Has a target write texts that begin with ``prompts``, each of up to ``max_tokens`` tokens."""
+    """Lets a target write texts that begin with ``prompts``, each of up to ``max_tokens`` tokens."""
 
     def __init__(
         self, llm: LLM, listener: Listener, prompts: list[Prompt], max_tokens: int, temperature: float

@@ -1,4 +1,4 @@
-"""What differs between the kinds of heads that are trained: how one begins, and how it is saved."""
+"""Defines where the kinds of trained heads differ: how one begins, and how it is saved."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -15,8 +15,9 @@ from truedraft.engine.models.reader import HALVES
 
 
 class TrainedHead(ABC):
-    """``embeddings`` are those that the head gets. It drafts no more than ``most_drafted`` tokens by default,
-    and its usual learning rate is ``rate`` by the target's hidden size, as larger heads take smaller steps.
+    """Describes a head to train. ``embeddings`` are its inputs. It drafts no more than ``most_drafted``
+    tokens by default; ``rate`` is its usual learning rate by the target's hidden size, as larger heads take
+    smaller steps.
     """
 
     most_drafted: ClassVar[float]
@@ -25,7 +26,8 @@ class TrainedHead(ABC):
 
     @abstractmethod
     def module(self, token_ids: torch.Tensor | None) -> nn.Module:
-        """Makes what is trained, in float32, as it begins; it drafts the tokens ``token_ids``, None: all."""
+        """Makes the module to train, in float32, as it begins; it drafts the tokens ``token_ids``, None:
+        all."""
 
     @abstractmethod
     def save(self, folder: Path, module: nn.Module, token_ids: torch.Tensor | None) -> None:
@@ -42,8 +44,8 @@ def stored_dtype(path: str, options: LoadOptions) -> torch.dtype:
 
 
 def rows_of(output: Linear, like: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-    """Returns an output layer's weights [tokens, hidden size] of ``token_ids``, None: of all. Its inputs are
-    like ``like`` [hidden size]."""
+    """Returns an output layer's weights [tokens, hidden size] of ``token_ids``, None: of all. ``like``
+    [hidden size] has the type and device of its inputs."""
     with torch.no_grad():
         rows = output(torch.eye(len(like), dtype=like.dtype, device=like.device)).T.float()
     return rows if token_ids is None else rows[token_ids.to(rows.device)]

@@ -1,4 +1,4 @@
-"""Trains a head on texts as its target writes them, and says how many of its drafts would be accepted."""
+"""Trains a head on texts as its target writes them, and measures how many of its drafts would be accepted."""
 
 import math
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.layers.linear import Embeddings
 from truedraft.engine.training.texts import Text
 
-# Each further step counts less, as fewer rounds come to it.
+# Each further step has a lower weight, as fewer rounds reach it.
 STEP_DECAY = 0.8
 WARM_UP, LAST_RATE = 0.05, 0.02
 MAX_GRADIENT = 1.0
-# Rows of all the target's logits that are in memory at a time.
+# The target's full logits are in memory for this many rows at a time.
 ROWS = 256
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``num_tokens`` is how many are learned from, ``num_steps`` how far ahead at each of them."""
+    """Holds the plan of training: ``num_tokens`` to learn from, and ``num_steps`` ahead at each of them."""
 
     num_tokens: int
     num_steps: int
@@ -34,7 +34,7 @@ class Schedule:
     texts_per_update: int
 
     def rate(self, seen: int) -> float:
-        """Returns the learning rate after so many tokens: it rises, and falls along a cosine."""
+        """Returns the learning rate after this many tokens: it rises, and falls along a cosine."""
         share = min(1.0, seen / self.num_tokens)
         falling = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
         return self.learning_rate * min(falling, (share + 0.1 * WARM_UP) / WARM_UP)
@@ -42,15 +42,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Measured:
-    """``acceptance`` is the probability by step that the target accepts a token the head draws, if it has
-    accepted those before it; temperature 1."""
+    """Holds measurements. ``acceptance`` is for each step the probability that the target accepts a token
+    that the head draws at temperature 1, if it has accepted those before it."""
 
     loss: float
     acceptance: list[float]
 
     @property
     def tokens_per_round(self) -> float:
-        """Returns what a round of that many drafts emits."""
+        """Returns the tokens that a round with this many drafts emits."""
         total = reached = 1.0
         for rate in self.acceptance:
             reached *= rate
@@ -59,9 +59,9 @@ class Measured:
 
 
 class Trainer:
-    """``module`` computes the head's logits of states and embeddings, step by step, those of the tokens
-    ``token_ids``, None: of all. It gets ``embeddings``, and is to say what the target says, whose
-    ``weights`` are given."""
+    """Trains ``module``, which computes the head's logits of states and embeddings, step by step, for the
+    tokens ``token_ids``, None: all. Its inputs are ``embeddings``; it learns to predict what the target does,
+    whose ``weights`` are given."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.module(hidden, embedded)
         for step, each in enumerate(logits):
-            # A place has the state of its token and the token after it, and says what comes next.
+            # A place has the state of its token and the token after it, and predicts the one that follows.
             is_known = torch.arange(places, device=self.device) + 1 + step < lengths[:, None]
             wanted = teacher[:, 1 + step :][is_known[:, : places - 1 - step]]
             guessed = each.float()[is_known].log_softmax(-1)
@@ -130,7 +130,7 @@ class Trainer:
 
     @torch.no_grad()
     def _teacher(self, text: Text) -> torch.Tensor:
-        """Returns the target's probabilities [tokens, drafted tokens] of what follows each token."""
+        """Returns the target's probabilities [tokens, drafted tokens] after each token."""
         parts = []
         for normed in torch.split(text.hidden[:, -1], ROWS):
             logits = self.weights.head(normed.contiguous()).float()
@@ -154,8 +154,8 @@ def _mean(found: list[Measured]) -> Measured:
 
 
 class Progress:
-    """Keeps in a file how far training has come, so that a stopped run goes on: ``state`` is what was saved,
-    None if nothing was. Raises ``ModelLoadError`` if that is another run's."""
+    """Keeps the progress of training in a file, so that a stopped run can continue: ``state`` is what was
+    saved, None if nothing was. Raises ``ModelLoadError`` if the file belongs to another run."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path

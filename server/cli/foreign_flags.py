@@ -34,6 +34,7 @@ USE: Mapping[str, str] = {
     "--enable-prefix-caching": "--prefix-caching",
     "--no-enable-prefix-caching": "--no-prefix-caching",
     "--no-cache-prompt": "--no-prefix-caching",
+    "--kv-events-config": "--kv-events-endpoint and --kv-events-topic",
     "-t": "--num-threads",
     "--threads": "--num-threads",
     "--pipeline-parallel-size": "--device-map auto",

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.hub.fetch import Progress, Tell
 from truedraft.engine.hub.located import stage_of
+from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.messages import Ready
 from truedraft.server.errors import NotReadyError
 from truedraft.server.observability.metrics import ModelMetrics
@@ -252,6 +253,8 @@ class ServedModel:
             for worker in self.metrics.workers:
                 worker.unloaded()
             await self._drop_tasks()
+            # A vocabulary leaves tens of megabytes that the C library would keep.
+            await in_daemon_thread(trim_heap)
         finally:
             self._unloading = None
             if not self._is_stopped:

@@ -15,21 +15,21 @@ from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import ForcedTokens
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
 
 
-def phases_of(core: EngineCore) -> PhaseRunner:
+def phases_of(core: EngineCore) -> RoundRunner:
     """The runner that takes rounds phase by phase, whether it is the engine's or its fallback."""
     runner = core.runner
-    return runner if isinstance(runner, PhaseRunner) else runner.phases  # type: ignore[attr-defined,no-any-return]
+    return runner if isinstance(runner, RoundRunner) else runner.phases  # type: ignore[attr-defined,no-any-return]
 
 
 def loops_in_c(core: EngineCore) -> bool:
     """Tells whether rounds are a loop in C, where they can be."""
-    return isinstance(core.runner, PhaseRunner) and core.runner.loop is not None
+    return isinstance(core.runner, RoundRunner) and core.runner.loop is not None
 
 
-def without_loop(core: EngineCore) -> PhaseRunner:
+def without_loop(core: EngineCore) -> RoundRunner:
     """The runner, whose rounds are all Python's from now on."""
     runner = phases_of(core)
     runner.loop = None

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 from tests.engine import block_gates, test_packed, torch_block_kernels
+from tests.engine.graph_gates import graphs_of
 from tests.engine.test_gguf import IDS, expected_logits, logits_in
 from tests.engine.test_round_graphs import kernels_for
 from tests.engine.test_triton_attention import needs_triton, run
@@ -44,7 +45,6 @@ from truedraft.engine.models.identity import weight_types
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.rounds.capture import plan as plan_module
-from truedraft.engine.rounds.capture.runner import CudaRunner
 
 CPU = torch.device("cpu")
 SERVED = [name for name, number in TYPES.items() if number in KINDS]
@@ -191,10 +191,8 @@ def test_captured_rounds_say_what_phases_say(
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=3)
     texts = [run_engine(core, [IDS[:9], IDS[9:12]], params) for core in cores]
     assert texts[0] == texts[1]
-    runner = cores[0].runner
-    assert isinstance(runner, CudaRunner)
-    assert runner.graphs.num_replays
-    assert not runner.graphs.num_misses
+    assert graphs_of(cores[0]).num_replays
+    assert not graphs_of(cores[0]).num_misses
 
 
 @pytest.mark.parametrize("name", list(test_packed.CHECKPOINTS)[:2])

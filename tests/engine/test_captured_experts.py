@@ -36,7 +36,7 @@ from truedraft.engine.models.load import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.rounds.capture import plan
 from truedraft.engine.rounds.capture.rows import DeviceRows
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
 
 Patch = pytest.MonkeyPatch
 CPU = torch.device("cpu")
@@ -71,7 +71,8 @@ def test_same_tokens(target: str, monkeypatch: Patch) -> None:
     eager = engine(target, target, None)
     core = engine(target, target, monkeypatch)
     assert (is_grouped(core), is_grouped(eager)) == (True, False)
-    assert isinstance(eager.runner, PhaseRunner)
+    assert isinstance(eager.runner, RoundRunner)
+    assert eager.runner.graphs is None
     assert graphs_of(core).draft is not None
     expected = run_engine(eager, PROMPTS[:3], PARAMS, [0, 1, 2])
     assert run_engine(core, PROMPTS[:3], PARAMS, [0, 1, 2]) == expected

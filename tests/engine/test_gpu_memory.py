@@ -14,7 +14,6 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.rounds.capture import plan as plan_module
 from truedraft.engine.rounds.capture.plan import plan_graphs
-from truedraft.engine.rounds.capture.shapes import Shape
 
 GIB, DEVICE = 1 << 30, torch.device("cuda")
 # What the driver and the libraries take before anything is loaded, with some room.
@@ -110,6 +109,6 @@ def test_everything_fits(
     num_logits = graphs.num_scored + config.num_sequences_on("cuda")
     prompts = prompt_bytes(models, config.max_num_batched_tokens, num_logits)
     assert caches + prompts + graphs.memory <= free
-    largest = max(item.num_tokens for item in graphs.planned if isinstance(item, Shape))
+    largest = max(shape.num_tokens for shape in graphs.planned)
     assert num_blocks * config.block_size >= tokens
     assert largest >= 160  # 32 rows of four drafts are captured

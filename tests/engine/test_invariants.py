@@ -12,7 +12,7 @@ from tests.models import make_engine, run_engine
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import StepPlan
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 3, [2, 2], [7, 1, 7]]
 
@@ -25,7 +25,7 @@ class CheckedCore:
         self.fresh = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         self.num_scored = 0
         runner = core.runner
-        assert isinstance(runner, PhaseRunner)
+        assert isinstance(runner, RoundRunner)
         self.inner_score = runner._score
         runner._score = self.score  # type: ignore[method-assign]
 

@@ -20,10 +20,10 @@ from tests.engine.test_mutants import all_penalties_count_the_prompt, repetition
 from tests.engine.test_round_graphs import taped  # noqa: F401
 from tests.models import make_engine, outputs_by_choice, run_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.cuda.device_ops import _Counts
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.rounds.capture.adjuster import _Counts
 from truedraft.engine.rows.columns import Field
 from truedraft.engine.rows.table import Row, RowTable
 

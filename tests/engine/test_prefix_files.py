@@ -401,6 +401,32 @@ def test_to_clear_forgets_memory_and_files(kinds: Callable[[str], Kind], tmp_pat
         assert run_engine(core, PROMPTS, PARAMS, ARRIVALS) == kind.expected
 
 
+class Told:
+    """Hears what gateways would hear of a pool."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[bytes, list[int]] = {}
+
+    def stored(self, chain: Sequence[bytes], token_ids: Sequence[int]) -> None:
+        assert len(chain) == 1 or chain[0] in self.tokens
+        self.tokens[chain[-1]] = [*token_ids]
+
+    def removed(self, block_hash: bytes) -> None:
+        self.tokens.pop(block_hash, None)
+
+
+def test_gateways_hear_of_restored_blocks(models: Models, tmp_path: Path) -> None:
+    core = make_engine(models.target, None, prefix_cache_dir=tmp_path)
+    told = core.scheduler.target_pool.events = Told()  # type: ignore[assignment]
+    run_engine(core, PROMPTS[1:2], PARAMS[1])
+    before = dict(told.tokens)  # type: ignore[attr-defined]
+    forgotten(core)
+    assert not told.tokens  # type: ignore[attr-defined]
+    run_engine(core, PROMPTS[1:2], PARAMS[1])
+    assert written(core).num_hits == 96
+    assert told.tokens == before  # type: ignore[attr-defined]
+
+
 def test_running_texts_go_on_while_another_waits_for_files(models: Models, tmp_path: Path) -> None:
     core = make_engine(models.target, None, prefix_cache_dir=tmp_path, num_speculative_tokens=0)
     waiting = [text(5, 201)]
@@ -503,7 +529,7 @@ def plant(patch: pytest.MonkeyPatch, bug: str) -> None:
                 if 0 < length < len(part.hashes):
                     data = part.files.read_block(part.hashes[length - 1])
                     assert data is not None
-                    part.pool.restore(part.hashes[length], part.hashes[length - 1], data)
+                    part.pool.restore(part.hashes[length - 1 : length + 1], [], "", data)
             honest_end(self, load)
 
         patch.setattr(restoring.Restoring, "_end", end)

@@ -1,5 +1,5 @@
-"""Captured rounds: the same logits, caches, drafts and verdicts as by phases, whatever the batch; a way back
-if not.
+"""Rounds over captured passes: the same logits, caches, drafts and verdicts as over usual ones, whatever the
+batch; a way back if not.
 
 On a CPU a tape of torch's operations stands in for CUDA graphs (``tests.tape``): it freezes what a graph
 freezes and refuses what a graph cannot hold. ``torch_kernels`` stand in for those in Triton. ``test_cuda``
@@ -25,13 +25,12 @@ import tests.models
 from tests.engine import grammars, graph_gates, torch_kernels
 from tests.engine.conftest import Models
 from tests.engine.graph_gates import LATE, PROMPTS, graphs_of, same_as_eager
-from tests.engine.sampling_stand_in import on_tape
 from tests.engine.test_llama import CONFIGS, ROPE, SHAPE, save
 from tests.models import outputs_by_choice, run_engine, save_random_llama
 from tests.tape import NotCapturableError, Tape, TapeCapture
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.step import Kind
 from truedraft.engine.cuda import torch_sampling
+from truedraft.engine.cuda.device_ops import DeviceOps, _Counts
 from truedraft.engine.cuda.triton_run import _is_served
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows, Span
@@ -40,24 +39,19 @@ from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.models import agreement
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.rounds import round as round_module
 from truedraft.engine.rounds.capture import graphs as graphs_module
 from truedraft.engine.rounds.capture import plan as plan_module
-from truedraft.engine.rounds.capture import runner as runner_module
-from truedraft.engine.rounds.capture.adjuster import Adjuster, _Counts
-from truedraft.engine.rounds.capture.graphs import RoundGraphs
+from truedraft.engine.rounds.capture.graphs import RoundGraphs, ScorePass
 from truedraft.engine.rounds.capture.rows import DeviceRows
-from truedraft.engine.rounds.capture.runner import CudaRunner
 from truedraft.engine.rounds.capture.shapes import (
     MAX_PASSES,
     MAX_TOKENS,
-    Captured,
     Shape,
-    Stage,
     plan_shapes,
     smallest,
-    smallest_stage,
 )
-from truedraft.engine.rounds.round import PhaseRunner
+from truedraft.engine.rounds.round import RoundRunner
 from truedraft.engine.rows.columns import Field
 from truedraft.engine.rows.table import Row
 from truedraft.engine.sampling.random import Stream
@@ -65,6 +59,10 @@ from truedraft.engine.sampling.random import Stream
 Patch = pytest.MonkeyPatch
 # A tape holds torch's operations only.
 make_engine = partial(tests.models.make_engine, native_kernels=False, max_num_sequences=6)
+
+
+def is_uncaptured(core: EngineCore) -> bool:
+    return isinstance(core.runner, RoundRunner) and core.runner.graphs is None
 
 
 def kernels_for(shapes: list[AttentionShape], *_: object) -> Any:
@@ -121,7 +119,7 @@ def test_same_logits_in_16_bits(models: Models, taped: None) -> None:
 def test_what_the_kernels_do_not_compute_is_not_captured(name: str, tmp_path: Path, taped: None) -> None:
     core = make_engine(save(CONFIGS[name], tmp_path), None)
     assert isinstance(core.target.model, FusedDecoder)
-    assert isinstance(core.runner, PhaseRunner)
+    assert is_uncaptured(core)
     assert core.target.fast_pass is None
 
 
@@ -131,7 +129,7 @@ def test_what_the_kernels_do_not_compute_is_not_captured(name: str, tmp_path: Pa
 def engines(models: Models, draft: str | None, **config: object) -> tuple[EngineCore, EngineCore]:
     graphed = make_engine(models.target, draft, **config)
     eager = make_engine(models.target, draft, cuda_graphs=False, **config)
-    assert isinstance(eager.runner, PhaseRunner)
+    assert is_uncaptured(eager)
     assert eager.target.fast_pass is None
     return graphed, eager
 
@@ -202,19 +200,19 @@ def test_same_tokens_with_lengths_and_sources_by_measured_costs(models: Models, 
 
 
 def test_a_draft_that_pauses_catches_up(models: Models, taped: None, monkeypatch: Patch) -> None:
-    """Where other sources have drafted the draft model's cache lacks more than the last tokens."""
+    """Where other sources have drafted the draft model's cache lacks more than the last tokens: these are
+    computed before the captured pass."""
     caught: list[int] = []
-    catch_up = CudaRunner._catch_up
-
-    def counted(self: CudaRunner, parts: Any) -> None:
-        tables = [self._draft_table(part.sequence) for part in parts]
-        before = [table.num_computed_tokens for table in tables]
-        catch_up(self, parts)
-        after = [table.num_computed_tokens for table in tables]
-        caught.append(sum(after) - sum(before))
-
-    monkeypatch.setattr(CudaRunner, "_catch_up", counted)
     core = make_engine(models.target, models.close_draft, num_speculative_tokens=3, method="auto")
+    uncaptured = graphs_of(core).draft
+    assert uncaptured is not None
+    forward = uncaptured.forward
+
+    def counted(spans: list[Span]) -> Any:
+        caught.append(sum(len(span.token_ids) for span in spans if span.table.num_computed_tokens))
+        return forward(spans)
+
+    monkeypatch.setattr(uncaptured, "forward", counted)
     expected = run_engine(make_engine(models.target, None, cuda_graphs=False), PROMPTS, GREEDY)
     for number, (prompt, token_ids) in enumerate(zip(PROMPTS, expected, strict=True)):
         core.add(Generate(str(number), prompt, GREEDY, prediction_token_ids=token_ids[:12]))
@@ -245,14 +243,12 @@ OTHERS = {
 
 
 class Watched:
-    """Counts passes of the target by step, captured or not, and the requests that go by phases after the
-    prompts."""
+    """Counts passes of the target by step, captured or not."""
 
     def __init__(self, patch: Patch) -> None:
         self.passes: list[int] = []
         self.uncaptured: list[int] = []
-        self.by_phases: set[str] = set()
-        watched, step, replay, run = self, EngineCore.step, RoundGraphs.replay, PhaseRunner.run
+        watched, step, replay = self, EngineCore.step, RoundGraphs.replay
         forward = Model.forward
 
         def counted_step(self: EngineCore) -> Any:
@@ -261,24 +257,18 @@ class Watched:
             watched.uncaptured.append(0)
             return step(self)
 
-        def counted(self: RoundGraphs, item: Captured) -> None:
-            watched.passes[-1] += isinstance(item, Shape) and item.queries is not None
-            replay(self, item)
+        def counted(self: RoundGraphs, shape: Shape) -> None:
+            watched.passes[-1] += shape.queries is not None
+            replay(self, shape)
 
         def counted_too(self: Model, *given: Any) -> Any:
             watched.passes[-1] += self is watched.target
             watched.uncaptured[-1] += self is watched.target
             return forward(self, *given)
 
-        def noted(self: PhaseRunner, plan: Any, *forward: Any) -> Any:
-            rows = [part for part in plan.scheduled if part.kind is Kind.DECODE]
-            watched.by_phases |= {part.sequence.request_id for part in rows}
-            return run(self, plan, *forward)
-
         patch.setattr(EngineCore, "step", counted_step)
         patch.setattr(RoundGraphs, "replay", counted)
         patch.setattr(Model, "forward", counted_too)
-        patch.setattr(PhaseRunner, "run", noted)
 
 
 @pytest.mark.parametrize("kinds", [list(OTHERS)[:4], list(OTHERS)[4:]])
@@ -294,7 +284,6 @@ def test_no_row_makes_the_others_pay_for_a_second_pass(
     for ours, theirs in zip(said, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-    assert watched.by_phases == set()
     assert set(watched.passes) == {1}
     assert sum(watched.uncaptured) == 1  # the prompts
 
@@ -340,44 +329,60 @@ def test_constrained_rows_are_captured(models: Models, taped: None, monkeypatch:
     with monkeypatch.context() as patch:
         watched = Watched(patch)
         assert run_engine(core, prompts, params) == expected
-    assert watched.by_phases == set()
     assert set(watched.passes) == {1}
 
 
-def test_traced_rows_go_by_phases_in_the_same_pass(
-    pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
-) -> None:
+def test_traced_rows_share_the_pass(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
     traced = SamplingParams(max_tokens=16, seed=2, verification="rejection", trace=True)
     params = [GREEDY, traced, GREEDY, GREEDY, GREEDY]
     expected = run_engine(pair[1], PROMPTS, params)
+    before = dict(pair[0].stats.num_rows)
     with monkeypatch.context() as patch:
         watched = Watched(patch)
         assert run_engine(pair[0], PROMPTS, params) == expected
-    assert watched.by_phases == {"1"}
     assert set(watched.passes) == {1}
     assert sum(watched.uncaptured[1:]) == 0
+    # Rows are counted by what scored them: only the prompts' ends may be in a pass as usual.
     assert pair[1].stats.num_rows.keys() == {"phases"}
-    assert min(pair[0].stats.num_rows[runner] for runner in ("cuda_graphs", "phases")) > 0
+    assert pair[0].stats.num_rows["phases"] <= before.get("phases", 0) + len(PROMPTS)
+    assert pair[0].stats.num_rows["cuda_graphs"] > before.get("cuda_graphs", 0)
 
 
-def test_nothing_is_sorted_in_a_graph(models: Models, taped: None, monkeypatch: Patch) -> None:
-    """With the kernels, for which one operation each stands in: a draw is one launch, a verdict as well."""
-    monkeypatch.setattr(plan_module, "find_sampling", lambda *_: on_tape(torch_sampling))
-    core = make_engine(models.target, models.close_draft)
-    names = set(graphs_of(core).capture.names)
-    assert not {name for name in names if name.startswith(("sort", "topk", "argsort", "kthvalue"))}
-    assert len([name for name in names if name.startswith(("draw_", "judge_"))]) == 2
+def test_a_round_draws_and_judges_in_few_launches(models: Models, taped: None, monkeypatch: Patch) -> None:
+    """One call of the kernels draws a token of all rows, and one judges them."""
+    counted: list[str] = []
+    draw_drafts, judge = torch_sampling.draw_drafts, torch_sampling.judge
+
+    def drawing(*given: torch.Tensor) -> None:
+        counted.append("draw")
+        draw_drafts(*given)
+
+    def judging(*given: torch.Tensor) -> None:
+        counted.append("judge")
+        judge(*given)
+
+    kernels = SimpleNamespace(draw_drafts=drawing, judge=judging)
+    monkeypatch.setattr(plan_module, "find_sampling", lambda *_: kernels)
+    core = make_engine(models.target, models.close_draft, num_speculative_tokens=3)
+    for number, params in enumerate(PARAMS["every rule"]):
+        core.add(Generate(str(number), [1, 2, 3], params))
+    core.step()
+    while len(core.scheduler.running) == 5:
+        counted.clear()
+        core.step()
+        assert counted.count("judge") == 1
+        assert counted.count("draw") <= 3
 
 
 def few_shapes(patch: Patch, **limits: int) -> None:
     """Plans no passes of more rows, or of more tokens a row, than ``limits`` say."""
 
-    def few(*arguments: Any, **fields: Any) -> list[Captured]:
-        def is_small(item: Captured) -> bool:
-            shape = item if isinstance(item, Shape) else item.shape
-            return shape.rows <= limits.get("rows", 99) and (shape.queries or 0) <= limits.get("queries", 99)
-
-        return [item for item in plan_shapes(*arguments, **fields) if is_small(item)]
+    def few(*arguments: Any, **fields: Any) -> list[Shape]:
+        return [
+            shape
+            for shape in plan_shapes(*arguments, **fields)
+            if shape.rows <= limits.get("rows", 99) and (shape.queries or 0) <= limits.get("queries", 99)
+        ]
 
     patch.setattr(plan_module, "plan_shapes", few)
 
@@ -389,22 +394,23 @@ def test_a_batch_that_no_graph_holds_goes_in_parts(models: Models, taped: None, 
     expected = run_engine(eager, PROMPTS, PARAMS["every rule"], arrivals)
     watched = Watched(monkeypatch)
     assert run_engine(core, PROMPTS, PARAMS["every rule"], arrivals) == expected
-    assert watched.by_phases == set()
-    assert watched.passes[2] == 2  # the prompt goes along with the second part
     assert max(watched.passes) == 3
+    # Rows go with a prompt in one pass as usual.
+    assert watched.passes[2] == watched.uncaptured[2] == sum(watched.uncaptured[1:]) == 1
 
 
-def test_a_batch_drafts_as_much_as_a_graph_holds(models: Models, taped: None, monkeypatch: Patch) -> None:
-    """The text does not depend on it, and what was drafted is reported."""
+def test_drafts_that_no_graph_holds_are_scored_as_usual(
+    models: Models, taped: None, monkeypatch: Patch
+) -> None:
     few_shapes(monkeypatch, queries=3)
     core, eager = engines(models, models.close_draft, num_speculative_tokens="auto")
     params = [msgspec.structs.replace(p, num_speculative_tokens=4) for p in PARAMS["coupled"]]
     expected = run_engine(eager, PROMPTS, params)
     watched = Watched(monkeypatch)
     assert run_engine(core, PROMPTS, params) == expected
-    assert watched.by_phases == set()
-    assert core.stats.num_draft_tokens > 0
-    assert max(length for _, length, _ in vars(core.stats)["_verdicts"]) == 2
+    assert set(watched.passes) == {1}
+    assert graphs_of(core).num_misses > 0
+    assert max(length for _, length, _ in vars(core.stats)["_verdicts"]) == 4
 
 
 MIXED = {
@@ -418,7 +424,7 @@ MIXED = {
 def test_prompts_and_rows_share_a_pass(
     params: list[SamplingParams], pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
 ) -> None:
-    """Rows draft and are judged by graphs in every step, also when prompts arrive."""
+    """In every step the target passes once, also when prompts arrive."""
     expected = outputs(pair[1], params, LATE)
     # What earlier passes have left where no row of this one is must not matter.
     graphs_of(pair[0]).logits.fill_(torch.nan)
@@ -428,35 +434,35 @@ def test_prompts_and_rows_share_a_pass(
     for ours, theirs in zip(said, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-    assert watched.by_phases == set()
     assert set(watched.passes) == {1}
     # Captured passes hold the short ones.
     assert sum(watched.uncaptured) == 2
 
 
-# A pass over prompts and rows goes wrong by being given these.
-JOINT_BUGS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "drawn drafts are not looked up": lambda given: {"num_drawn": [0] * len(given["num_drawn"])},
-    "logits go where parts stand": lambda given: {"rows": list(range(len(given["rows"])))},
-    "rows have another's drafts": lambda given: {"rows": given["rows"][::-1]},
-    "logits lie as in another shape": lambda given: {"shape": Shape(given["shape"].rows, 1)},
+# A pass goes wrong by being given these as the tokens that the device has drawn: where each goes, and where
+# it comes from.
+JOINT_BUGS: dict[str, Callable[[list[tuple[int, int]]], list[tuple[int, int]]]] = {
+    "drawn drafts are not looked up": lambda drawn: [(into, 0) for into, _ in drawn],
+    "drafts go where others stand": lambda drawn: [(max(0, into - 1), taken) for into, taken in drawn],
+    "rows have another's drafts": lambda drawn: [
+        (into, taken) for (into, _), (_, taken) in zip(drawn, drawn[::-1], strict=True)
+    ],
 }
 
 
 def test_a_wrong_pass_over_prompts_and_rows_shows(
     pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
 ) -> None:
-    score, names = runner_module.score_together, ("shape", "others", "spans", "rows", "num_drawn")
+    packed_ids = round_module._packed_ids
     params = [msgspec.structs.replace(each, max_tokens=12) for each in PARAMS["every rule"]]
     expected = outputs(pair[1], params, LATE)
     for bug, change in JOINT_BUGS.items():
 
-        def changed(graphs: Any, *given: Any, change: Any = change) -> Any:
-            named = dict(zip(names, given, strict=True))
-            return score(graphs, **named | change(named))
+        def changed(spans: Any, drawn: Any, drafted: Any, change: Any = change) -> Any:
+            return packed_ids(spans, change(drawn), drafted)
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner_module, "score_together", changed)
+            patch.setattr(round_module, "_packed_ids", changed)
             assert outputs(pair[0], params, LATE) != expected, bug
 
 
@@ -613,7 +619,7 @@ def test_the_comparison_at_start_catches(
     plant(monkeypatch)
     with caplog.at_level(logging.WARNING):
         core = make_engine(models.target, None)
-    assert isinstance(core.runner, PhaseRunner)
+    assert is_uncaptured(core)
     assert core.target.fast_pass is None
     assert "differ from the usual pass" in caplog.text
     graph_gates.still_says_the_same(models.target, core)
@@ -623,11 +629,21 @@ def every_draft_is_stored_anew(patch: Patch) -> None:
     """The draft's cache is said to lack nothing."""
     set_row = DeviceRows.set_row
 
-    def lacking(self: DeviceRows, *given: Any) -> None:
-        row, stored, ids, drafts, drawn, *_ = [*given, 0]
-        set_row(self, row, stored, ids, drafts, drawn, 1)
+    def lacking(self: DeviceRows, row: int, stored: int, ids: Any, num_skipped: int = 0) -> None:
+        set_row(self, row, stored, ids, 1)
 
     patch.setattr(DeviceRows, "set_row", lacking)
+
+
+def a_draft_goes_on_where_it_was(patch: Patch) -> None:
+    """The pass after another one is at the same position."""
+    go_on = DeviceRows.go_on
+
+    def stays(self: DeviceRows, num_rows: int) -> None:
+        go_on(self, num_rows)
+        self.field(num_rows, Field.NUM_STORED).sub_(1)
+
+    patch.setattr(DeviceRows, "go_on", stays)
 
 
 def drafts_share_the_numbers_that_accept_them(patch: Patch) -> None:
@@ -639,32 +655,32 @@ def drafts_share_the_numbers_that_accept_them(patch: Patch) -> None:
     patch.setattr(torch_sampling, "uniform_on_device", shared)
 
 
-def rows_keep_the_parameters_of_others(patch: Patch) -> None:
-    rows_for = DeviceRows.rows_for
-    patch.setattr(
-        DeviceRows, "rows_for", lambda self, *given: [(row, False) for row, _ in rows_for(self, *given)]
-    )
+def rows_have_the_parameters_of_others(patch: Patch) -> None:
+    send = DeviceOps._send
+
+    def another(self: DeviceOps, *given: Any) -> torch.Tensor:
+        found = send(self, *given)
+        found[:, Field.SEED] = found[:, Field.SEED].roll(1)
+        return found
+
+    patch.setattr(DeviceOps, "_send", another)
 
 
-def verdicts_are_read_from_where_others_write(patch: Patch) -> None:
-    init = runner_module._Launched.__init__
-
-    def made(self: Any, graphs: RoundGraphs, score: Shape, *others: Any) -> None:
-        init(self, graphs, score, *others)
-        self.verdicts = graphs.verdicts
-
-    few_shapes(patch, rows=4)
-    patch.setattr(runner_module._Launched, "__init__", made)
-
-
-def adjusted_logits_are_anothers(patch: Patch) -> None:
+def logits_are_anothers(patch: Patch) -> None:
     """A row's logits are those of the place where its part stands in the step."""
-    adjust = Adjuster.adjust
+    places_of = DeviceRows.places_of
 
-    def misplaced(self: Any, shape: Shape, parts: Any, rows: list[int], lengths: Any) -> Any:
-        return adjust(self, shape, parts, list(range(len(rows))), lengths)
+    def swapped(self: DeviceRows, *given: Any) -> list[int]:
+        return places_of(self, *given)[::-1]
 
-    patch.setattr(Adjuster, "adjust", misplaced)
+    run = ScorePass.run
+
+    def misplaced(self: ScorePass, *given: Any) -> Any:
+        output = run(self, *given)
+        return output._replace(logits=output.logits.roll(1, 0))
+
+    patch.setattr(DeviceRows, "places_of", swapped)
+    patch.setattr(ScorePass, "run", misplaced)
 
 
 def counts_lack_what_was_just_said(patch: Patch) -> None:
@@ -690,10 +706,10 @@ def drafts_that_were_drawn_are_taken_for_certain(patch: Patch) -> None:
 
 ROUND_BUGS = [
     every_draft_is_stored_anew,
+    a_draft_goes_on_where_it_was,
     drafts_share_the_numbers_that_accept_them,
-    rows_keep_the_parameters_of_others,
-    verdicts_are_read_from_where_others_write,
-    adjusted_logits_are_anothers,
+    rows_have_the_parameters_of_others,
+    logits_are_anothers,
     counts_lack_what_was_just_said,
     drafts_that_were_drawn_are_taken_for_certain,
 ]
@@ -739,7 +755,7 @@ def test_what_cannot_be_captured_runs_as_before(
     monkeypatch.setattr(torch_kernels, "rms_norm", looks)
     with caplog.at_level(logging.WARNING):
         core = make_engine(models.target, models.close_draft)
-    assert isinstance(core.runner, PhaseRunner)
+    assert is_uncaptured(core)
     assert core.target.fast_pass is None
     assert core.draft.fast_pass is None
     assert caplog.text.count("cannot be captured and are not used: operation not permitted") == 1
@@ -783,7 +799,7 @@ def test_the_tape_does_not_ask_python_again() -> None:
 
 def test_on_a_cpu_nothing_is_captured(models: Models) -> None:
     core = make_engine(models.target, models.close_draft)
-    assert isinstance(core.runner, PhaseRunner)
+    assert is_uncaptured(core)
     assert len(core.target.cache.keys[0]) == core.scheduler.target_pool.num_blocks * 4
 
 
@@ -799,14 +815,14 @@ def test_the_scratch_block_is_no_sequences(models: Models, taped: None) -> None:
 
 def test_what_the_time_does_not_allow_runs_as_before(models: Models, taped: None) -> None:
     core = make_engine(models.target, None, cuda_graph_seconds=0)
-    assert isinstance(core.runner, PhaseRunner)
+    assert is_uncaptured(core)
     graph_gates.still_says_the_same(models.target, core)
 
 
 def test_time_and_memory_end_the_capturing(models: Models, taped: None, monkeypatch: Patch) -> None:
-    """Rows without a captured pass go by phases."""
+    """What no captured pass holds is computed as usual."""
     monkeypatch.setattr(TapeCapture, "free_memory", lambda self: -self.num_recorded << 20)
-    monkeypatch.setattr(plan_module, "_memory", lambda *_: 2 << 20)
+    monkeypatch.setattr(plan_module, "_memory", lambda *_: 1 << 20)
     core, eager = engines(models, models.close_draft)
     assert 1 < len(graphs_of(core).replays) < 5
     assert run_engine(core, PROMPTS, PARAMS["every rule"]) == run_engine(eager, PROMPTS, PARAMS["every rule"])
@@ -822,20 +838,15 @@ def test_warm_ups_stay_within_the_tensors(models: Models, taped: None, monkeypat
 def test_a_small_device_captures_less(models: Models, taped: None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(plan_module, "FIXED_BYTES", 0)
     monkeypatch.setattr(plan_module, "GRAPH_BYTES", 0)
-    monkeypatch.setattr(plan_module, "STAGE_BYTES", 0)
     monkeypatch.setattr(plan_module, "free_memory", lambda device: 4 * 40_000)
     core = make_engine(models.target, models.close_draft)
-    tokens = {item.num_tokens for item in graphs_of(core).replays if isinstance(item, Shape)}
+    tokens = {shape.num_tokens for shape in graphs_of(core).replays}
     assert max(tokens) < 6 * 5
     assert run_engine(core, PROMPTS, GREEDY) == run_engine(
         make_engine(models.target, None, cuda_graphs=False), PROMPTS, GREEDY
     )
     monkeypatch.setattr(plan_module, "free_memory", lambda device: 0)
-    assert isinstance(make_engine(models.target, models.close_draft).runner, PhaseRunner)
-
-
-def passes_of(planned: list[Captured]) -> list[Shape]:
-    return [item for item in planned if isinstance(item, Shape)]
+    assert is_uncaptured(make_engine(models.target, models.close_draft))
 
 
 @pytest.mark.parametrize("max_rows", [32, 48, 64, 128, 256])
@@ -844,13 +855,13 @@ def test_passes_hold_any_batch(max_rows: int) -> None:
     pass reads."""
     planned = plan_shapes(max_rows, "auto", has_draft=True)
     assert len(set(planned)) == len(planned)
-    assert len(passes_of(planned)) <= MAX_PASSES
+    assert len(planned) <= MAX_PASSES
     for rows in range(1, min(max_rows, 128) + 1):
-        assert smallest_stage(rows, None, planned)
-        assert smallest_stage(rows, 1, planned)
-        assert smallest_stage(rows, 5, planned) or rows > 64
+        assert smallest(rows, None, 1, planned)
+        assert smallest(rows, 1, 1, planned)
+        assert smallest(rows, 5, 1, planned) or rows > 64
     # Every round of up to 8 drafts that a default request may have.
-    assert all(smallest_stage(rows, 9, planned) for rows in range(1, 33))
+    assert all(smallest(rows, 9, 1, planned) for rows in range(1, 33))
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [0, 1, 4, 8, 32, "auto"])
@@ -860,12 +871,9 @@ def test_every_shape_is_within_the_limits(
     num_speculative_tokens: Any, max_rows: int, has_draft: bool
 ) -> None:
     planned = plan_shapes(max_rows, num_speculative_tokens, has_draft)
-    shapes = passes_of(planned)
-    assert 0 < len(set(planned)) == len(planned)
-    assert len(shapes) <= MAX_PASSES
-    assert all(shape.rows <= max_rows and shape.num_tokens <= MAX_TOKENS for shape in shapes)
-    assert all(item.shape in shapes for item in planned if isinstance(item, Stage))
-    drafting = {shape.queries is None for shape in shapes}
+    assert 0 < len(set(planned)) == len(planned) <= MAX_PASSES
+    assert all(shape.rows <= max_rows and shape.num_tokens <= MAX_TOKENS for shape in planned)
+    drafting = {shape.queries is None for shape in planned}
     assert (True in drafting) == (has_draft and num_speculative_tokens != 0)
 
 
@@ -873,10 +881,8 @@ def test_the_smallest_that_holds_the_batch() -> None:
     planned = plan_shapes(8, "auto", has_draft=True)
     for rows in range(1, 11):
         for queries in (None, *range(1, 20)):
-            found = smallest(rows, queries, planned)
+            found = smallest(rows, queries, 1, planned)
             assert (found is None) == (rows > 8 or (queries or 0) > 17)
-            stage = smallest_stage(rows, queries, planned)
-            assert stage == (None if found is None else Stage(found))
             if found is not None:
                 assert rows <= found.rows < 2 * rows
                 assert (found.queries is None) == (queries is None)
@@ -887,16 +893,13 @@ def test_the_smallest_that_holds_the_batch() -> None:
 )
 def test_what_goes_along_does_not_fill_a_pass_with_padding(num_rows: int, length: int, is_held: bool) -> None:
     planned = plan_shapes(32, "auto", has_draft=False)
-    graphs = SimpleNamespace(
-        find=lambda rows, queries: smallest_stage(rows, queries, planned), most_queries=lambda _, n: n
-    )
-    row: Any = SimpleNamespace(draft=SimpleNamespace(num_first_drafts=0, known=True))
-    runner: Any = SimpleNamespace(graphs=graphs, head=None)
-    runner._stages = partial(CudaRunner._stages, runner)
-    guest = Span(BlockTable(), [1] * length, 1)
-    held = CudaRunner._held(runner, [row] * num_rows, [guest])
-    assert held.guests == [guest] * is_held
-    assert held.verdicts.shape.num_tokens <= max(64, 2 * num_rows)
+    graphs: Any = SimpleNamespace(find=lambda rows, queries: smallest(rows, queries, 1, planned))
+    rows = [Span(BlockTable(), [1], 1) for _ in range(num_rows)]
+    # It is the beginning of a prompt, or its end.
+    guests = [Span(BlockTable(), [1] * length, num_logits) for num_logits in range(2) if length > num_logits]
+    assert {ScorePass(graphs)._is_mostly_padding([*rows, guest]) for guest in guests} <= {not is_held, False}
+    assert ScorePass(graphs)._is_mostly_padding([*rows, guests[0]]) is not is_held
+    assert not ScorePass(graphs)._is_mostly_padding(rows)
 
 
 def test_tables_are_sent_as_far_as_they_are_new() -> None:
@@ -925,9 +928,11 @@ def test_tables_are_sent_as_far_as_they_are_new() -> None:
 
 def test_rows_keep_their_places() -> None:
     rows = DeviceRows(4, 2, 3, 4, 99, torch.device("cpu"), TapeCapture(torch.device("cpu")))
-    assert rows.rows_for("abc", 4) == [(0, True), (1, True), (2, True)]
-    assert rows.rows_for("cd", 4) == [(2, False), (0, True)]
-    assert rows.rows_for("cd", 2) == [(1, True), (0, False)]  # a smaller graph
+    a, b, c, d = (BlockTable() for _ in range(4))
+    assert rows.places_of(0, [a, b, c], 4) == [0, 1, 2]
+    assert rows.places_of(0, [c, d], 4) == [2, 0]
+    assert rows.places_of(1, [d], 4) == [0]  # the other cache has its own
+    assert rows.places_of(0, [c, d], 2) == [1, 0]  # a smaller graph
 
 
 def test_a_draft_that_cannot_be_captured_goes_by_phases(

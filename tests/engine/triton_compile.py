@@ -118,13 +118,14 @@ def compile_sampling(capability: int, vocab_size: int) -> None:
     """Nothing may be fused: a product would keep digits that torch's operations round off."""
     sizes = {"VOCAB": vocab_size, "WIDTH": 29, "TILE": sampling_kernels.TILE}
     for kernel, more in (
-        (sampling_kernels.draw_row, {"NUM_LOGITS": vocab_size, "MAX_DRAWN": 8}),
+        (sampling_kernels.draw_row, {"NUM_LOGITS": vocab_size}),
         (sampling_kernels.judge_position, {}),
-        (sampling_kernels.judge_row, {"QUERIES": 5, "MAX_DRAWN": 8, "VERDICT_WIDTH": 19}),
+        (sampling_kernels.judge_row, {"VERDICT_WIDTH": 19}),
     ):
         given = sizes | more
         floats = ("logits", "probs", "draft_probs", "kept")
         types = {name: "*fp32" if name in floats else "*i64" for name in kernel.arg_names}
+        types |= {name: "i32" for name in ("queries", "most_drawn") if name in types}
         types |= dict.fromkeys(given, "constexpr")
         constants = {(kernel.arg_names.index(name),): value for name, value in given.items()}
         options = {"num_warps": sampling_kernels.NUM_WARPS, "enable_fp_fusion": False}

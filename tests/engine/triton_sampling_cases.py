@@ -16,7 +16,6 @@ import torch
 
 from tests.engine import graph_gates, torch_kernels
 from tests.engine.conftest import Models
-from tests.engine.sampling_stand_in import on_tape
 from tests.models import make_engine
 from tests.tape import TapeCapture
 from truedraft.engine.cuda import sampling_kernels, torch_sampling, triton_run, triton_sampling
@@ -143,7 +142,7 @@ def test_engines_say_what_they_say_by_phases(models: Models, on_the_cpu: None, m
     monkeypatch.setattr(plan_module, "make_capture", TapeCapture)
     monkeypatch.setattr(agreement, "find_kernels", lambda *_: torch_kernels)
     monkeypatch.setattr(triton_sampling, "is_right", lambda *_: True)  # other cases look
-    kernels = on_tape(in_tiles(sampling_kernels, 64))
+    kernels = in_tiles(sampling_kernels, 64)
     monkeypatch.setattr(plan_module, "find_sampling", lambda *_: kernels)
     config: dict[str, Any] = {"native_kernels": False, "max_num_sequences": 5, "num_speculative_tokens": 2}
     monkeypatch.setattr(graphs_module, "_is_right", lambda *_: True)

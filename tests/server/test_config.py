@@ -73,6 +73,18 @@ def test_lists_and_sizes(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (["--config"], "--config needs the path of a YAML file."),
         (["--config", "/no/such/file"], "Cannot read the configuration file /no/such/file"),
+        (
+            ["--kv-events-endpoint", "tcp://*:5557", "--workers", "2"],
+            "kv_events_endpoint tells of one worker's cache, and workers is 2; start several servers",
+        ),
+        (
+            ["--kv-events-endpoint", "tcp://*:5557", "--api-keys", "one-key,another-key"],
+            "kv_events_endpoint tells of no text that belongs to one of several keys alone; set",
+        ),
+        (
+            ["--kv-events-endpoint", "tcp://*:5557", "--no-prefix-caching"],
+            "kv_events_endpoint tells of what prefix_caching keeps",
+        ),
         (["--port", "1", "stray"], "stray"),
         (["--port"], "port"),
     ],
@@ -211,7 +223,10 @@ def test_mistakes_on_the_command_line(
     [
         (["--max-model-len", "1000000"], "max_model_len is 1000000, the target's context only 1024."),
         (["--draft", "nowhere.gguf"], "There is no file nowhere.gguf."),
-        (["nowhere/nor/here"], "There is no file or folder nowhere/nor/here."),
+        (
+            ["nowhere/nor/here"],
+            "There is no file or folder nowhere/nor/here; a model of the hub is owner/repository, ",
+        ),
         (["--device", "cuda"], "device is 'cuda', but the installed torch"),
     ],
 )

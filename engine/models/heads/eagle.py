@@ -1,7 +1,7 @@
 """Reads the checkpoint of an EAGLE-3 head (arXiv 2503.01840).
 
-One layer gets a token's embedding and the state before it, side by side. The first states are made of what
-three layers of the target know of a token.
+One layer gets a token's embedding and the state before it, side by side. The first states are made of a
+token's states in three layers of the target.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,14 @@ from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.reader import HALVES
 from truedraft.engine.native.native_run import NativeKernels, serves
 
-# Tensors of the layer have these beginnings in one layout or the other.
+# Tensors of the layer have one of these prefixes, by the layout.
 LAYER, MIDLAYER = "layers.0.", "midlayer."
-# Buffers that some files bring along: angles follow from the config.
+# Some files contain these buffers, but angles follow from the config.
 IGNORED = "rotary_emb.inv_freq"
 
 
 def load_eagle(config: EagleConfig, target: Model, options: LoadOptions) -> Head:
-    """Loads the head that ``config`` describes for ``target``; ``ModelLoadError`` if it is not one for it."""
+    """Loads the head that ``config`` describes; raises ``ModelLoadError`` if it does not fit ``target``."""
     decoder = check_target(config.path, target)
     with stage(config.path, "weights"):
         checkpoint = Checkpoint.find(config.path, options.allow_pickle)
@@ -53,7 +53,7 @@ def load_eagle(config: EagleConfig, target: Model, options: LoadOptions) -> Head
 
 
 class _Reader:
-    """Reads each tensor of a head once; those that are left over are refused."""
+    """Reads each tensor of a head once; tensors that are left over are refused."""
 
     def __init__(
         self, config: EagleConfig, checkpoint: Checkpoint, target: FusedDecoder, options: LoadOptions
@@ -79,7 +79,7 @@ class _Reader:
         self.begin, self.linears = self._backend(options)
 
     def _backend(self, options: LoadOptions) -> tuple[NativeKernels | None, Linears]:
-        """Returns what computes the head: the target's kernels if they are in C, else what a GPU has."""
+        """Returns the backend of the head: the target's kernels if they are in C, otherwise the GPU's."""
         begin, size = self.target.begin, self.layer_config.head_dim
         if not isinstance(begin, NativeKernels) or not serves(self.facts.dtype, self.facts.device, size):
             return None, TorchLinears()
@@ -134,7 +134,7 @@ class _Reader:
 
     def _layer(self) -> tuple[DecoderLayer, nn.Module, int]:
         """Describes the layer by way of transformers' own, whose queries, keys and values have twice the
-        inputs here. Returns its angles and its number of parameters, too."""
+        inputs here. Also returns its angles and its number of parameters."""
         module: Any = plain_skeleton(self.layer_config, self.facts.dtype)
         if not has_family(module):
             raise ModelLoadError(
@@ -166,7 +166,7 @@ class _Reader:
         return described, rotary, count
 
     def _embeddings(self) -> Embeddings:
-        """Returns those of the file, or the target's."""
+        """Returns the file's embeddings, or the target's."""
         vocab_size, size = self.target.vocab_size, self.layer_config.hidden_size
         if "embed_tokens.weight" in self.names:
             return self.linears.embeddings(self._weight("embed_tokens.weight", (vocab_size, size)))
@@ -178,7 +178,7 @@ class _Reader:
         return self.target.weights.embeddings
 
     def _output(self) -> Linear:
-        """Returns the output layer of the file, or the target's."""
+        """Returns the file's output layer, or the target's."""
         size, num_drafted = self.layer_config.hidden_size, self.config.draft_vocab_size
         if "lm_head.weight" in self.names:
             return self._linear("lm_head.weight", (num_drafted, size), None)
@@ -187,7 +187,7 @@ class _Reader:
         return self.target.weights.head
 
     def _token_ids(self) -> torch.Tensor | None:
-        """Returns the target's ids of the drafted tokens, which the file has as offsets; None: all of them in
+        """Returns the target's ids of the drafted tokens, which the file has as offsets; None: all ids in
         order."""
         size, vocab_size, path = self.config.draft_vocab_size, self.target.vocab_size, self.config.path
         if "d2t" not in self.names:
@@ -252,5 +252,5 @@ class _Reader:
 
     @staticmethod
     def _required(norm: Norm | None) -> Norm:
-        assert norm is not None  # both kinds of layers have one
+        assert norm is not None  # Both kinds of layers have one.
         return norm

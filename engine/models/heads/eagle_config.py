@@ -1,4 +1,4 @@
-"""What a folder says of an EAGLE-3 head: a flat config.json, or one of parts."""
+"""Reads what a folder says of an EAGLE-3 head: a flat config.json, or one of parts."""
 
 import json
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.sizes import check_largest
 
-# Kinds of layers that heads have.
+# Layers of heads are of these kinds.
 LAYER_TYPES = ("llama", "qwen3")
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# These settings change a head. Each is served with the values here, which say what is done anyway.
+# These settings change a head. Each is served only with the values here, which describe what is done anyway.
 SERVED: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
@@ -28,21 +28,21 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "parallel_draft_step": (0, 1),
     "parallel_draft_heads_num_layers": (0, 1),
 }
-# These settings are read here, or tell of the file and of how a head was trained.
+# These settings are read here, or describe the file and how a head was trained.
 READ = (*OPTIONS, LAYER_IDS, "aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size")
 OF_THE_FILE = (
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "speculators_version"),
     *("speculators_model_type", "speculators_config", "transformer_layer_config", "eagle_config"),
     *("target_model_type", "_name_or_path", "embed_requires_grad", "has_no_defaults_at_init", "has_lm_head"),
 )
-# What transformers calls settings of angles in one version or the other.
+# Versions of transformers have these names for settings of angles.
 ANGLES = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """``layer`` is the config of a model of the head's one layer. ``layer_inputs``: the head reads the states
-    that these layers of the target get; None: the usual ones.
+    """Describes a head. ``layer`` is the config of a model of its one layer. ``layer_inputs`` are the layers
+    of the target whose inputs the head reads; None: the usual ones.
 
     ``norm_before_residual``: attention adds to the state's norm instead of the state. ``norm_before_fc``
     norms the target's states together, ``fc_norm`` each layer's by themselves. ``norm_output``: the head's
@@ -71,20 +71,21 @@ class EagleConfig:
 
 
 def read_eagle_config(path: str) -> EagleConfig | None:
-    """Returns the config of the head at ``path``, a folder or a hub id; None if something else is there.
+    """Returns the config of the head at ``path``, a folder or a hub id; None if it holds something else.
 
-    ``ModelLoadError`` for heads of other kinds.
+    Raises ``ModelLoadError`` for heads of other kinds.
     """
     try:
         file = locate(str(Path(path).expanduser()) if path.startswith("~") else path, "config.json")
-    except OSError:  # a file, or no name of a repository: loading says what is wrong, if anything is
+    # The path is a file, or no name of a repository: loading reports faults, if there are any.
+    except OSError:
         return None
     if file is None:
         return None
     try:
         config = json.loads(Path(file).read_text())
     except ValueError:
-        return None  # loading says what is wrong with it
+        return None  # Loading reports the fault.
     if not isinstance(config, dict):
         return None
     with stage(path, "config.json"):
@@ -102,7 +103,7 @@ def _read(path: str, config: dict[str, Any]) -> EagleConfig | None:
         raise ModelLoadError(
             f"{path} is a head of EAGLE's first versions, which is not served: take EAGLE-3's"
         )
-    # Options may stand in a part of their own.
+    # Options may be in a part of their own.
     merged = config | (config.get("eagle_config") or {})
     return _config(path, merged, config, norm_before_residual=False)
 
@@ -118,7 +119,7 @@ def _of_parts(path: str, config: dict[str, Any]) -> EagleConfig:
 def _config(
     path: str, options: dict[str, Any], layer: dict[str, Any], *, norm_before_residual: bool
 ) -> EagleConfig:
-    """``norm_before_residual`` is what counts where the file does not say it."""
+    """Returns the config; ``norm_before_residual`` is the default where the file has no such setting."""
     kind = layer.get("model_type", "llama")
     if kind not in LAYER_TYPES or layer.get("num_hidden_layers", 1) != 1:
         raise ModelLoadError(
@@ -131,7 +132,7 @@ def _config(
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-    }  # they are the target's business
+    }  # These settings concern the target.
     made = AutoConfig.for_model(kind, **settings | ends, num_hidden_layers=1)
     _check_all(path, options | layer, made)
     flags = {name: bool(options.get(name, False)) for name in OPTIONS}
@@ -163,7 +164,7 @@ def _layer_inputs(path: str, options: dict[str, Any]) -> tuple[int, ...] | None:
     """Returns the layers whose inputs are meant.
 
     Some files count outputs instead: as heads that read inputs begin with the third layer, a first id of 1
-    tells which.
+    shows which.
     """
     ids = options.get(LAYER_IDS) or options.get("aux_hidden_state_layer_ids")
     if not ids:

@@ -1,4 +1,4 @@
-"""A head without a cache that is kept: a text in, its drafts' distributions out, for replays of traces.
+"""Runs a head without keeping a cache: a text in, its drafts' distributions out, for replays of traces.
 
 Every token computes the whole text anew, first the target's states and then the head's own.
 """
@@ -13,7 +13,8 @@ from truedraft.engine.rows.lone import LoneText
 
 
 class FreshHead:
-    """``head`` drafts for ``target``, as both are loaded for serving, and ``token_ids`` alone; None: all."""
+    """Runs ``head``, which drafts for ``target``, both as they are loaded for serving. It drafts only
+    ``token_ids``; None: all."""
 
     def __init__(self, target: Model, head: Head, token_ids: Ids | None = None) -> None:
         self.target = target
@@ -22,7 +23,7 @@ class FreshHead:
 
     @torch.inference_mode()
     def following(self, text: LoneText, drafted: list[int], vocab_size: int) -> torch.Tensor:
-        """Is as ``FreshModel.following``; the text has two tokens or more."""
+        """Computes what ``FreshModel.following`` does; the text has two tokens or more."""
         head, token_ids = self.head, text.token_ids
         hidden = from_empty_cache(self.target, token_ids[:-1], head.taps).hidden
         assert hidden is not None

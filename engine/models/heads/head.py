@@ -1,7 +1,7 @@
-"""A head drafts from hidden states of the target: what all kinds of heads are made of.
+"""Defines a head, which drafts from hidden states of the target, by the parts of all kinds of heads.
 
-A small decoder gets a token's embedding and the state before it, and the state that comes out stands for the
-next one. The first states are made of what layers of the target know of a token.
+A small decoder gets a token's embedding and the state before it, and its output state stands for the next
+one. The first states are made of the target's states of a token in some layers.
 """
 
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ from truedraft.engine.sampling.ops import in_width
 
 @dataclass(frozen=True)
 class Head:
-    """``method`` is what drafting with it is called. ``model`` takes a state with each token; its logits are
-    of the tokens ``token_ids``, None: of all in order.
+    """Drafts from states. ``method`` is the name of drafting with it. ``model`` takes a state with each
+    token; its logits are those of the tokens ``token_ids``, None: of all in order.
 
     ``taps`` are the target's layers whose outputs it reads, as in ``Proposer``: ``combine`` gets them normed
     together or one by one. Without ``combine`` there is one tap, whose output is the state. ``norm_output``:
@@ -42,7 +42,7 @@ class Head:
     joint_norm: Norm | None
     token_ids: torch.Tensor | None
     norm_output: bool
-    # The output layer may be another one than it was loaded with: a copy in four bits, or of some tokens.
+    # The output layer may be another one than the loaded one: a copy in four bits, or of some tokens.
     drafts_with: HeadOutput = "own"
     vocabulary: DraftVocabulary | None = None
 
@@ -59,7 +59,7 @@ class Head:
 
     @cached_property
     def fusion(self) -> NativeFusion | None:
-        """Returns what makes states in C, as rounds there do, if ``model`` is computed in C."""
+        """Returns the function that makes states in C, for rounds there, if ``model`` is computed in C."""
         if not isinstance(begin := self.model.begin, NativeKernels):
             return None
         num_taps = len(self.taps)
@@ -112,7 +112,7 @@ def check_target(path: str, target: Model) -> FusedDecoder:
 
 
 def linears_for(model: FusedDecoder, options: LoadOptions) -> Linears:
-    """Returns what makes further linear layers for the backend of ``model``."""
+    """Returns an object that makes further linear layers for the backend of ``model``."""
     if isinstance(model.begin, NativeKernels):
         return NativeLinears(model.begin.library, options.compact_weights, bf16=model.bf16_linears)
     return TorchLinears()

@@ -10,8 +10,8 @@ from truedraft.engine.models.options import LoadOptions
 
 
 def head_method(draft: str) -> Method | None:
-    """Returns what drafting with the setting ``draft`` is called, if that names a head: the target's own, or
-    one at a path."""
+    """Returns the name of drafting with the setting ``draft``, if that names a head: the target's own, or one
+    at a path."""
     if draft == MTP or holds_mtp_alone(draft):
         return MTP
     return None if read_eagle_config(draft) is None else EAGLE

@@ -1,9 +1,10 @@
-"""MTP heads: what a checkpoint has, after its layers, to predict further tokens with.
+"""Loads MTP heads: the layers after a checkpoint's own that predict further tokens.
 
 The head is one more layer of the target's kind. It is read as a model of that layer alone with a few of the
 target's embeddings, so that it is compared with transformers' layer like any other model, and then gets the
-target's embeddings and output layer. It is fed with the target's states after its last norm, and then with
-its own after its own: a trained head shows that acceptance is lower with states before the norms.
+target's embeddings and output layer. Its inputs are the target's states after the target's last norm, and
+then its own states after its own norm: a trained head shows that acceptance is lower with states before the
+norms.
 """
 
 from collections.abc import Iterable
@@ -40,9 +41,9 @@ from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.reader import read_tensor, read_weight
 from truedraft.engine.models.sources import open_checkpoint, requantised
 
-# What a model of the head's layer alone calls its layer's tensors, and its last norm.
+# A model of the head's layer alone has these names for its layer's tensors, and for its last norm.
 LAYER, NORM = "model.layers.0.", "model.norm.weight"
-# So many tokens of the vocabulary are enough to compare layers.
+# This many tokens of the vocabulary are enough to compare layers.
 PROBED_TOKENS = 256
 # These settings of a head's own config.json must be the target's.
 OF_LAYERS = (
@@ -51,7 +52,7 @@ OF_LAYERS = (
     *("rope_parameters", "num_experts", "n_routed_experts", "num_experts_per_tok", "norm_topk_prob"),
     *("routed_scaling_factor", "n_group", "topk_group", "q_lora_rank", "kv_lora_rank"),
 )
-# A model of the head's layer alone has these settings, where its config has such.
+# A model of the head's layer alone gets these settings, where its config has such.
 ONE_LAYER: dict[str, Any] = {
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],
@@ -67,7 +68,7 @@ ONE_LAYER: dict[str, Any] = {
 
 
 class Parts(NamedTuple):
-    """Says what a checkpoint calls a head's tensors that are no usual layer's."""
+    """Names the tensors of a head that do not belong to a usual layer."""
 
     projection: str
     embedding_norm: str
@@ -83,8 +84,9 @@ class Parts(NamedTuple):
 
 QWEN = Parts("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 DEEPSEEK = Parts("eh_proj", "enorm", "hnorm", "shared_head.norm", "embed_tokens", "shared_head.head")
-# Families whose checkpoints have heads of their own layout: the setting that counts them, and where the
-# layer and the other parts are. In others, and in GGUF files, the head is the layer after the last one.
+# Checkpoints of these families have heads in a layout of their own: the setting that counts them, and the
+# places of the layer and the other parts. In others, and in GGUF files, the head is the layer after the last
+# one.
 OF_QWEN = ("mtp_num_hidden_layers", "mtp.layers.0.", QWEN.below("mtp."))
 OWN_LAYOUTS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), OF_QWEN)
 
@@ -110,12 +112,12 @@ def _has_projection(names: Iterable[str]) -> bool:
 
 
 def _tensor_names(path: str) -> list[str]:
-    """Returns the names of a folder's tensors, those of a layer of Qwen's heads apart."""
+    """Returns the names of a folder's tensors, with those of a layer of Qwen's heads apart."""
     if not Path(path).is_dir():
         return []
     try:
         checkpoint = Checkpoint.find(path, allow_pickle=False)
-    except (OSError, SafetensorError, ValueError):  # loading says what is wrong
+    except (OSError, SafetensorError, ValueError):  # Loading reports the fault.
         return []
     names = [] if checkpoint is None else list(checkpoint.files)
     return [name for name in names if not name.startswith(OF_QWEN[1])]
@@ -123,7 +125,7 @@ def _tensor_names(path: str) -> list[str]:
 
 def load_mtp(path: str, target: Model, options: LoadOptions) -> Head:
     """Loads the head of the checkpoint at ``path``, the target's own, or a GGUF file or folder of the head
-    alone; ``ModelLoadError`` if there is none for ``target``."""
+    alone; raises ``ModelLoadError`` if there is none for ``target``."""
     decoder = check_target(path, target)
     options = replace(options, native_kernels=options.native_kernels and decoder.is_native)
     with stage(path, "weights"):
@@ -131,7 +133,7 @@ def load_mtp(path: str, target: Model, options: LoadOptions) -> Head:
 
 
 class MtpCheckpoint(NamedTuple):
-    """Is an open head: ``source`` has its tensors, the ``parts`` by their names. ``layer`` has those of
+    """Is an open head. ``source`` has its tensors, with the names of ``parts``. ``layer`` has the tensors of
     ``skeleton``, transformers' model of ``config``, which is the layer alone with few of the target's
     embeddings."""
 
@@ -144,7 +146,7 @@ class MtpCheckpoint(NamedTuple):
 
 
 def open_mtp(path: str, target: FusedDecoder, options: LoadOptions) -> MtpCheckpoint:
-    """Opens what ``load_mtp`` reads."""
+    """Opens the head that ``load_mtp`` reads."""
     config = _one_layer(target)
     source, layer, parts = _open(path, target.config, config, options)
     if parts.projection not in source.files:
@@ -164,15 +166,15 @@ def open_mtp(path: str, target: FusedDecoder, options: LoadOptions) -> MtpCheckp
 
 
 def layout_of(of_target: Any) -> tuple[str, str, Parts]:
-    """Returns the setting that counts the heads of such a target, the beginning of the names that its
-    checkpoints give to the tensors of a head's layer, and the names of the head's other parts."""
+    """Returns, for heads of such a target, the setting that counts them, the prefix of a head's layer in
+    checkpoints, and the names of the head's other parts."""
     layer = f"model.layers.{of_target.num_hidden_layers}."
     default = ("num_nextn_predict_layers", layer, DEEPSEEK.below(layer))
     return OWN_LAYOUTS.get(of_target.model_type, default)
 
 
 def _open(path: str, of_target: Any, config: Any, options: LoadOptions) -> tuple[Checkpoint, str, Parts]:
-    """Returns a checkpoint with the head, the beginning of its layer's names, and its other parts' names."""
+    """Returns a checkpoint with the head, the prefix of its layer's names, and its other parts' names."""
     if is_gguf(path):
         try:
             source, number = open_gguf_head(path, config)
@@ -239,7 +241,7 @@ def _read(found: MtpCheckpoint, target: FusedDecoder, options: LoadOptions) -> H
 
 
 class _Layer(RenamedCheckpoint):
-    """Is that of a model of one layer, whose ``embeddings`` are given."""
+    """Is the layer of a model of one layer, with the given ``embeddings``."""
 
     def __init__(self, source: Checkpoint, names: dict[str, str], embeddings: torch.Tensor) -> None:
         super().__init__(source, names)
@@ -268,7 +270,7 @@ class _Layer(RenamedCheckpoint):
 
 
 class _PartReader:
-    """Reads what stands around the layer, for the backend and in the type of ``model``."""
+    """Reads the parts around the layer, for the backend and in the type of ``model``."""
 
     def __init__(
         self,
@@ -295,13 +297,14 @@ class _PartReader:
         return self.linears.make([self._weight(name, (self.size, 2 * self.size))], None)
 
     def embeddings(self, name: str) -> Embeddings:
-        """Returns the target's, unless the head has others."""
+        """Returns the target's embeddings, unless the head has its own."""
         if self._is_shared(name, EMBEDDINGS):
             return self.target.weights.embeddings
         return self.linears.embeddings(self._weight(name, (self.target.vocab_size, self.size)))
 
     def output(self, name: str) -> tuple[Linear, MakeOutput | None]:
-        """Returns the target's output layer, and what makes others of it, unless the head has its own."""
+        """Returns the target's output layer, with a function that makes variants of it, unless the head has
+        its own."""
         weights = self.target.weights
         if self._is_shared(name, HEAD):
             return weights.head, weights.make_output

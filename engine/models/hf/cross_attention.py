@@ -1,9 +1,9 @@
-"""Attention of encoder-decoder models, hooked into transformers' models as ``attention`` does for decoders.
+"""Hooks attention of encoder-decoder models into transformers' models, as ``attention`` does for decoders.
 
-A decoder's layer attends twice: to the decoder's own past, and to what the encoder made of the prompt. The
+A decoder's layer attends twice: to the decoder's own past, and to the encoder's states of the prompt. The
 keys and values of both are in the same paged cache, the encoder's at each sequence's first slots. T5 adds a
-bias that depends on the distance of key and query; it is computed here, because only the batch knows where
-the packed tokens stand.
+bias that depends on the distance of key and query; it is computed here, because only the batch knows the
+positions of the packed tokens.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ATTENTION_NAME = "truedraft_encoder_decoder"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Says how one layer attends. ``position_bias`` is that of a packed row as transformers counts it."""
+    """Says how one layer attends. ``position_bias`` is the bias of a packed row as transformers counts it."""
 
     module: Any
     scaling: float | None
@@ -32,12 +32,13 @@ class AttentionContext(Protocol):
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """``query``, ``key`` and ``value`` [heads, tokens, size]; returns [heads, tokens, value size]."""
+        """Attends with ``query``, ``key`` and ``value`` [heads, tokens, size]; returns [heads, tokens, value
+        size]."""
         ...
 
 
 class EncoderAttention:
-    """Attends within one prompt, every token to every other."""
+    """Attends within one prompt, from every token to every other."""
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -47,7 +48,7 @@ class EncoderAttention:
 
 
 class CrossWriter:
-    """Stores what each layer's cross-attention would look at; attends to nothing."""
+    """Stores the keys and values of each layer's cross-attention; attends to nothing."""
 
     def __init__(self, slots: torch.Tensor, cache: KVCache) -> None:
         self.slots = slots
@@ -62,7 +63,7 @@ class CrossWriter:
 
 
 class DecoderAttention:
-    """Both attentions of the decoder's packed tokens, group by group over what the cache holds."""
+    """Computes both attentions of the decoder's packed tokens, group by group over the cache."""
 
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
@@ -90,8 +91,8 @@ class DecoderAttention:
         return output.transpose(0, 1)
 
     def _own_masks(self, module: Any, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Returns for each group which keys are in the past, and T5's bias, which its first layer gives to
-        all."""
+        """Returns for each group which keys are in the past, and T5's bias, which its first layer shares with
+        all others."""
         if getattr(module, "has_relative_attention_bias", False) or not self._masks:
             self._masks = [_own_mask(module, group, dtype) for group in self.batch.groups]
         return self._masks
@@ -104,8 +105,8 @@ class DecoderAttention:
         query: torch.Tensor,
         scaling: float | None,
     ) -> torch.Tensor:
-        """The group's real queries' outputs [queries, heads, value size]."""
-        assert group.key_slots is not None  # only a decoder's lone sequence is attended to in place
+        """Returns the outputs [queries, heads, value size] of the group's real queries."""
+        assert group.key_slots is not None  # Only a lone sequence of a decoder is attended to in place.
         keys, values = self.cache.gather(layer, group.key_slots)
         if group.query_index is not None:
             query = query[group.query_index]
@@ -122,7 +123,7 @@ class DecoderAttention:
 
 
 def _own_mask(module: Any, group: AttentionGroup, dtype: torch.dtype) -> torch.Tensor | None:
-    """What may be looked at, or, with a bias, what is added to the scores [rows, heads, queries, keys]."""
+    """Returns the mask or, with a bias, the numbers to add to the scores [rows, heads, queries, keys]."""
     mask = group.mask(None)
     if not getattr(module, "has_relative_attention_bias", False):
         return mask
@@ -139,8 +140,8 @@ def _own_mask(module: Any, group: AttentionGroup, dtype: torch.dtype) -> torch.T
 
 
 class CrossProbe:
-    """Records the shapes of each decoder layer's own and cross-attention; attends to nothing.
-    ``dtype`` is the cache's."""
+    """Records the shapes of each decoder layer's own and cross-attention; attends to nothing. The cache has
+    the type ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -161,8 +162,8 @@ class CrossProbe:
 
 
 class StoredElsewhere(EncoderDecoderCache):  # type: ignore[misc]
-    """What transformers' decoders take for a cache that is complete: they then compute neither the encoder's
-    keys and values again nor keep their own. The real ones are in our ``KVCache``."""
+    """Poses as a complete cache to transformers' decoders: they then compute neither the encoder's keys and
+    values again nor keep their own. The real ones are in our ``KVCache``."""
 
     def __init__(self, layers: list[AttentionCache]) -> None:
         self.self_attention_cache = _PassThrough([])
@@ -184,7 +185,7 @@ class _PassThrough:
 
 
 class _NoTokens:
-    """Keys and values of no tokens [1, heads, 0, size]."""
+    """Holds keys and values of no tokens [1, heads, 0, size]."""
 
     def __init__(self, layer: AttentionCache) -> None:
         self.keys, self.values = (
@@ -205,7 +206,7 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' signature: [1, heads, tokens, size] comes in, [1, tokens, heads, size] goes out."""
+    """Has transformers' signature: [1, heads, tokens, size] comes in, [1, tokens, heads, size] goes out."""
     output = attention_context.attend(
         AttentionCall(module, scaling, position_bias), query[0], key[0], value[0]
     )

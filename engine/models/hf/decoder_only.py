@@ -1,4 +1,4 @@
-"""A decoder-only model by its transformers module, whose attention goes over the paged cache."""
+"""Runs a decoder-only model by its transformers module, whose attention goes over the paged cache."""
 
 from collections.abc import Sequence
 from typing import Any

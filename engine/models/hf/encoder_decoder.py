@@ -1,8 +1,8 @@
-"""An encoder-decoder transformers model with its paged cache: T5, BART, Marian and their kin.
+"""Runs an encoder-decoder transformers model with its paged cache: T5, BART, Marian and their kin.
 
-A sequence is one row of token ids: first the encoder's (the prompt), then the decoder's. What the cache holds
-at the encoder's places is what the decoder's cross-attention looks at, computed once in the pass that comes
-first; everything behind is the decoder's own. So the engine schedules, drafts, truncates and preempts these
+A sequence is one row of token ids: first the encoder's (the prompt), then the decoder's. The cache's slots of
+the encoder's tokens hold the keys and values for the decoder's cross-attention, computed once in the first
+pass; all later slots are the decoder's own. So the engine schedules, drafts, truncates and preempts these
 sequences as any others. Decoders run batched; each prompt has a pass of its own through the encoder.
 """
 
@@ -30,12 +30,12 @@ from truedraft.engine.models.hf.cross_attention import (
 from truedraft.engine.models.hf.generation_rules import decoder_start_ids, generation_rules
 from truedraft.engine.sampling.rules import GenerationRules
 
-# Their decoders have been compared with ``generate``.
+# Decoders of these types have been compared with ``generate``.
 SERVED = ("t5", "mt5", "bart", "mbart", "marian", "pegasus")
 
 
 def check_served(config: Any) -> None:
-    """``ModelLoadError`` if the encoder-decoder models of this config are not served."""
+    """Raises ``ModelLoadError`` if the encoder-decoder models of this config are not served."""
     if config.model_type not in SERVED:
         raise ModelLoadError(
             f"{config.model_type} is an encoder-decoder model that is not served; "
@@ -44,10 +44,11 @@ def check_served(config: Any) -> None:
 
 
 class EncoderDecoderModel(Model):
-    """``start_ids`` stand before the decoder's first own token; ``rules`` bind it whatever is asked.
+    """Is a model with an encoder. ``start_ids`` precede the decoder's first own token; ``rules`` bind it
+    whatever a request asks.
 
-    ``max_position`` bounds prompt and output, each; None for relative positions (T5), where
-    ``usual_length`` is what the checkpoint was made for, if it says so.
+    ``max_position`` bounds prompt and output, each; None for relative positions (T5), where ``usual_length``
+    is the length that the checkpoint was made for, if it names one.
     """
 
     def __init__(self, module: Any, facts: ModelFacts) -> None:
@@ -68,7 +69,8 @@ class EncoderDecoderModel(Model):
 
     @cached_property
     def rules(self) -> GenerationRules:  # type: ignore[override]
-        """Returns those of a target; a draft's are not used. ``ModelLoadError`` if they are not served."""
+        """Returns the rules of a target; a draft's are not used. Raises ``ModelLoadError`` if they are not
+        served."""
         return generation_rules(self.module)
 
     def forward(
@@ -78,8 +80,8 @@ class EncoderDecoderModel(Model):
         ids_on_device: torch.Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> ForwardOutput:
-        """A sequence's first span brings the whole prompt and at least one of the decoder's tokens; logits
-        are of the decoder's tokens only."""
+        """Computes the spans. A sequence's first span brings the whole prompt and at least one of the
+        decoder's tokens; logits are of the decoder's tokens only."""
         return super().forward([self._encoded(span, cache) for span in spans], cache, ids_on_device, taps)
 
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
@@ -88,7 +90,7 @@ class EncoderDecoderModel(Model):
         return ForwardOutput(logits[batch.logits_index].float())
 
     def _encoded(self, span: Span, cache: KVCache) -> Span:
-        """Run the encoder if that has not been done; return what is left for the decoder."""
+        """Runs the encoder if that has not been done; returns the spans that are left for the decoder."""
         table = span.table
         if table.num_computed_tokens > 0:
             return span
@@ -115,7 +117,7 @@ class EncoderDecoderModel(Model):
         encoded: BaseModelOutput,
         context: AttentionContext,
     ) -> torch.Tensor:
-        """Logits [tokens, vocab] of the packed ``token_ids`` [1, tokens]."""
+        """Returns logits [tokens, vocab] of the packed ``token_ids`` [1, tokens]."""
         self._positions.positions = positions[0]
         output = self.module(
             encoder_outputs=encoded,
@@ -128,7 +130,7 @@ class EncoderDecoderModel(Model):
 
     @torch.inference_mode()
     def _probe_layers(self, facts: ModelFacts) -> tuple[list[AttentionCache], int]:
-        """Ask a one-token forward what each layer would store; the vocabulary is what comes out."""
+        """Finds by a one-token forward what each layer stores, and the size of the vocabulary."""
         probe = CrossProbe(facts.dtype)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=facts.device)
         vocab_size = self._decode(zero, zero, self._no_encoder, probe).shape[-1]
@@ -142,7 +144,7 @@ class EncoderDecoderModel(Model):
 
 
 class PackedPositions(torch.nn.Module):
-    """A decoder's embedding of positions, given where the packed tokens stand."""
+    """Replaces a decoder's embedding of positions by one that is told the packed tokens' positions."""
 
     def __init__(self, embedding: torch.nn.Module | None) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class PackedPositions(torch.nn.Module):
 
 
 def _pack_positions(decoder: Any) -> PackedPositions:
-    """T5 has no such embedding; its positions are in the attention."""
+    """Replaces the embedding of positions; T5 has none, as its positions are in the attention."""
     packed = PackedPositions(getattr(decoder, "embed_positions", None))
     if packed.embedding is not None:
         decoder.embed_positions = packed

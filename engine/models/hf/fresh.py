@@ -1,8 +1,9 @@
-"""Models without cache, batch or any attention of ours: one text in, all of its logits out.
+"""Runs models without cache, batch or any attention of ours: one text in, all of its logits out.
 
-What ``engine.commands.replay`` and ``engine.commands.check`` compare the engine with. Slow on purpose: every
-call computes the whole text anew. Some kernels round what transformers' layers do not: of such a model
-our own pass over an empty cache is the reference, which loading has compared with transformers' layers.
+``engine.commands.replay`` and ``engine.commands.check`` compare the engine with them. They are slow on
+purpose: every call computes the whole text anew. Some kernels round numbers that transformers' layers do not:
+for such a model our own pass over an empty cache is the reference, which loading has compared with
+transformers' layers.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
 
 class FreshModel:
-    """``served``: the model as the engine has it, if our kernels round its layers' inputs; else None."""
+    """Computes texts. ``served`` is the engine's model if our kernels round its layers' inputs; else None."""
 
     def __init__(self, path: str, options: LoadOptions) -> None:
         self.served = load_if_rounded(path, options)
@@ -42,18 +43,20 @@ class FreshModel:
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
 
     def begin(self, prompt: list[int]) -> list[int]:
-        """The prompt's ids as a sequence holds them: an encoder's are followed by the decoder's start."""
+        """Returns the prompt's ids as a sequence holds them: an encoder's are followed by the decoder's
+        start."""
         return [*prompt, *decoder_start_ids(self.model)] if self.has_encoder else list(prompt)
 
     @property
     def rules(self) -> GenerationRules:
-        """Returns what the checkpoint forbids or forces, as this target's engine has it."""
+        """Returns the checkpoint's rules, by which this target's engine forbids or forces tokens."""
         return generation_rules(self.model) if self.has_encoder else NO_RULES
 
     def text(
         self, params: SamplingParams, prompt: list[int], output: list[int], stop_token_ids: frozenset[int]
     ) -> LoneText:
-        """What the token after ``prompt`` and ``output`` depends on, as this target's engine has it."""
+        """Returns the text on which the token after ``prompt`` and ``output`` depends in this target's
+        engine."""
         begun = self.begin(prompt)
         return LoneText(
             params,
@@ -66,14 +69,14 @@ class FreshModel:
         )
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """What ends a sequence of this target, as the engine decides it."""
+        """Returns the tokens that end a sequence of this target, as the engine decides it."""
         asked = frozenset(params.stop_token_ids)
         return asked if params.ignore_eos else asked | self.eos_token_ids
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], vocab_size: int, num_encoder_tokens: int = 0) -> torch.Tensor:
-        """The last row predicts what follows ``token_ids``, the row before it what follows all but the last,
-        and so on: float32 [tokens, vocab_size]; none for ``num_encoder_tokens`` at the beginning.
+        """Returns float32 [tokens, vocab_size]: the last row predicts the token after ``token_ids``, the row
+        before it the last of them, and so on. ``num_encoder_tokens`` at the beginning have no rows.
 
         Ids that only the other model of a pair knows have probability zero here.
         """
@@ -99,8 +102,8 @@ class FreshModel:
 def from_empty_cache(
     model: Model, token_ids: list[int], taps: Sequence[int] = (), states: torch.Tensor | None = None
 ) -> ForwardOutput:
-    """Returns what a model of ours computes of a text, with the logits of all of its tokens. ``states`` are
-    for a head's model, one for each token."""
+    """Computes a text with one of our models, and the logits of all of its tokens. ``states`` are for a
+    head's model, one for each token."""
     table = BlockTable()
     table.block_ids, table.state_slot = [0], 0
     runner = ModelRunner.build(model, num_blocks=1, block_size=len(token_ids), num_state_slots=1)
@@ -108,5 +111,5 @@ def from_empty_cache(
 
 
 def processed(adjusted_logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distributions that tokens are drawn from: float32 [positions, V]."""
+    """Returns the distributions that tokens are drawn from: float32 [positions, V]."""
     return to_probs(adjusted_logits[None], SamplingTensors.build([params], adjusted_logits.device))[0]

@@ -1,7 +1,8 @@
-"""What a checkpoint's generation config says about decoding, as the engine's own terms.
+"""Translates a checkpoint's generation config into the engine's own terms.
 
-Only what changes which tokens are possible: how the decoder starts, what is banned or forced. Beam search and
-lengths are for the request to say. What would change the text and is not served is refused at load.
+It takes only settings that change which tokens are possible: how the decoder starts, which tokens are banned
+or forced. Beam search and lengths are for the request to say. Settings that would change the text and are not
+served are refused at load.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.base import eos_token_ids
 from truedraft.engine.sampling.rules import GenerationRules
 
-# Settings of ``generate`` that no rule of ours stands for, with the values that ask for nothing.
+# No rule of ours stands for these settings of ``generate``; with these values they change nothing.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
     "begin_suppress_tokens": (None, []),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -23,7 +24,7 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
 
 
 def decoder_start_ids(model: Any) -> list[int]:
-    """What the decoder starts with before its first own token: the start token, and a forced first one."""
+    """Returns the decoder's tokens before its first own one: the start token, and a forced first one."""
     start = _first(model, "decoder_start_token_id", "bos_token_id")
     if start is None:
         raise ModelLoadError(
@@ -37,7 +38,8 @@ def decoder_start_ids(model: Any) -> list[int]:
 
 
 def generation_rules(model: Any) -> GenerationRules:
-    """``ModelLoadError`` if the generation config asks for something that is not served."""
+    """Returns the rules; raises ``ModelLoadError`` if the generation config asks for something that is not
+    served."""
     for name, neutral in NOT_SERVED.items():
         value = _setting(model, name)
         if value not in neutral:
@@ -48,7 +50,7 @@ def generation_rules(model: Any) -> GenerationRules:
             raise ModelLoadError(
                 f"the generation config bans the sequence {word} (bad_words_ids); only single tokens can be"
             )
-        # ``generate`` lets a model speak its own end.
+        # ``generate`` lets a model write its own end.
         banned |= set(word) - eos_token_ids(model.generation_config, model.config)
     forced = _setting(model, "forced_eos_token_id")
     if isinstance(forced, list):
@@ -63,7 +65,7 @@ def generation_rules(model: Any) -> GenerationRules:
 
 
 def _setting(model: Any, name: str) -> Any:
-    """Returns what the generation config says; transformers fills it from config.json where there is no such
+    """Returns a value of the generation config; transformers fills it from config.json where there is no such
     file."""
     return getattr(model.generation_config, name, None)
 

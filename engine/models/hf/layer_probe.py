@@ -1,7 +1,8 @@
-"""What every layer of a model stores, and whether its attention is one that we can do: asked once, at load.
+"""Finds what every layer of a model stores, and whether we can compute its attention: once, at load.
 
-A one-token forward runs under another attention name, for which transformers also builds masks. Ours tells
-each layer's pattern in one number, so that a window or a chunk that only the mask knows of is noticed.
+A one-token forward runs under another attention name, for which transformers also builds masks. Our mask
+describes each layer's pattern in one number, so that a window or a chunk that only the mask knows of is
+noticed.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from truedraft.engine.memory.kv_cache import AttentionCache
 
 PROBE_NAME = "truedraft-probe"
 
-# Patterns are looked at over the model's context: a window that is longer is none.
+# Patterns are examined over the model's context: a window that is longer is none.
 DEFAULT_CONTEXT, LONGEST_CONTEXT = 1 << 13, 1 << 18
 NOT_CAUSAL, NOT_A_WINDOW = -1, -2
 
@@ -33,7 +34,8 @@ NOT_REPLACEABLE = (
 
 
 class LayerProbe:
-    """Records what every layer stores, and where; attends to nothing. ``dtype`` is the cache's."""
+    """Records what every layer stores, and on which device; attends to nothing. The cache has the type
+    ``dtype``."""
 
     def __init__(self, context: int, dtype: torch.dtype) -> None:
         self.context = context
@@ -52,7 +54,7 @@ class LayerProbe:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
     def check_pattern(self, pattern: int, sliding_window: int | None) -> None:
-        """Compare the mask that a layer got with the window that its attention function got."""
+        """Compares the mask that a layer got with the window that its attention function got."""
         if pattern == NOT_CAUSAL:
             raise ModelLoadError("its attention looks at later tokens too")
         if pattern == NOT_A_WINDOW:
@@ -67,10 +69,10 @@ class LayerProbe:
 def probe_layers(
     model: Any, dtype: torch.dtype, forward: Callable[[LayerProbe], Any]
 ) -> list[AttentionCache]:
-    """The layers' shapes in order, from one ``forward`` with the probe as its attention context.
+    """Returns the layers' shapes in order, from one ``forward`` with the probe as its attention context.
 
-    ``ModelLoadError`` if the model cannot be served: a state that cannot be rolled back, or attention that
-    is not causal, not replaceable or not understood.
+    Raises ``ModelLoadError`` if the model cannot be served: a state that cannot be rolled back, or attention
+    that is not causal, not replaceable or not understood.
     """
     model_type = model.config.model_type
     if getattr(model, "_is_stateful", False):
@@ -81,7 +83,7 @@ def probe_layers(
         forward(probe)
     except ModelLoadError as error:
         raise ModelLoadError(f"{model_type} models of this kind cannot be served: {error}") from error
-    except Exception as error:  # whatever an architecture does that we have never seen
+    except Exception as error:  # An unknown architecture may do anything.
         raise ModelLoadError(
             f"{model_type} models cannot be served: they do not work with attention over our cache "
             f"({type(error).__name__}: {error})"
@@ -109,7 +111,7 @@ def probe_forward(
     attention_context: LayerProbe | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``attention_forward``, but for its look at the mask."""
+    """Does what ``attention_forward`` does, and examines the mask."""
     if attention_context is None:
         raise ModelLoadError("its attention is handed no keyword arguments, so our cache cannot reach it")
     if attention_mask is not None and attention_mask.numel() != 1:
@@ -122,9 +124,8 @@ def probe_forward(
 
 
 def mask_pattern(*, mask_function: Callable[..., torch.Tensor], config: Any, **_: Any) -> torch.Tensor:
-    """Returns how many tokens the context's last one sees, itself included, or one of the constants above.
-
-    In place of a mask: an integer in four dimensions, as masks have.
+    """Returns, in place of a mask, how many tokens the context's last one sees, itself included, or one of
+    the constants above: an integer in four dimensions, as masks have.
     """
     context = _context(config)
     keys = torch.arange(context + 1)

@@ -1,4 +1,4 @@
-"""Has transformers load its own module: where layers of ours do not serve, and as the reference of checks."""
+"""Lets transformers load its own module: where our layers do not serve, and as the reference of checks."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ from truedraft.engine.native.linears import NativeLinears
 
 
 def load_decoder(found: Architecture | str, options: LoadOptions) -> DecoderModel | EncoderDecoderModel:
-    """The model by transformers' module, with linear layers of our own on a CPU."""
+    """Loads the model by transformers' module, with our linear layers on a CPU."""
     found = find(found, options) if isinstance(found, str) else found
     module = load_module(found, options, ATTENTION_NAME)
     device = module.get_input_embeddings().weight.device
@@ -55,7 +55,7 @@ def load_decoder(found: Architecture | str, options: LoadOptions) -> DecoderMode
 
 
 def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
-    """The transformers model as it is, with the attention implementation of that name."""
+    """Loads the transformers model as it is, with the attention implementation of that name."""
     if is_gguf(path):
         with stage(path, ""):
             file = open_gguf_file(path, options)
@@ -71,7 +71,7 @@ def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
 def _module_of(
     checkpoint: Checkpoint, config: Any, generation: Any, options: LoadOptions, attention: str
 ) -> Any:
-    """transformers' module with the weights that ``checkpoint`` stands for."""
+    """Returns transformers' module with the weights that ``checkpoint`` stands for."""
     with init_empty_weights(include_buffers=False):
         module: Any = AutoModelForCausalLM.from_config(
             config, dtype=options.dtype, attn_implementation=attention
@@ -106,7 +106,7 @@ def load_module(found: Architecture, options: LoadOptions, attention: str) -> An
             use_safetensors=None if options.allow_pickle else True,
             device_map=options.device_map,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, with both sizes
+            ignore_mismatched_sizes=True,  # The check below refuses them, with both sizes.
             **own_code,
         )
         check_loaded(path, loaded, options.allow_pickle)
@@ -117,7 +117,7 @@ def load_module(found: Architecture, options: LoadOptions, attention: str) -> An
         return model
     if hasattr(model, "hf_quantizer"):
         return model
-    if quantization:  # dequantised; the other weights have the checkpoint's type
+    if quantization:  # These were dequantised; the other weights have the checkpoint's type.
         model.to(options.dtype)
         if options.compact_weights and options.is_on_cpu:
             compact_linears(model, Checkpoint.find(path, options.allow_pickle))
@@ -125,7 +125,7 @@ def load_module(found: Architecture, options: LoadOptions, attention: str) -> An
 
 
 def _refuse_offload(path: str, placement: dict[str, Any]) -> None:
-    """Offloaded layers would be copied to the device in every step."""
+    """Refuses offloaded layers, which would be copied to the device in every step."""
     places = {str(place) for place in placement.values()}
     if "disk" in places or ("cpu" in places and len(places) > 1):
         raise ModelLoadError(

@@ -1,8 +1,8 @@
-"""Does a model say over our cache what it says by itself? Asked once after loading, with a few tokens.
+"""Checks once after loading that a model computes the same over our cache as by itself, with a few tokens.
 
 Texts of ``probe_texts`` go through the cache in chunks, packed side by side, as in serving; transformers' own
-eager attention computes each of them at once, by itself. Whatever an architecture does behind our back then
-shows: positions counted from somewhere else, rotary factors that follow the longest text, biases that are not
+eager attention computes each of them at once, by itself. Hidden habits of an architecture show then:
+positions counted from somewhere else, rotary factors that follow the longest text, biases that are not
 announced, states and convolutions that reach from one token to the next.
 """
 
@@ -15,15 +15,16 @@ from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.probe_texts import ProbeText, packed_logits, probe_texts
 
-# Largest deviation of a row of logits, as a share of that row's spread. Rounding makes some 1e-5 in float32
-# and 1e-2 in bfloat16; a wrong mask or position makes 0.1 to 1.
-MOST_ROWS = 0.85  # 16 bits may spoil the rest of a text, and so may a token that goes to other experts
+# A row of logits may deviate by this share of its spread. Rounding makes some 1e-5 in float32 and 1e-2 in
+# bfloat16; a wrong mask or position makes 0.1 to 1.
+# A rounding in 16 bits, or a token that goes to other experts, may change the rest of a text.
+MOST_ROWS = 0.85
 TOLERANCES = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 
 @torch.inference_mode()
 def self_check(model: DecoderModel) -> None:
-    """``ModelLoadError`` if ``model`` over our cache deviates from itself."""
+    """Raises ``ModelLoadError`` if the results of ``model`` over our cache deviate from its own."""
     model_type = model.config.model_type
     texts = probe_texts(model.facts)
     expected = [text.compared(_alone(model, text)) for group in texts for text in group]
@@ -53,12 +54,12 @@ def _deviations(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _alone(model: DecoderModel, text: ProbeText) -> torch.Tensor:
-    """Logits [tokens, vocab], float32, by transformers alone."""
+    """Returns logits [tokens, vocab], float32, by transformers alone."""
     hf_model: Any = model.module
     hf_model.set_attn_implementation("eager")
     try:
         ids = torch.tensor([text.token_ids], device=model.device)
-        # A text from the beginning is one as the model itself numbers it.
+        # The model itself numbers the tokens of a text from the beginning in the same way.
         more = {"position_ids": text.positions(model.device)[None]} if text.first_position else {}
         output = hf_model(input_ids=ids, use_cache=False, **more)
         return output.logits[0].float()  # type: ignore[no-any-return]

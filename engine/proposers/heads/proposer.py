@@ -1,11 +1,12 @@
 """Drafts with a head: first from the target's states, then from its own.
 
 The head's cache has a place for each token that the target has stored; place p holds the state of token p and
-the token after it. It is filled by what ``observe`` is told, in the next pass that drafts. What a draft has
-stored from the head's own states is computed again from the target's: it is never taken over.
+the token after it. ``observe`` is told the states, and the next pass that drafts stores them. Places that a
+draft has filled from the head's own states are computed again from the target's states: they are never kept.
 """
 
 from collections.abc import Sequence as Sequences
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +18,7 @@ from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, StepPlan
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import DraftVocabulary, HeadOutput
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.model_runner import ModelRunner
@@ -25,13 +27,13 @@ from truedraft.engine.proposers.heads.waiting import Waiting
 from truedraft.engine.rows.drafts import Drafts
 from truedraft.engine.sampling.sampler import Sampler
 
-# What a place holds depends on the token after it.
+# The content of a place depends on the token after it.
 LOOKAHEAD = 1
 
 
 class HeadProposer(Proposer):
-    """``runner`` runs the head's model over its own cache, ``pool`` is as large as the target's, and
-    ``vocab_size`` the target's."""
+    """Drafts with a head. ``runner`` runs its model over its own cache; ``pool`` is as large as the target's,
+    and ``vocab_size`` is the target's."""
 
     can_lag = False
     need = Need.HEAD
@@ -44,7 +46,7 @@ class HeadProposer(Proposer):
         self.cache = ProposerCache(pool)
         self.vocab_size = vocab_size
         self.taps = head.taps
-        # Rounds in C and steps by phases, which may come in any order, share what waits.
+        # Rounds in C and steps by phases, which may come in any order, share the waiting states.
         self._waiting: WeakKeyDictionary[Sequence, Waiting] = WeakKeyDictionary()
 
     @property
@@ -79,7 +81,7 @@ class HeadProposer(Proposer):
         for seen, part in zip(observations, parts, strict=True):
             waiting = self.waiting(seen.sequence, seen.first)
             if waiting.num_tokens + len(part) > MAX_CATCH_UP_TOKENS:
-                # The last one is left for the next draft, whose logits it gives.
+                # The last state is left for the next draft, whose logits it gives.
                 known = torch.cat((waiting.known, part))
                 spans.append(self._span(seen, known[:-1]))
                 waiting.num_tokens, part = 0, known[-1:]
@@ -88,8 +90,8 @@ class HeadProposer(Proposer):
             self.runner.forward(spans)
 
     def waiting(self, sequence: Sequence, num_told: int) -> Waiting:
-        """Returns the states that wait of a sequence's first ``num_told`` tokens. After a preemption none
-        do."""
+        """Returns the waiting states of a sequence's first ``num_told`` tokens. After a preemption none
+        wait."""
         waiting, table = self._waiting.get(sequence), self.cache.table(sequence)
         if waiting is None:
             model = self.head.model
@@ -101,15 +103,15 @@ class HeadProposer(Proposer):
         return waiting
 
     def _span(self, seen: Observation, states: torch.Tensor) -> Span:
-        """Returns what the cache is to store: ``states``, the last of which is that of the last token but one
+        """Returns the tokens to store with their ``states``; the last state belongs to the last token but one
         that has been seen."""
         table = self.cache.table(seen.sequence)
         known = [*seen.sequence.token_ids[table.num_computed_tokens : seen.first], *seen.token_ids]
         return Span(table, known[1:], 0, states=states)
 
     def is_told(self, sequence: Sequence) -> bool:
-        """Tells whether the states of all tokens but the pending one are known: those of a text's first token
-        are not before it has been computed."""
+        """Tells whether the states of all tokens but the pending one are known: the first token of a text has
+        none before it is computed."""
         num_told = sequence.target_blocks.num_computed_tokens
         return num_told == len(sequence) - 1 and self.waiting(sequence, num_told).num_tokens > 0
 
@@ -119,22 +121,23 @@ class HeadProposer(Proposer):
             length if length and self.is_told(sequence) else 0
             for sequence, length in zip(sequences, lengths_of(plan, self.name), strict=True)
         ]
-        states: dict[int, torch.Tensor] = {}
+        drafting: list[int] = []  # the rows of the last pass
+        states: tuple[torch.Tensor, ...] = ()  # it has made these of their last tokens
 
         def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
+            nonlocal drafting, states
             if last_ids is None:
                 spans = self.first_spans([sequences[row] for row in rows])
             else:
                 tables = [self.cache.table(sequences[row]) for row in rows]
-                spans = [
-                    Span(table, [0], 1, states=states[row]) for row, table in zip(rows, tables, strict=True)
-                ]
+                own = dict(zip(drafting, states, strict=True))
+                spans = [Span(table, [0], 1, None, own[row]) for row, table in zip(rows, tables, strict=True)]
             logits, hidden = self.runner.forward(spans, last_ids, (self.head.output,))
             assert hidden is not None
-            end = 0
-            for row, span in zip(rows, spans, strict=True):
-                end += len(span.token_ids)
-                states[row] = hidden[end - 1]
+            if len(hidden) > len(spans):
+                ends = [end - 1 for end in accumulate(len(span.token_ids) for span in spans)]
+                hidden = hidden.index_select(0, on_device(ends, hidden.device))
+            drafting, states = rows, hidden.flatten(1)[:, None].unbind()
             return self.head.in_width(logits, self.vocab_size)
 
         drafts = drawn_drafts(lengths, sampler, next_logits)
@@ -142,7 +145,7 @@ class HeadProposer(Proposer):
         return drafts
 
     def first_spans(self, sequences: Sequences[Sequence]) -> list[Span]:
-        """Returns what a draft's first pass gets: the states that wait, and the tokens after them."""
+        """Returns the input of a draft's first pass: the waiting states, and the tokens after them."""
         tables = [self.cache.table(sequence) for sequence in sequences]
         return [
             Span(
@@ -154,24 +157,8 @@ class HeadProposer(Proposer):
             for sequence, table in zip(sequences, tables, strict=True)
         ]
 
-    def store(self, sequences: Sequences[Sequence], most: int) -> None:
-        """Stores all states that wait but the last, of sequences of which more than ``most`` do."""
-        full = [sequence for sequence in sequences if self._waiting[sequence].num_tokens > most]
-        if not full:
-            return
-        spans = self.first_spans(full)
-        last = []
-        for span in spans:
-            assert span.states is not None
-            last.append(span.states[-1:].clone())
-            span.token_ids, span.states, span.num_logits = span.token_ids[:-1], span.states[:-1], 0
-        self.runner.forward(spans)
-        for sequence, state in zip(full, last, strict=True):
-            self._waiting[sequence].num_tokens = 0
-            self._waiting[sequence].add(state)
-
     def take_back(self, sequences: Sequences[Sequence]) -> None:
-        """Takes back what drafts have stored from the head's own states; nothing waits any more."""
+        """Removes the places that drafts have filled from the head's own states; nothing waits any more."""
         for sequence in sequences:
             self.cache.table(sequence).num_computed_tokens = len(sequence) - 1
             self._waiting[sequence].num_tokens = 0

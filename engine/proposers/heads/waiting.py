@@ -1,4 +1,6 @@
-"""States that wait for a head: those of the last tokens of a sequence that its cache does not have yet."""
+"""Keeps states that wait for a head: those of a sequence's last tokens that the head's cache does not have
+yet.
+"""
 
 import torch
 
@@ -6,7 +8,7 @@ from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS
 
 
 class Waiting:
-    """The first ``num_tokens`` of ``states`` [MAX_CATCH_UP_TOKENS, hidden size] wait."""
+    """Holds states: the first ``num_tokens`` of ``states`` [MAX_CATCH_UP_TOKENS, hidden size] wait."""
 
     __slots__ = ("num_tokens", "states")
 

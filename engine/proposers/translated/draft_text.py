@@ -7,23 +7,25 @@ from the first place on where both ways of cutting agree.
 
 from truedraft.engine.proposers.translated.tokenizer import NO_CUT, TextTokenizer
 
-# Tokens encoded again with every addition, and how many of them are only context.
+# Each addition encodes this many tokens again; this many of them are only context.
 WINDOW, MARGIN = 16, 4
 
 
 class DraftText:
-    """``ids`` [tokens] of all text so far. What one addition costs does not depend on their number."""
+    """Holds the ``ids`` [tokens] of the text so far. The cost of an addition does not depend on their
+    number."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self._cuts: list[int] = []  # Encoded has them, too; counted from the beginning of the text
+        # This much of the text has tokens, counted in characters from its beginning.
+        self._cuts: list[int] = []
         self._num_characters = 0
         self._window_start = 0  # counts ids
         self._window_text = ""
 
     def append(self, text: str) -> int:
-        """Returns how many of the earlier ids stayed the same, from the first."""
+        """Adds text; returns the number of ids at the beginning that stayed the same."""
         if not text:
             return len(self.ids)
         old_ids = self.ids[self._window_start :]
@@ -54,14 +56,14 @@ class DraftText:
             if cut != NO_CUT and cut - offset in first_at:
                 start = first_at[cut - offset] + 1
                 return index + 1, offset, encoded.ids[start:], encoded.cuts[start:]
-        # The two ways never meet: the new text alone, behind what is there.
+        # The two ways never meet, so the new text alone is encoded and appended.
         alone = self.tokenizer.encode_after(self._window_text, text)
         if alone is None:
             alone = self.tokenizer.encode(text).ids
         return len(self.ids), self._num_characters, alone, [NO_CUT] * (len(alone) - 1) + [len(text)]
 
     def _move_window(self, recent: str) -> None:
-        """``recent`` is the end of the text, with all that the window may need of it."""
+        """Moves the window; ``recent`` is the end of the text, with all that the window may need of it."""
         start = max(self._window_start, len(self.ids) - WINDOW)
         while start > self._window_start and self._cuts[start - 1] == NO_CUT:
             start -= 1

@@ -1,9 +1,9 @@
 """Decides how a draft model's guesses reach the target: as token ids, or as text in another tokenizer's
 tokens.
 
-It is decided by what the token ids mean (vocabularies by string), not by their number: models that share a
-tokenizer often pad their vocabularies to different sizes, and different tokenizers may have equal ones.
-Used by ``build``, so that the server does what ``check`` says.
+The meaning of the token ids decides (vocabularies by string), not their number: models that share a tokenizer
+often pad their vocabularies to different sizes, and different tokenizers may have equal ones. ``build`` uses
+it, so that the server does what ``check`` says.
 """
 
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ from truedraft.engine.proposers.translated.tokenizer import TextTokenizer, fast_
 
 # More differing strings than this share, and it is another tokenizer rather than a few added tokens.
 DIFFERENT_SHARE = 0.01
-# Without tokenizers to compare: more than vocabularies are ever padded by.
+# Without tokenizers to compare, this difference of sizes is more than any padding.
 MAX_PADDING = 1024
-# A folder with one of these has a tokenizer.
+# A folder with one of these files has a tokenizer.
 VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "source.spm"),
@@ -30,7 +30,8 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
 
 @dataclass(frozen=True)
 class TokenizerResult:
-    """``num_different``: strings that have different ids or are known to one only; None: not compared."""
+    """Holds a comparison. ``num_different`` is the number of strings that have different ids or that only one
+    tokenizer knows; None: not compared."""
 
     target_vocab_size: int
     draft_vocab_size: int
@@ -47,15 +48,17 @@ class TokenizerResult:
 
 @dataclass(frozen=True)
 class Pairing:
-    """``translators`` are the target's and the draft's tokenizer if drafts go through text, else None."""
+    """Holds the way from draft to target. ``translators`` are the target's and the draft's tokenizer if
+    drafts go through text, else None."""
 
     result: TokenizerResult
     translators: tuple[TextTokenizer, TextTokenizer] | None
-    eos_token_id: int | None  # the target's, for where the draft ends its text
+    eos_token_id: int | None  # This is the target's end token, used where the draft ends its text.
 
 
 def pair_models(target: str, draft: str, target_vocab_size: int, draft_vocab_size: int) -> Pairing:
-    """Folders or hub ids, and the models' own vocabulary sizes; ``ModelLoadError`` if there is no way."""
+    """Pairs two models, given by folders or hub ids and their own vocabulary sizes; raises ``ModelLoadError``
+    if there is no way."""
     tokenizer = load_tokenizer(target)
     tokenizers = tokenizer, tokenizer if draft == target else load_tokenizer(draft)
     result = compare_tokenizers(*tokenizers, target_vocab_size, draft_vocab_size)
@@ -83,10 +86,10 @@ def _translator(tokenizer: Any, path: str) -> TextTokenizer:
 
 
 def load_tokenizer(path: str) -> Any | None:
-    """None where there is none: models without text can be checked with token ids. ``ModelLoadError`` for one
-    that is damaged, which would otherwise be taken for none."""
+    """Loads a tokenizer. Returns None where there is none: models without text can be checked with token ids.
+    Raises ``ModelLoadError`` for a damaged one, which would otherwise be taken for none."""
     if not _has_vocabulary(path):
-        return None  # transformers would make up an empty one for some types of models
+        return None  # transformers would make up an empty one for some types of models.
     try:
         return load_pretrained_tokenizer(path)
     except (OSError, ValueError) as error:
@@ -97,7 +100,7 @@ def _has_vocabulary(path: str) -> bool:
     if is_gguf(path):
         try:
             return f"{KEY}.tokens" in read_gguf(path).metadata
-        except (OSError, GgufError):  # which is said when the model is read
+        except (OSError, GgufError):  # Reading the model reports this.
             return False
     return any(Path(path).expanduser().joinpath(name).is_file() for name in VOCABULARIES)
 
@@ -105,7 +108,7 @@ def _has_vocabulary(path: str) -> bool:
 def compare_tokenizers(
     target: Any | None, draft: Any | None, target_vocab_size: int, draft_vocab_size: int
 ) -> TokenizerResult:
-    """``*_vocab_size``: the models' own, padding included."""
+    """Compares two tokenizers; ``*_vocab_size`` are the models' own sizes, padding included."""
     padded = ""
     if target_vocab_size != draft_vocab_size:
         padded = f"; padded sizes {target_vocab_size} and {draft_vocab_size}"

@@ -1,9 +1,9 @@
 """Drafts from a model with another tokenizer: its text, encoded again with the target's.
 
-The draft model sees the sequence's text in its own tokens, with its own cache, and goes on greedily. Its
-new text becomes target tokens: a deterministic draft, which the rules verify exactly without knowing where
-it came from. What cannot be translated, or finds no room, is not drafted; nothing here can change the
-output. Idea: universal assisted generation (Timor et al., 2502.05202, exact match on strings).
+The draft model sees the sequence's text in its own tokens, with its own cache, and continues it greedily. Its
+new text becomes target tokens: a deterministic draft, which the rules verify exactly without knowing its
+origin. Text that cannot be translated, or for which there is no memory, is not drafted; nothing here can
+change the output. Idea: universal assisted generation (Timor et al., 2502.05202, exact match on strings).
 """
 
 import math
@@ -28,17 +28,17 @@ from truedraft.engine.proposers.translated.tokenizer import BROKEN, TextTokenize
 from truedraft.engine.rows.drafts import Drafts
 from truedraft.engine.sampling.sampler import Sampler
 
-# Draft tokens per target token: no more, however short the draft's tokens are.
+# At most this many draft tokens are computed per target token, however short they are.
 MAX_TOKENS_PER_TOKEN = 6
-# Draft tokens decoded together with the new ones.
+# This many earlier draft tokens are decoded together with the new ones.
 CONTEXT = 8
-# Draft tokens at a text's end that more text may change; if it changes more, states are computed anew.
+# More text may change this many draft tokens at a text's end; if it changes more, states are computed anew.
 UNCERTAIN = 8
 
 
 @dataclass(slots=True)
 class _State:
-    """One sequence in the draft's eyes. ``stored`` are the ids that the draft's cache holds, drafted ones
+    """Holds one sequence as the draft sees it. ``stored`` are the ids in the draft's cache, drafted ones
     included: as many as ``table`` has computed."""
 
     target_text: TargetText
@@ -51,7 +51,7 @@ class _State:
         return len(self.draft_text.ids) - len(self.stored)
 
     def span(self, token_ids: list[int], num_logits: int) -> Span:
-        """Returns the next tokens to compute, which are stored with that."""
+        """Returns the next tokens to compute, and marks them as stored."""
         num_certain = max(0, len(self.draft_text.ids) - UNCERTAIN)
         self.stored += token_ids
         return Span(self.table, token_ids, num_logits, min(num_certain, len(self.stored)))
@@ -64,10 +64,11 @@ class _State:
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence that drafts in this step: ``num_steps`` draft tokens for up to ``limit`` target tokens."""
+    """Is a sequence that drafts in this step: ``num_steps`` draft tokens for up to ``limit`` target
+    tokens."""
 
     state: _State
-    index: int  # counts the sequences that draw
+    index: int  # numbers the sequences that draw
     limit: int
     num_steps: int
     drafted: list[int] = field(default_factory=list)
@@ -78,9 +79,10 @@ class TranslatedDraftProposer(Proposer):
     """Drafts with a model that has another tokenizer. ``pool`` holds its blocks: the scheduler counts in
     target tokens and does not know it.
 
-    ``max_num_ids`` draft tokens at most per sequence; ``max_batched_tokens`` of them are computed per step to
-    catch up with prompts. ``eos_token_id`` is what the target says where the draft ends its text. To the
-    outside it is the pair's draft model; only traces tell it apart, since its drafts have no probabilities.
+    A sequence has at most ``max_num_ids`` draft tokens; ``max_batched_tokens`` of them are computed per step
+    to catch up with prompts. ``eos_token_id`` is the target's end token, used where the draft ends its text.
+    To the outside it is the pair's draft model; only traces tell it apart, since its drafts have no
+    probabilities.
     """
 
     name = DRAFT_MODEL
@@ -114,7 +116,7 @@ class TranslatedDraftProposer(Proposer):
             token_id: content if content in known else ""
             for token_id, content in target_tokenizer.special_tokens.items()
         }
-        # The least recently used first.
+        # The least recently used sequence comes first.
         self._states: weakref.WeakKeyDictionary[Sequence, _State] = weakref.WeakKeyDictionary()
 
     @property
@@ -135,8 +137,8 @@ class TranslatedDraftProposer(Proposer):
     def _catch_up(
         self, scheduled: Sequences[ScheduledSequence], completing: Sequences[ScheduledSequence]
     ) -> list[_Row]:
-        """Compute what the draft's cache misses, short gaps first; rows whose gap is closed have drafted
-        their first token."""
+        """Computes the tokens that the draft's cache lacks, short gaps first; rows whose gap is closed have
+        drafted their first token."""
         busy = [(part, self._follow(part.sequence)) for part in scheduled if self._is_mine(part)]
         indices = {id(part): index for index, part in enumerate(completing)}
         in_step = {id(state) for _, state in busy}
@@ -149,7 +151,7 @@ class TranslatedDraftProposer(Proposer):
             num_steps = 0
             wanted = part.num_drawn_by(self.name)
             if wanted and num_tokens == state.num_missing:
-                # One target token more than wanted: the last one is dropped.
+                # One target token more than wanted is drafted: the last one is dropped.
                 num_steps = math.ceil((wanted + 1) * state.draft_tokens_per_token)
                 num_steps = max(0, min(num_steps, self.max_num_ids - num_ids))
                 if self.pool.states is not None:
@@ -168,13 +170,14 @@ class TranslatedDraftProposer(Proposer):
         return rows
 
     def _draft(self, rows: list[_Row]) -> None:
-        """The other tokens of each row, one pass for all rows at a time, until it has enough."""
+        """Drafts the other tokens of each row, one pass for all rows at a time, until it has enough."""
         while active := [row for row in rows if not row.ended and len(row.drafted) < row.num_steps]:
             spans = [row.state.span(row.drafted[-1:], 1) for row in active]
             self._append_argmax(active, spans)
 
     def _append_argmax(self, rows: list[_Row], spans: list[Span]) -> None:
-        """``rows`` are those whose spans ask for logits, in the spans' order."""
+        """Appends the most likely token to each row; ``rows`` are those whose spans ask for logits, in the
+        spans' order."""
         if not spans:
             return
         logits = self.model.forward(spans).logits[:, : self.draft_tokenizer.num_tokens]
@@ -184,7 +187,8 @@ class TranslatedDraftProposer(Proposer):
                 row.drafted.append(token_id)
 
     def _translate(self, row: _Row) -> list[int]:
-        """The drafted text in target tokens, as far as they are certain: more text could change the last."""
+        """Returns the drafted text in target tokens, as far as they are certain: more text could change the
+        last."""
         draft_text, target_text = row.state.draft_text, row.state.target_text
         context = draft_text.ids[-CONTEXT:]
         before = self.draft_tokenizer.decode(context)
@@ -199,7 +203,7 @@ class TranslatedDraftProposer(Proposer):
             token_ids = token_ids[:-1]
         elif self.eos_token_id is not None:
             token_ids.append(self.eos_token_id)
-        # The beginning of a character may be committed already: the rest of it must be what follows.
+        # A part of a character may be in the text already: the draft must begin with the rest of it.
         num_pending = len(target_text.pending)
         if token_ids[:num_pending] != target_text.pending:
             return []
@@ -212,8 +216,8 @@ class TranslatedDraftProposer(Proposer):
         return self.name in part.sequence.sources and not plain_decoding
 
     def _follow(self, sequence: Sequence) -> _State:
-        """The sequence's state, with its newest tokens taken in and the cache cut back to what is right.
-        The last id stays to be computed: what follows it is asked for."""
+        """Returns the sequence's state with its newest tokens taken in, and the cache cut back to the part
+        that still fits. The last id is left to be computed, as the prediction after it is needed."""
         state = self._states.pop(sequence, None)
         if state is None:
             state = _State(
@@ -240,7 +244,7 @@ class TranslatedDraftProposer(Proposer):
         del state.stored[num_tokens:]
 
     def _reserve(self, state: _State, num_tokens: int, in_step: set[int]) -> bool:
-        """Room for ``num_tokens``, if need be from sequences that take no part in this step."""
+        """Reserves blocks for ``num_tokens``, if necessary from sequences that take no part in this step."""
         for other in list(self._states.values()):
             if self.pool.can_reserve(state.table, num_tokens):
                 break

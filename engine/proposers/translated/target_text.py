@@ -1,22 +1,23 @@
-"""The text of a sequence's target tokens, as they come; never half a character."""
+"""Turns a sequence's target tokens into text as they come; never half a character."""
 
 from collections.abc import Mapping
 
 from truedraft.engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
 
-# Tokens before the new ones that are decoded with them: spaces and characters depend on neighbours.
+# This many earlier tokens are decoded with new ones: spaces and characters depend on neighbours.
 CONTEXT = 8
-# A character has at most four bytes: with three tokens after it, what is broken stays so.
+# A character has at most four bytes: with three tokens after it, a broken one stays broken.
 MAX_BYTES_TO_COME = 3
-# Tokens that may wait for a character to become complete; more, and they are taken as they are.
+# At most this many tokens wait for a character to become complete; then they are taken as they are.
 MAX_PENDING = 12
 
 
 class TargetText:
-    """``pending`` are the last tokens, without text yet; ``tail`` is the end of the text before them.
+    """Keeps the end of a text. ``pending`` are the last tokens, without text yet; ``tail`` is the end of the
+    text before them.
 
-    ``special_text`` has what stands in the text for each special token: nothing, unless the draft model
-    knows the same one. Neither ``tail`` nor decoding reaches over a special token.
+    ``special_text`` has the text for each special token: an empty one, unless the draft model knows the same
+    token. Neither ``tail`` nor decoding reaches over a special token.
     """
 
     def __init__(self, tokenizer: TextTokenizer, special_text: Mapping[int, str]) -> None:
@@ -28,7 +29,7 @@ class TargetText:
         self._context: list[int] = []
 
     def extend(self, token_ids: list[int]) -> str:
-        """Take the next tokens; returns the text that became complete."""
+        """Takes the next tokens; returns the text that became complete."""
         self.num_tokens += len(token_ids)
         pieces = []
         for token_id in token_ids:
@@ -41,7 +42,8 @@ class TargetText:
         return "".join(pieces)
 
     def _release(self, is_last: bool) -> str:
-        """The text of as many pending tokens as have one. ``is_last``: nothing can complete them."""
+        """Returns the text of as many pending tokens as have one. ``is_last`` says that nothing can complete
+        them."""
         num_pending = len(self.pending)
         if num_pending == 0:
             return ""

@@ -1,6 +1,6 @@
-"""A tokenizer as translation needs it: ids with the places in the text where one token may be cut off.
+"""Wraps a tokenizer for translation: ids with the places in the text at which tokens may be cut.
 
-Special tokens are neither added nor, when decoding, shown; what to do with them is the callers' business.
+Special tokens are neither added nor, when decoding, shown; callers handle them.
 """
 
 from dataclasses import dataclass
@@ -8,15 +8,16 @@ from typing import Any
 
 from tokenizers import Tokenizer, processors
 
-# No place to cut: the next token has bytes of the same character.
+# The text cannot be cut here: the next token has bytes of the same character.
 NO_CUT = -1
-# What decoders write for bytes that are no character, or not yet one.
+# Decoders write this for bytes that are no character, or not yet one.
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """``cuts[i]``: characters up to the end of token i, or ``NO_CUT`` inside a character. Rising."""
+    """Holds ids with their ``cuts``: cuts[i] is the number of characters up to the end of token i, or
+    ``NO_CUT`` inside a character. Cuts rise."""
 
     ids: list[int]
     cuts: list[int]
@@ -28,11 +29,12 @@ class TextTokenizer:
     def __init__(self, fast: Tokenizer) -> None:
         first = fast.encode("a")
         num_leading = first.special_tokens_mask.index(0) if 0 in first.special_tokens_mask else 0
-        self.leading_ids: list[int] = first.ids[:num_leading]  # such as <s>, before every text
+        # This is a token such as <s> before every text.
+        self.leading_ids: list[int] = first.ids[:num_leading]
         self._fast = Tokenizer.from_str(fast.to_str())
         self._fast.no_truncation()
         self._fast.no_padding()
-        # Not only adds tokens: some also trim spaces off the offsets.
+        # Post-processing not only adds tokens: in some tokenizers it also trims spaces off the offsets.
         self._fast.post_processor = processors.TemplateProcessing(
             single="$A", pair="$A $B", special_tokens=[]
         )
@@ -53,10 +55,11 @@ class TextTokenizer:
         return Encoded(list(encoding.ids), cuts + [end for _, end in offsets[-1:]])
 
     def encode_after(self, tail: str, text: str) -> list[int] | None:
-        """``text`` as it is encoded behind ``tail``; None if it cannot be told apart from what is before.
+        """Returns ``text`` as it is encoded after ``tail``; None if its tokens cannot be told from those
+        before.
 
-        Where the tokenizer would join the end of the tail and the beginning of the text, the text is
-        encoded as if it began a line: without the space that some put before the first word.
+        Where the tokenizer would join the end of the tail and the beginning of the text, the text is encoded
+        as if it began a line: without the space that some put before the first word.
         """
         for before in (tail, "\n"):
             encoded = self.encode(before + text)

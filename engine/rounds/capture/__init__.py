@@ -1,1 +1,3 @@
-"""What is made for NVIDIA's devices: kernels, captured rounds, and their runner. docs/gpu.md explains it."""
+"""Has the parts made for NVIDIA's devices: kernels, captured rounds, and their runner. docs/gpu.md explains
+it.
+"""

@@ -1,7 +1,7 @@
-"""Capturing a function's work on the device, to be replayed in one launch.
+"""Captures a function's work on the device, to be replayed in one launch.
 
-A captured function must not look at what it computes, must not wait for the device, and sees the same
-addresses for ever (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
+A captured function must not look at its results, must not wait for the device, and sees the same addresses
+for ever (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 """
 
 import gc
@@ -16,39 +16,40 @@ WARM_UP_RUNS = 2
 
 
 class Mark(Protocol):
-    """Marks a moment of the device, which is known once the host has read what was computed after it."""
+    """Marks a moment on the device. Its time is known once the host has read something that was computed
+    after it."""
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds."""
+        """Returns milliseconds."""
 
 
 class Capture(Protocol):
     def host_buffer(self, size: int) -> torch.Tensor:
-        """int64 [size] on the host, for ``send``."""
+        """Returns int64 [size] on the host, for ``send``."""
 
     def send(self, numbers: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
-        """Start to copy ``host`` to ``numbers``, before whatever is launched next. What it returns waits
-        until ``host`` may be written again."""
+        """Starts to copy ``host`` to ``numbers``, before the next launch. Returns a function that waits until
+        ``host`` may be written again."""
 
     def launch(self, function: Callable[[], object]) -> None:
-        """Run ``function`` on the device, after what was sent."""
+        """Runs ``function`` on the device, after the numbers that were sent."""
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Run ``function`` and return what does its work again, on the same tensors."""
+        """Runs ``function`` and returns a function that repeats its work on the same tensors."""
 
     def mark(self) -> Mark: ...
 
     def free_memory(self) -> int:
-        """Bytes of the device's memory that are free."""
+        """Returns the bytes of the device's memory that are free."""
 
 
 class CudaCapture:
     """Captures for all models of one engine: their replays follow each other on one stream, so one pool of
-    memory serves them all. What a replay leaves in the pool is gone with the next one.
+    memory serves them all. The next replay overwrites the results of a replay in the pool.
 
-    ``has_failed``: up to torch 2.11 the allocator believes for ever that a capture which failed is under way
-    (https://github.com/pytorch/pytorch/pull/180395). ``empty_cache`` would fail then, and so would every
-    later capture of the process: neither is tried again.
+    ``has_failed`` remembers a failure: up to torch 2.11 the allocator believes for ever that a capture which
+    failed is under way (https://github.com/pytorch/pytorch/pull/180395). ``empty_cache`` would fail then, and
+    so would every later capture of the process: neither is tried again.
     """
 
     has_failed: ClassVar[bool] = False
@@ -106,7 +107,7 @@ class CudaCapture:
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             if not CudaCapture.has_failed:
-                torch.cuda.empty_cache()  # what the allocator keeps for later counts as free
+                torch.cuda.empty_cache()  # Memory that the allocator keeps for later counts as free.
             free, _ = torch.cuda.mem_get_info()
         return free
 
@@ -143,5 +144,5 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def make_capture(device: torch.device) -> Capture | None:
-    """None for devices that have no graphs."""
+    """Returns a ``Capture``; None for devices that have no graphs."""
     return CudaCapture(device) if device.type == "cuda" else None

@@ -1,24 +1,22 @@
-"""Drafting, and scoring with the verdict, as captured work: a few launches in place of hundreds.
+"""The passes of a round as captured work: one launch in place of hundreds.
 
-On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. One graph for
-each number of rows is a draft model's pass, one for each number of rows and tokens is the target's. What is
-drawn from their logits, and judged by them, is captured apart: between a pass and its verdict the logits of
-rows that ask for more are adjusted. What no captured shape holds runs by phases,
-through the same caches.
+On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. So a pass of
+the target, of a draft model or of a head over some numbers of rows and tokens is recorded once, and replayed
+from then on. Rounds know nothing of it: a captured pass takes spans as any pass does, and what no captured
+one holds is computed as usual, through the same caches.
 
-The smallest and the largest pass of each kind are compared with the usual one on a short text, and their
-verdicts with those of the same operations uncaptured. If one deviates or cannot be captured, none is used,
-and the log says so.
+The smallest and the largest pass of each kind are compared with the usual one on a short text. If one
+deviates or cannot be captured, none is used, and the log says so.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
-from truedraft.engine.cuda.triton_sampling import Sampling
 from truedraft.engine.memory.batch import Span, states_of
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
@@ -31,19 +29,13 @@ from truedraft.engine.rounds.capture.head_passes import HeadPasses
 from truedraft.engine.rounds.capture.rows import DRAFT, TARGET, DeviceRows
 from truedraft.engine.rounds.capture.shapes import (
     DRAFT_TOKENS,
-    Captured,
+    MAX_READ_ONCE,
     Shape,
-    Stage,
-    shape_of,
     smallest,
-    smallest_stage,
 )
-from truedraft.engine.rows.columns import RULES, Field
-from truedraft.engine.rows.lone import LoneText
-from truedraft.engine.rows.table import RowTable
-from truedraft.engine.sampling.probes import PARAMS
+from truedraft.engine.rows.columns import IDS_AT, Field
 
-# Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
+# A comparison has this many tokens in the cache: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
 
 logger = logging.getLogger(__name__)
@@ -51,17 +43,15 @@ logger = logging.getLogger(__name__)
 
 class RoundGraphs:
     """The captured passes of a target and of its draft model or ``head``, if any, over their caches. ``rows``
-    are what they read and, where drafts are drawn, write; ``sampling`` draws and judges. The target's passes
-    leave the states after the layers ``taps``, too. ``enabled`` is for comparisons."""
+    are what they read. The target's passes leave the states after the layers ``taps``, too. ``enabled`` is
+    for comparisons."""
 
     def __init__(
         self,
         target: ModelRunner,
         draft: ModelRunner | None,
         rows: DeviceRows,
-        planned: Sequence[Captured],
-        max_drawn: int,
-        sampling: Sampling,
+        planned: Sequence[Shape],
         capture: Capture,
         taps: Sequence[int] = (),
         head: HeadPasses | None = None,
@@ -70,15 +60,13 @@ class RoundGraphs:
         self.head = head
         self.draft = draft
         self.rows = rows
-        self.sampling = sampling
         self.capture = capture
-        self.max_drawn = max_drawn
         self.taps = list(taps)
         for runner in (target, draft, None if head is None else head.runner):
             if runner is not None and isinstance(runner.model, FusedDecoder):
                 runner.model.rotary.reach_all()
         device, vocab_size = target.device, target.vocab_size
-        num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
+        num_tokens = max(shape.num_tokens for shape in planned)
         # In one place for all, as their pool is overwritten by every replay.
         self.logits = torch.zeros(num_tokens, vocab_size, device=device)
         self.tapped: torch.Tensor | None = None  # [tokens, taps, hidden size]
@@ -87,98 +75,78 @@ class RoundGraphs:
             size = target.model.weights.norm.size
             self.tapped = torch.zeros(num_tokens, len(taps), size, dtype=target.model.dtype, device=device)
         width = vocab_size if draft is None else draft.vocab_size
-        self.draft_logits = torch.zeros(rows.max_rows, width, device=device)
-        self.draft_probs = torch.zeros(rows.max_rows, max_drawn, vocab_size, device=device)
-        self.verdicts = torch.zeros(rows.max_rows, 3 + rows.max_drafts, dtype=torch.int64, device=device)
-        self.replays: dict[Captured, Callable[[], None]] = {}
+        num_drafting = 0 if draft is None and head is None else rows.max_rows
+        self.draft_logits = torch.zeros(num_drafting, width, device=device)
+        self.replays: dict[Shape, Callable[[], None]] = {}
         self.enabled = True
-        self.num_replays = 0  # counts passes
+        self.num_replays = 0
         self.num_misses = 0
-        self._passes: dict[tuple[int, int | None], Shape | None] = {}
-        self._stages: dict[tuple[int, int | None], Stage | None] = {}
+        self._found: dict[tuple[int, int | None, int], Shape | None] = {}
 
-    def find_pass(self, num_rows: int, queries: int | None) -> Shape | None:
+    def find(self, num_rows: int, queries: int | None, fed: int = 1) -> Shape | None:
         """Returns the captured pass for a batch; None if there is none."""
         if not self.enabled:
             return None
-        key = num_rows, queries
-        if key not in self._passes:
-            self._passes[key] = smallest(*key, self.replays)
-        return self._passes[key]
+        key = num_rows, queries, fed
+        if key not in self._found:
+            self._found[key] = smallest(*key, self.replays)
+        return self._found[key]
 
-    def find(self, num_rows: int, queries: int | None) -> Stage | None:
-        """Returns the captured draws or verdicts for a batch, whose pass is captured, too; None without."""
-        if not self.enabled:
-            return None
-        key = num_rows, queries
-        if key not in self._stages:
-            self._stages[key] = smallest_stage(*key, self.replays)
-        return self._stages[key]
+    def pieces(
+        self, spans: list[Span], queries: int | None, fed: int = 1
+    ) -> list[tuple[Shape, list[Span]]] | None:
+        """Returns the captured passes that hold a batch, as few as can be; None, which is counted, if none
+        do."""
+        pieces = self._pieces(spans, queries, fed) if self.find(1, queries, fed) else None
+        self.num_misses += pieces is None and self.enabled
+        return pieces
 
-    def most_queries(self, num_rows: int, queries: int) -> int:
-        """Returns how many of ``queries`` tokens a row can be judged at once; 0 if not even one."""
-        return next((n for n in range(queries, 0, -1) if self.find(num_rows, n)), 0)
+    def _pieces(self, spans: list[Span], queries: int | None, fed: int) -> list[tuple[Shape, list[Span]]]:
+        shape, half = self.find(len(spans), queries, fed), len(spans) // 2
+        if shape is not None:
+            return [(shape, spans)]
+        return self._pieces(spans[:half], queries, fed) + self._pieces(spans[half:], queries, fed)
 
-    def replay(self, item: Captured) -> None:
-        self.num_replays += isinstance(item, Shape)
-        self.replays[item]()
+    def replay(self, shape: Shape) -> None:
+        self.num_replays += 1
+        self.replays[shape]()
 
-    def replay_drafts(self, stage: Stage, num_drafts: int) -> None:
-        """Launches the passes and draws of so many drafts."""
-        for number in range(num_drafts):
-            is_later = self.head is not None and number > 0
-            self.replay(stage.shape.later if is_later else stage.shape)
-            self.replay(stage)
-
-    def add(self, item: Captured) -> None:
-        """Captures one more; a stage's pass must be captured already. Raises whatever the device's library
-        does."""
-        shape = shape_of(item)
+    def add(self, shape: Shape) -> None:
+        """Captures one more. Raises whatever the device's library does."""
         self.rows.begin()
         self.rows.send(shape.rows)  # the runs before the capture are real: over no rows
-        self.replays[item] = self.capture.record(lambda: self.run(item))
-        self._passes.clear()
-        self._stages.clear()
+        self.replays[shape] = self.capture.record(lambda: self.run(shape))
+        self._found.clear()
 
-    def run(self, item: Captured) -> None:
+    def run(self, shape: Shape) -> None:
         """Runs what is captured: no Python decision here or below depends on the numbers."""
-        if isinstance(item, Shape) and item.queries is None and self.head is not None:
-            self.head.run(item, self.draft_logits[: item.rows])
-        elif isinstance(item, Shape):
-            (self._score if item.queries else self._draft)(item)
+        if shape.queries is not None:
+            self._score(shape)
+        elif self.head is not None:
+            self.head.run(shape, self.draft_logits[: shape.rows])
         else:
-            (self._judge if item.shape.queries else self._draw)(item)
+            self._draft(shape)
 
     def _draft(self, shape: Shape) -> None:
-        """Passes over the last two tokens of rows that still draft."""
+        """Passes over the last two tokens of rows."""
         assert self.draft is not None
         model, rows, num_rows = self.draft.model, self.rows, shape.rows
         assert isinstance(model, FusedDecoder)
-        number, ids = rows.pass_number, rows.ids(num_rows)
-        drafts_still = number < rows.field(num_rows, Field.NUM_DRAWN)
-        last = number + torch.arange(DRAFT_TOKENS, device=ids.device)
+        ids = rows.ids(num_rows)
         # Tokens that only the target knows have a stand-in.
-        token_ids = ids.index_select(1, last).clamp(max=model.vocab_size - 1)
-        # From the second pass on the first of both is stored.
-        num_skipped = torch.maximum(rows.field(num_rows, Field.NUM_SKIPPED), number.clamp(max=1))
-        counts = torch.where(drafts_still, DRAFT_TOKENS, 0)
-        first = rows.field(num_rows, Field.NUM_STORED) - 1 + number
+        token_ids = ids[:, :DRAFT_TOKENS].clamp(max=model.vocab_size - 1)
+        num_skipped = rows.field(num_rows, Field.NUM_SKIPPED)
+        counts = torch.where(rows.field(num_rows, Field.NUM_DRAFTS) < 0, 0, DRAFT_TOKENS)
+        first = rows.field(num_rows, Field.NUM_STORED) - 1
         index = torch.arange(num_rows, device=ids.device) * DRAFT_TOKENS + 1
         batch = rows.batch(DRAFT, token_ids, first, num_skipped, counts, index)
         if self.draft.cache.states:
-            batch.state_rows = rows.states(DRAFT, first, num_skipped, counts, DRAFT_TOKENS, number)
+            batch.state_rows = rows.states(DRAFT, first, num_skipped, counts, DRAFT_TOKENS)
         self.draft_logits[:num_rows].copy_(model.compute(batch, self.draft.cache).logits)
-
-    def _draw(self, stage: Stage) -> None:
-        """Draws the next token of rows that still draft."""
-        num_rows, number = stage.shape.rows, self.rows.pass_number
-        numbers = self.rows.numbers[:num_rows]
-        self.sampling.draw_drafts(self.draft_logits[:num_rows], self.draft_probs[:num_rows], numbers, number)
-        # It stays within the tensors however often this runs: warm-ups are no rounds.
-        number.add_(1).remainder_(self.max_drawn)
+        rows.go_on(num_rows)
 
     def _score(self, shape: Shape) -> None:
-        """Passes over pending tokens and drafts with the target."""
+        """Runs the target over pending tokens and drafts."""
         assert shape.queries is not None
         model, rows, num_rows = self.target.model, self.rows, shape.rows
         assert isinstance(model, FusedDecoder)
@@ -196,239 +164,295 @@ class RoundGraphs:
         if self.tapped is not None and hidden is not None:
             self.tapped[: shape.num_tokens].copy_(hidden)
 
-    def set_spans(self, shape: Shape, spans: Sequence[Span], rows: Iterable[int]) -> list[range]:
-        """Says what the target's pass of this shape is to score in these rows, of spans whose tokens are
-        known; returns where each of them will be."""
-        assert shape.queries is not None
-        places: list[range] = []
-        for row, span in zip(rows, spans, strict=True):
-            length = len(span.token_ids)
-            self.rows.set_row(row, span.table.num_computed_tokens, [0, *span.token_ids], length - 1)
-            self.rows.set_table(TARGET, row, span.table)
-            self.rows.set_states(TARGET, row, span.table, span.certain)
-            places.append(range(row * shape.queries, row * shape.queries + length))
-        return places
-
-    def output_of(self, spans: Sequence[Span], places: Sequence[range]) -> ForwardOutput:
-        """Returns what the last pass has left of spans in these places."""
-        index = [
-            place
-            for span, own in zip(spans, places, strict=True)
-            for place in own[len(own) - span.num_logits :]
-        ]
-        logits = self.logits.index_select(0, on_device(index, self.logits.device))
-        if self.tapped is None:
-            return ForwardOutput(logits)
-        every = [place for own in places for place in own]
-        return ForwardOutput(logits, self.tapped.index_select(0, on_device(every, self.logits.device)))
-
-    def logits_of(self, shape: Shape) -> torch.Tensor:
-        """Returns the logits of the last pass of this shape: [rows, queries, V]."""
-        assert shape.queries is not None
-        return self.logits[: shape.num_tokens].view(shape.rows, shape.queries, -1)
-
-    def tapped_of(self, shape: Shape) -> torch.Tensor | None:
-        """Returns the tapped states of the last pass of this shape: [rows, queries, taps, hidden size]."""
-        assert shape.queries is not None
-        if self.tapped is None:
-            return None
-        return self.tapped[: shape.num_tokens].view(shape.rows, shape.queries, *self.tapped.shape[1:])
-
-    def _judge(self, stage: Stage) -> None:
-        """Decides what becomes of the drafts, and which token follows them."""
-        logits, num_rows = self.logits_of(stage.shape), stage.shape.rows
-        numbers, verdicts = self.rows.numbers[:num_rows], self.verdicts[:num_rows]
-        self.sampling.judge(logits, self.draft_probs[:num_rows], numbers, verdicts)
-
 
 class ScorePass:
-    """The target's passes over a few tokens of each row, for callers that need their logits, or the tapped
-    states as well."""
+    """The target's passes over a few tokens of each row, and over pieces of prompts that are no longer."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
 
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> ForwardOutput | None:
         graphs = self.graphs
-        queries = max(len(span.token_ids) for span in spans)
-        is_short = queries <= graphs.rows.max_drafts + 1 and all(span.num_logits for span in spans)
-        if ids_on_device is not None or list(taps) not in ([], graphs.taps) or not is_short:
+        if list(taps) not in ([], graphs.taps) or self._is_mostly_padding(spans):
             return None
-        shape = graphs.find_pass(len(spans), queries)
-        if shape is None:
-            graphs.num_misses += graphs.enabled
+        pieces = graphs.pieces(spans, max(len(span.token_ids) for span in spans))
+        if pieces is None:
             return None
-        return self.run(shape, spans)
+        return _in_pieces(self.run, pieces, ids_on_device, lambda span: len(span.token_ids))
 
-    def run(self, shape: Shape, spans: list[Span]) -> ForwardOutput:
-        graphs, rows = self.graphs, self.graphs.rows
-        rows.begin()
-        places = graphs.set_spans(shape, spans, range(len(spans)))
-        rows.send(shape.rows)
-        graphs.replay(shape)
-        return graphs.output_of(spans, places)
-
-
-class DraftPass:
-    """The draft model's passes over one or two tokens of each row, likewise."""
-
-    def __init__(self, graphs: RoundGraphs) -> None:
-        self.graphs = graphs
-
-    def __call__(
-        self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        graphs = self.graphs
-        if taps or not all(len(span.token_ids) <= DRAFT_TOKENS and span.num_logits == 1 for span in spans):
-            return None
-        shape = graphs.find_pass(len(spans), None)
-        if shape is None:
-            graphs.num_misses += graphs.enabled
-            return None
-        return self.run(shape, spans, ids_on_device)
+    def _is_mostly_padding(self, spans: list[Span]) -> bool:
+        """Tells whether pieces of prompts would make a pass over rows much larger."""
+        rows = [span for span in spans if span.num_logits == len(span.token_ids)]
+        if len(rows) == len(spans):
+            return False
+        shape = self.graphs.find(len(spans), max(len(span.token_ids) for span in spans))
+        own = self.graphs.find(len(rows), max(len(span.token_ids) for span in rows)) if rows else None
+        most = max(MAX_READ_ONCE, 0 if own is None else 2 * own.num_tokens)
+        return shape is None or shape.num_tokens > most
 
     def run(
         self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
     ) -> ForwardOutput:
+        """Returns logits that may be where the next pass writes its own."""
         graphs, rows = self.graphs, self.graphs.rows
+        assert shape.queries is not None
         rows.begin()
-        for row, span in enumerate(spans):
-            num_skipped = DRAFT_TOKENS - len(span.token_ids)
-            last = span.table.num_computed_tokens + len(span.token_ids) - 1
-            rows.set_row(row, last, [0] * num_skipped + span.token_ids, 1, 1, num_skipped)
-            rows.set_table(DRAFT, row, span.table)
-            rows.set_states(DRAFT, row, span.table, span.certain)
+        placed = rows.places_of(TARGET, [span.table for span in spans], shape.rows)
+        index: list[int] = []  # where logits, tokens, and ids are
+        tokens: list[int] = []
+        ids: list[int] = []
+        for place, span in zip(placed, spans, strict=True):
+            length = len(span.token_ids)
+            rows.set_row(place, span.table.num_computed_tokens, [0, *span.token_ids])
+            rows.set_table(TARGET, place, span.table)
+            rows.set_states(TARGET, place, span.table, span.certain)
+            first, end = place * shape.queries, place * shape.queries + length
+            index += range(end - span.num_logits, end)
+            if graphs.tapped is not None:
+                tokens += range(first, end)
+            if ids_on_device is not None:
+                at = place * rows.width + IDS_AT + 1
+                ids += range(at, at + length)
         rows.send(shape.rows)
+        index = [] if (dense := _as_slice(index)) else index
+        numbers = on_device([*index, *tokens, *ids], graphs.logits.device)
+        of_logits, of_tokens, of_ids = numbers.split_with_sizes((len(index), len(tokens), len(ids)))
         if ids_on_device is not None:
-            last_ids = rows.ids(len(spans))[:, 1]
-            graphs.capture.launch(lambda: last_ids.copy_(ids_on_device))
+            known = rows.numbers.view(-1)
+            graphs.capture.launch(lambda: known.index_copy_(0, of_ids, ids_on_device))
         graphs.replay(shape)
-        return ForwardOutput(graphs.draft_logits[: len(spans)].clone())
+        hidden = None if graphs.tapped is None else graphs.tapped.index_select(0, of_tokens)
+        logits = graphs.logits[dense] if dense else graphs.logits.index_select(0, of_logits)
+        return ForwardOutput(logits, hidden)
 
 
-class HeadPass:
-    """The head's passes over one token of each row, likewise; comparisons run those over several."""
+class DrawingPass:
+    """Passes of who draws drafts, over the last token or the last few of each row. What rows lack before
+    these, and pieces of prompts that draw nothing, is computed before as usual.
+
+    The device has drawn the tokens of a second pass and later ones. Where these go on with the same rows, the
+    pass before has left in the rows what they read: nothing is sent.
+    """
+
+    def __init__(self, graphs: RoundGraphs) -> None:
+        self.graphs = graphs
+        self._tables: list[BlockTable] = []
+        self._index: slice | torch.Tensor = slice(0)  # the places of its rows
+        self._ends: list[int] = []
+        self._shape: Shape | None = None
+        self._message = -1
+
+    def goes_on(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> bool:
+        """Tells whether these are the rows of the last pass, with one more token that is drawn already. If
+        not, no pass goes on with them any more."""
+        goes_on = (
+            ids_on_device is not None
+            and self._message == self.graphs.rows.num_messages
+            and [span.table for span in spans] == self._tables
+            and [span.table.num_computed_tokens for span in spans] == self._ends
+        )
+        if not goes_on:
+            self._message = -1
+        return goes_on
+
+    def begin(self, shape: Shape, spans: list[Span]) -> list[int]:
+        """Begins a message; returns the places of its rows."""
+        rows = self.graphs.rows
+        rows.begin()
+        self._tables = [span.table for span in spans]
+        places = rows.places_of(DRAFT, self._tables, shape.rows)
+        self._index = _as_slice(places) or on_device(places, self.graphs.draft_logits.device)
+        self._shape, self._message = shape, rows.num_messages
+        return places
+
+    def replay(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> torch.Tensor:
+        """Replays the pass that has been begun. Returns its rows' logits, which may be where the next pass
+        writes its own."""
+        graphs, shape = self.graphs, self._shape
+        assert shape is not None
+        self._ends = [span.end for span in spans]
+        if ids_on_device is not None:
+            last_ids, index = graphs.rows.ids(shape.rows)[:, 1], self._index
+            graphs.capture.launch(lambda: last_ids.__setitem__(index, ids_on_device))
+        graphs.replay(shape)
+        return graphs.draft_logits[self._index]
+
+
+class DraftPass(DrawingPass):
+    """Makes the draft model's passes."""
+
+    def __call__(
+        self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
+    ) -> ForwardOutput | None:
+        if self.goes_on(spans, ids_on_device):
+            return ForwardOutput(self.replay(spans, ids_on_device))
+        drawing = [span for span in spans if span.num_logits]
+        if taps or not drawing or any(span.num_logits > 1 for span in drawing):
+            return None
+        pieces = self.graphs.pieces(drawing, None)
+        if pieces is None:
+            return None
+        lacking = [span for span in spans if not span.num_logits or len(span.token_ids) > DRAFT_TOKENS]
+        if lacking:
+            assert self.graphs.draft is not None
+            self.graphs.draft.forward([_beginning(span, DRAFT_TOKENS) for span in lacking])
+        pieces = [(shape, [_end(span, DRAFT_TOKENS) for span in members]) for shape, members in pieces]
+        return _in_pieces(self.run, pieces, ids_on_device, lambda _: 1)
+
+    def run(
+        self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
+    ) -> ForwardOutput:
+        rows = self.graphs.rows
+        for place, span in zip(self.begin(shape, spans), spans, strict=True):
+            num_skipped = DRAFT_TOKENS - len(span.token_ids)
+            rows.set_row(place, span.end - 1, [0] * num_skipped + span.token_ids, num_skipped)
+            rows.set_table(DRAFT, place, span.table)
+            rows.set_states(DRAFT, place, span.table, span.certain)
+        rows.send(shape.rows)
+        return ForwardOutput(self.replay(spans, ids_on_device))
+
+
+class HeadPass(DrawingPass):
+    """Makes the head's passes, over states that wait or over its own."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         assert graphs.head is not None
-        self.graphs = graphs
+        super().__init__(graphs)
         self.passes = graphs.head
 
     def __call__(
         self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        graphs = self.graphs
-        is_one = all(len(span.token_ids) == span.num_logits == 1 for span in spans)
-        if list(taps) not in ([], [self.passes.head.output]) or not is_one:
+    ) -> ForwardOutput | None:
+        later = None if self._shape is None else self._shape.later
+        if self.goes_on(spans, ids_on_device) and later in self.graphs.replays:
+            self._shape = later
+            return self._output(self.replay(spans, ids_on_device))
+        if list(taps) not in ([], [self.passes.head.output]) or any(span.num_logits != 1 for span in spans):
             return None
-        shape = graphs.find_pass(len(spans), None)
-        if shape is None or shape.fed > 1:
-            graphs.num_misses += graphs.enabled
+        longest = min(max(len(span.token_ids) for span in spans), self.passes.max_fed)
+        longest = next((fed for fed in range(longest, 1, -1) if self.graphs.find(len(spans), None, fed)), 1)
+        pieces = self.graphs.pieces(spans, None, longest)
+        if pieces is None:
             return None
-        return self.run(shape, spans, ids_on_device)
+        lacking = [span for span in spans if len(span.token_ids) > longest]
+        if lacking:
+            self.passes.runner.forward([_beginning(span, 1) for span in lacking])
+        pieces = [
+            (shape, [_end(span, 1) if len(span.token_ids) > longest else span for span in members])
+            for shape, members in pieces
+        ]
+        return _in_pieces(self.run, pieces, ids_on_device, lambda _: 1)
 
     def run(
         self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
     ) -> ForwardOutput:
         """Returns logits and the head's own state of each row's last token."""
-        graphs, rows, num_rows = self.graphs, self.graphs.rows, len(spans)
-        rows.begin()
-        for row, span in enumerate(spans):
-            rows.set_row(row, span.end, [0, span.token_ids[-1]], 1, 1)
-            rows.set_table(DRAFT, row, span.table)
+        rows = self.graphs.rows
+        places = self.begin(shape, spans)
+        for place, span in zip(places, spans, strict=True):
+            rows.set_row(place, span.end, [0, span.token_ids[-1]])
+            rows.set_table(DRAFT, place, span.table)
         rows.send(shape.rows)
         states = states_of(spans)
         if shape.fed > 1:
-            self.passes.feed(range(num_rows), spans)
+            self.passes.feed(places, spans)
         elif states is not None:  # where costs are measured there are none
-            self.passes.own[:num_rows].copy_(states)
-        if ids_on_device is not None:
-            last_ids = rows.ids(num_rows)[:, 1]
-            graphs.capture.launch(lambda: last_ids.copy_(ids_on_device))
-        graphs.replay(shape)
-        head, logits = self.passes.head, graphs.draft_logits[:num_rows]
-        logits = logits.clone() if head.token_ids is None else logits.index_select(1, head.token_ids)
-        return ForwardOutput(logits[:, : head.model.vocab_size], self.passes.own[:num_rows, None].clone())
+            self.passes.own[self._index] = states
+        return self._output(self.replay(spans, ids_on_device))
+
+    def _output(self, logits: torch.Tensor) -> ForwardOutput:
+        head = self.passes.head
+        if head.token_ids is not None:
+            logits = logits.index_select(1, head.token_ids)
+        own = self.passes.own[self._index].clone()
+        return ForwardOutput(logits[:, : head.model.vocab_size], own[:, None])
+
+
+def _beginning(span: Span, num_last: int) -> Span:
+    """Returns what of a span is computed before its last tokens are, of one that draws nothing all of it."""
+    end = len(span.token_ids) - (num_last if span.num_logits else 0)
+    states = None if span.states is None else span.states[:end]
+    certain = min(span.certain, span.table.num_computed_tokens + end)
+    return Span(span.table, span.token_ids[:end], 0, certain, states)
+
+
+def _end(span: Span, num_last: int) -> Span:
+    """Returns a span's last tokens, after its beginning has been computed."""
+    states = None if span.states is None else span.states[-num_last:]
+    return replace(span, token_ids=span.token_ids[-num_last:], states=states)
+
+
+def _as_slice(places: list[int]) -> slice | None:
+    """Returns ``places`` as a slice, where they follow each other."""
+    first, end = places[0], places[0] + len(places)
+    return slice(first, end) if places == [*range(first, end)] else None
+
+
+def _in_pieces(
+    run: Callable[[Shape, list[Span], torch.Tensor | None], ForwardOutput],
+    pieces: list[tuple[Shape, list[Span]]],
+    ids_on_device: torch.Tensor | None,
+    num_ids: Callable[[Span], int],
+) -> ForwardOutput:
+    """Runs a batch's ``pieces`` one after the other. Each has its part of ``ids_on_device``, which holds
+    ``num_ids`` for each span, and overwrites the logits of the one before."""
+    outputs, end = [], 0
+    for shape, members in pieces:
+        start, end = end, end + sum(map(num_ids, members))
+        output = run(shape, members, None if ids_on_device is None else ids_on_device[start:end])
+        if len(pieces) == 1:
+            return output
+        outputs.append(ForwardOutput(output.logits.clone(), output.hidden))
+    logits, hidden = zip(*outputs, strict=True)
+    return ForwardOutput(torch.cat(logits), _joined(hidden))
+
+
+def _joined(hidden: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    found = [each for each in hidden if each is not None]
+    return torch.cat(found) if found else None
 
 
 def capture_rounds(
-    graphs: RoundGraphs, planned: Sequence[Captured], num_blocks: int, deadline: float, min_free: int
+    graphs: RoundGraphs, planned: Sequence[Shape], num_blocks: int, deadline: float, min_free: int
 ) -> bool:
-    """Captures what is ``planned``, in order, until ``deadline`` (monotonic) or until fewer than ``min_free``
-    bytes are free. The caches are unused, and have a block behind ``num_blocks``.
+    """Captures the ``planned`` items, in order, until ``deadline`` (monotonic) or until fewer than
+    ``min_free`` bytes are free. The caches are unused, and have a block after ``num_blocks``.
 
-    Returns False, with a line in the log, if anything goes wrong or no round was captured.
+    Returns False, with a line in the log, if anything goes wrong or nothing was captured.
     """
     started = time.monotonic()
     checked = _to_check(planned)
     try:
-        for number, item in enumerate(planned):
+        for number, shape in enumerate(planned):
             if time.monotonic() > deadline or graphs.capture.free_memory() < min_free:
                 break
-            graphs.add(item)
-            if item in checked and not _is_right(graphs, item, num_blocks, number):
-                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", item)
+            graphs.add(shape)
+            if shape in checked and not _is_right(graphs, shape, num_blocks, number):
+                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", shape)
                 return False
-    except Exception as error:  # drivers and kernels fail in many ways; the usual passes need none of this
+    except Exception as error:  # Drivers and kernels fail in many ways; the usual passes need none of this.
         logger.warning("CUDA graphs cannot be captured and are not used: %s", error, exc_info=True)
         return False
     took = time.monotonic() - started
     logger.info("Captured %d of %d CUDA graphs in %.1f s", len(graphs.replays), len(planned), took)
-    return any(isinstance(item, Stage) for item in graphs.replays)
+    return bool(graphs.replays)
 
 
-def _to_check(planned: Sequence[Captured]) -> set[Captured]:
-    """Returns the smallest and the largest of each model's passes, and their stages."""
-    checked: set[Captured] = set()
+def _to_check(planned: Sequence[Shape]) -> set[Shape]:
+    """Returns the smallest and the largest of each model's passes."""
+    checked: set[Shape] = set()
     for is_draft in (True, False):
-        shapes = [item for item in planned if isinstance(item, Shape) and (item.queries is None) == is_draft]
+        shapes = [shape for shape in planned if (shape.queries is None) == is_draft]
         if shapes:
             checked |= {pick(shapes, key=lambda shape: shape.num_tokens) for pick in (min, max)}
-    return checked | {item for item in planned if isinstance(item, Stage) and item.shape in checked}
+    return checked
 
 
-def _is_right(graphs: RoundGraphs, item: Captured, num_blocks: int, number: int) -> bool:
-    """Compares what was captured with the same work uncaptured; ``number`` makes texts differ from those
-    before."""
-    if isinstance(item, Stage):
-        return _says_the_same(graphs, item)
-    return _has_the_same_logits(graphs, item, num_blocks, number)
-
-
-def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
-    """Compares draws and verdicts bit for bit: over the logits of the last pass, by every rule. Each row
-    drafts as much as there is place for, or one token less."""
-    rows, shape = graphs.rows, stage.shape
-    num_drafts = graphs.max_drawn if shape.queries is None else shape.queries - 1
-    found = []
-    checked = RowTable().rows_of(probes := [_probe(row) for row in range(shape.rows)])
-    for run in (graphs.replays[stage], lambda: graphs.capture.launch(lambda: graphs.run(stage))):
-        rows.begin()
-        for row in range(shape.rows):
-            length = max(0, num_drafts - row % 2)
-            # Drafts that the draft model could not have drawn are certain: they have no distribution.
-            drawn = length if length <= graphs.max_drawn else 0
-            ids = [number % graphs.target.vocab_size for number in range(2 + length)]
-            rows.set_row(row, CHECK_CONTEXT, ids, length, drawn)
-            rows.set_sampling(row, checked[row])
-        rows.send(shape.rows)
-        run()
-        written = rows.ids(shape.rows), graphs.draft_probs[: shape.rows], graphs.verdicts[: shape.rows]
-        found.append([tensor.clone() for tensor in written])
-    rows.forget()
-    del probes  # their rows end with them
-    return all(map(torch.equal, *found))
-
-
-def _probe(row: int) -> LoneText:
-    return LoneText(PARAMS[row % len(PARAMS)], RULES[row % len(RULES)], seed=row + 1)
-
-
-def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:
-    """Compares logits over rows of different lengths, in every other comparison a row less than there is
-    place for."""
+def _is_right(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:
+    """Compares the pass with the usual one over rows of different lengths, in every other comparison a row
+    less than there is place for. ``number`` makes texts differ from those before."""
     drafting = graphs.draft if graphs.head is None else graphs.head.runner
     model = drafting if shape.queries is None else graphs.target
     assert model is not None
@@ -440,14 +464,14 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
     num_rows = min(max(1, shape.rows - number % 2), num_blocks // blocks_each)
     num_rows = min([num_rows, *(len(layer.inputs) for layer in layers)])
     if context < 1 or num_rows == 0:
-        return True  # no text fits
+        return True  # No text fits.
 
     def stored() -> list[Span]:
-        """Stores the beginnings of texts, and returns what comes after them."""
+        """Stores the beginnings of texts, and returns their continuations."""
         spans = []
         for row in range(num_rows):
             table = BlockTable()
-            # Not in order, so that a slot must come from the table.
+            # The blocks are not in order, so that a slot must come from the table.
             first = num_blocks - 1 - row * blocks_each
             table.block_ids = [first - i for i in range(blocks_each)]
             table.state_slot = num_rows - 1 - row if layers else None
@@ -465,7 +489,7 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
         return spans
 
     spans = stored()
-    # First, as the usual pass stores what this one should have stored.
+    # The usual pass runs first, and stores the tokens that this one should have stored.
     kind = ScorePass if shape.queries else DraftPass if head is None else HeadPass
     replayed = kind(graphs).run(shape, spans)
     # States have been folded by that.
@@ -483,6 +507,6 @@ def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, num
 
 
 def _states_to_check(head: HeadPasses, num_tokens: int, row: int) -> torch.Tensor:
-    """Returns states that are alike in no two places."""
+    """Returns states that differ in all places."""
     numbers = torch.arange(num_tokens * head.own.shape[1], device=head.own.device, dtype=torch.float32)
     return (numbers * (0.37 + 0.01 * row)).sin().view(num_tokens, -1).to(head.own.dtype)

@@ -1,7 +1,7 @@
-"""A head's captured passes: over the target's states that wait, and then over its own states.
+"""Runs a head's captured passes: over the target's states that wait, and then over its own states.
 
-Like a draft model's they read on the device what has been drawn. The host says once a round how many states
-wait in each row, and which tokens come after them.
+Like a draft model's they read the drawn tokens on the device. The host says once a round how many states wait
+in each row, and which tokens come after them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +19,8 @@ from truedraft.engine.rows.columns import Field
 
 
 class HeadPasses:
-    """``runner`` runs the head's model over its own cache. A first pass is fed up to ``max_fed`` states of a
-    row, later ones are fed one, which the pass before has left."""
+    """Runs the passes. ``runner`` runs the head's model over its own cache. A first pass is fed up to
+    ``max_fed`` states of a row, later ones are fed the one that the pass before has left."""
 
     def __init__(
         self, head: Head, runner: ModelRunner, rows: DeviceRows, max_fed: int, capture: Capture
@@ -28,10 +28,11 @@ class HeadPasses:
         self.head = head
         self.runner = runner
         self.rows = rows
+        self.max_fed = max_fed
         size, dtype, device = head.hidden_size, head.model.dtype, runner.device
         self.states = torch.zeros(rows.max_rows, max_fed, size, dtype=dtype, device=device)
         self.own = torch.zeros(rows.max_rows, size, dtype=dtype, device=device)
-        # It holds for each row how many states wait, then the tokens that come after them.
+        # Its columns for each row are the number of waiting states, then the tokens that come after them.
         self.sent = SentNumbers(rows.max_rows * (1 + max_fed), device, capture)
         self.fed = self.sent.numbers.view(rows.max_rows, 1 + max_fed)
         self._host = self.sent.host.view(rows.max_rows, 1 + max_fed).numpy()
@@ -52,19 +53,19 @@ class HeadPasses:
         self.states.flatten(0, 1).index_copy_(0, on_device(places, self.own.device), torch.cat(states))
 
     def run(self, shape: Shape, logits: torch.Tensor) -> None:
-        """Passes over what rows that still draft are fed; ``logits`` [rows, the target's vocabulary] become
+        """Passes over what rows are fed; ``logits`` [rows, the target's vocabulary] become
         those of the next token. Runs while captured."""
-        rows, num_rows, number = self.rows, shape.rows, self.rows.pass_number
-        drafts_still = number < rows.field(num_rows, Field.NUM_DRAWN)
+        rows, num_rows = self.rows, shape.rows
+        is_there = rows.field(num_rows, Field.NUM_DRAFTS) >= 0
         every = torch.arange(num_rows, device=self.own.device)
         # A place holds the state of its token and the token after it.
-        end = rows.field(num_rows, Field.NUM_STORED) + number
+        end = rows.field(num_rows, Field.NUM_STORED)
         if shape.fed == 1:
-            counts = torch.where(drafts_still, 1, 0)
-            token_ids = rows.ids(num_rows).index_select(1, number + 1)
+            counts = torch.where(is_there, 1, 0)
+            token_ids = rows.ids(num_rows)[:, 1:2]
             states, last = self.own[:num_rows], every
         else:
-            counts = torch.where(drafts_still, self.fed[:num_rows, 0], 0)
+            counts = torch.where(is_there, self.fed[:num_rows, 0], 0)
             token_ids = self.fed[:num_rows, 1 : 1 + shape.fed]
             states = self.states[:num_rows, : shape.fed].flatten(0, 1)
             last = every * shape.fed + (counts - 1).clamp(min=0)
@@ -74,3 +75,4 @@ class HeadPasses:
         assert hidden is not None
         self.own[:num_rows].copy_(hidden[:, 0].index_select(0, last))
         logits.copy_(self.head.in_width(found, logits.shape[1]))
+        rows.go_on(num_rows)

@@ -1,7 +1,7 @@
-"""What is to be captured, with how much time and memory.
+"""Plans which passes to capture, with how much time and memory.
 
-Decided before the caches are sized, because the graphs need memory too; done when the caches are there,
-because a graph knows their addresses.
+This is decided before the caches are sized, because the graphs need memory too; the capture itself follows
+when the caches exist, because a graph knows their addresses.
 """
 
 import logging
@@ -21,27 +21,18 @@ from truedraft.engine.rounds.capture.capture import Capture, make_capture
 from truedraft.engine.rounds.capture.graphs import DraftPass, HeadPass, RoundGraphs, ScorePass, capture_rounds
 from truedraft.engine.rounds.capture.head_passes import HeadPasses
 from truedraft.engine.rounds.capture.rows import DeviceRows
-from truedraft.engine.rounds.capture.shapes import (
-    Captured,
-    Shape,
-    Stage,
-    max_drafts,
-    plan_shapes,
-    shape_of,
-    with_head,
-)
+from truedraft.engine.rounds.capture.shapes import Shape, max_drafts, plan_shapes, with_head
 
-# What the driver keeps for one pass of some thousand kernels, and for one stage of a few or some hundred:
-# guesses, which have not been measured.
-GRAPH_BYTES, STAGE_BYTES = 8 << 20, 2 << 20
+# What the driver keeps for one pass of some thousand kernels: a guess, which has not been measured.
+GRAPH_BYTES = 8 << 20
 # What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
 # by rounding up: a guess as well.
 FIXED_BYTES = 128 << 20
-# The most that graphs may take of the memory that is free once the models are loaded.
+# Graphs may take at most this share of the memory that is free once the models are loaded.
 MAX_SHARE = 0.25
 # Bytes of numbers that are alive together, for each position and token of the vocabulary, where they are
-# judged: by a kernel, which keeps distributions, and by torch's operations.
-KERNEL_BYTES, TORCH_BYTES = 4, 76
+# judged: two copies of the logits and, by a kernel, their distributions, or what torch's operations make.
+KERNEL_BYTES, TORCH_BYTES = 12, 84
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +40,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     capture: Capture
-    planned: list[Captured]
+    planned: list[Shape]
     max_drafts: int
-    max_drawn: int
     max_blocks: int
     sampling: Sampling
     seconds: float
@@ -62,18 +52,18 @@ class GraphPlan:
 
     @property
     def num_scored(self) -> int:
-        """Returns the most tokens whose logits a captured verdict looks at."""
-        return max(item.num_tokens for item in self.planned if isinstance(item, Shape))
+        """Returns the most tokens whose logits a captured pass makes."""
+        return max(shape.num_tokens for shape in self.planned)
 
     def captured(
         self, target: ModelRunner, draft: ModelRunner | None, head: ModelRunner | None, num_blocks: int
     ) -> tuple[ModelRunner, ModelRunner | None, ModelRunner | None, RoundGraphs | None]:
-        """Captures the graphs and returns the models as they run from then on. All caches must have one
-        block after the ``num_blocks`` that their pools know."""
+        """Captures the graphs and returns the models with them. All caches must have one block after the
+        ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
-            max(shape_of(item).rows for item in self.planned),
+            max(shape.rows for shape in self.planned),
             self.max_drafts,
             self.max_blocks,
             block_size,
@@ -84,20 +74,9 @@ class GraphPlan:
         captured = draft if self.has_draft else None
         passes = None
         if self.head is not None and head is not None:
-            fed = [shape.fed for item in self.planned if (shape := shape_of(item)).queries is None]
-            max_fed = max(fed, default=1)
+            max_fed = max((shape.fed for shape in self.planned if shape.queries is None), default=1)
             passes = HeadPasses(self.head, head, rows, max_fed, self.capture)
-        graphs = RoundGraphs(
-            target,
-            captured,
-            rows,
-            self.planned,
-            self.max_drawn,
-            self.sampling,
-            self.capture,
-            self.taps,
-            passes,
-        )
+        graphs = RoundGraphs(target, captured, rows, self.planned, self.capture, self.taps, passes)
         deadline, min_free = started + self.seconds, free - self.memory
         if not capture_rounds(graphs, self.planned, num_blocks, deadline, min_free):
             return target, draft, head, None
@@ -111,8 +90,9 @@ class GraphPlan:
 def plan_graphs(
     config: EngineConfig, target: Model, draft: Model | None, max_model_len: int, head: Head | None = None
 ) -> GraphPlan | None:
-    """None where nothing can be captured: on a CPU, and for models without the kernels of this package. The
-    states that a ``head`` reads are captured even if its own passes cannot be."""
+    """Plans the graphs. Returns None where nothing can be captured: on a CPU, and for models without the
+    kernels of this package. The states that a ``head`` reads are captured even if its own passes cannot
+    be."""
     capture = make_capture(target.device) if config.cuda_graphs and _can_be_captured(target) else None
     if capture is None:
         return None
@@ -130,67 +110,59 @@ def plan_graphs(
     if head is not None:
         planned = with_head(planned, drawn)
     max_blocks = -(-max_model_len // config.block_size)
-    tables = 4 * 8 * num_rows * max_blocks  # both models have them twice: on the device, and as sent
+    tables = 4 * 8 * num_rows * max_blocks  # Both models have them twice: on the device, and as sent.
     limit = int(MAX_SHARE * free_memory(target.device)) - tables - _tapped_bytes(target, planned, taps)
     planned = _affordable(target, planned, drawn, judged_bytes, limit)
-    if not any(isinstance(item, Shape) for item in planned):
+    if not planned:
         logger.warning("CUDA graphs need more memory than there is, and are not used")
         return None
     memory = _memory(target, planned, drawn, judged_bytes) + tables + _tapped_bytes(target, planned, taps)
     seconds = config.cuda_graph_seconds
     has_draft = draft is not None
-    return GraphPlan(
-        capture, planned, longest, drawn, max_blocks, sampling, seconds, memory, has_draft, taps, head
-    )
+    return GraphPlan(capture, planned, longest, max_blocks, sampling, seconds, memory, has_draft, taps, head)
 
 
 def _can_be_captured(model: Model) -> bool:
-    """Says whether a pass takes no decision on the host, which would be frozen as it was at the capture."""
+    """Tells whether a pass makes no decision on the host, which the capture would freeze."""
     return isinstance(model, FusedDecoder) and model.reads_in_place and not model.needs_host
 
 
-def _tapped_bytes(target: Model, planned: list[Captured], taps: list[int]) -> int:
+def _tapped_bytes(target: Model, planned: list[Shape], taps: list[int]) -> int:
     """Returns the bytes of tapped states: in place, as one pass has them twice, and as a round keeps them.
-    Those that a head is fed, and makes, are fewer than one of these."""
+    The inputs and outputs of a head are fewer than one of these."""
     if not taps:
         return 0
-    num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
+    num_tokens = max(shape.num_tokens for shape in planned)
     return int(5 * num_tokens * len(taps) * target.config.hidden_size * target.dtype.itemsize)
 
 
 def _affordable(
-    model: Model, planned: list[Captured], max_drawn: int, judged_bytes: int, limit: int
-) -> list[Captured]:
+    model: Model, planned: list[Shape], max_drawn: int, judged_bytes: int, limit: int
+) -> list[Shape]:
     """Leaves out what needs most by itself, until the rest needs no more than ``limit`` bytes."""
     while planned and _memory(model, planned, max_drawn, judged_bytes) > limit:
-        sizes = {item: (_own_bytes(model, item, judged_bytes), isinstance(item, Shape)) for item in planned}
-        largest = max(planned, key=lambda item: sizes[item])
-        planned = [item for item in planned if largest not in (item, getattr(item, "shape", None))]
+        largest = max(planned, key=lambda shape: _own_bytes(model, shape, judged_bytes))
+        planned = [shape for shape in planned if shape != largest]
     return planned
 
 
-def _own_bytes(model: Model, item: Captured, judged_bytes: int) -> int:
-    """Returns the bytes of the tensors that live while ``item`` runs."""
-    if isinstance(item, Stage):
-        return item.shape.num_tokens * judged_bytes * model.vocab_size
-    logits = 2 * item.num_tokens * model.vocab_size * model.dtype.itemsize
+def _own_bytes(model: Model, shape: Shape, judged_bytes: int) -> int:
+    """Returns the bytes of the tensors that live while the pass runs, or while what it scored is judged."""
+    judged = shape.num_tokens * judged_bytes * model.vocab_size
+    logits = 2 * shape.num_tokens * model.vocab_size * model.dtype.itemsize
     if isinstance(model, FusedDecoder) and model.is_quantised:
-        logits += 4 * item.num_tokens * model.vocab_size  # products before they are joined
-    activations = 4 * item.num_tokens * model.config.intermediate_size * model.dtype.itemsize
-    return int(logits + activations + item.num_tokens * bytes_of_parts(model))
+        logits += 4 * shape.num_tokens * model.vocab_size  # products before they are joined
+    activations = 4 * shape.num_tokens * model.config.intermediate_size * model.dtype.itemsize
+    return max(judged, int(logits + activations + shape.num_tokens * bytes_of_parts(model)))
 
 
-def _memory(model: Model, planned: list[Captured], max_drawn: int, judged_bytes: int) -> int:
-    """Returns bytes, from above: what lies next to the graphs, the largest one's tensors in the common pool,
-    and what the driver keeps for each."""
-    passes = [item for item in planned if isinstance(item, Shape)]
-    if not passes:
+def _memory(model: Model, planned: list[Shape], max_drawn: int, judged_bytes: int) -> int:
+    """Returns bytes, from above: what lies next to the graphs, what drafts were drawn from,
+    the largest pass's tensors in the common pool, and what the driver keeps for each pass."""
+    if not planned:
         return 0
-    num_tokens, max_rows = (
-        max(item.num_tokens for item in passes),
-        max(shape_of(item).rows for item in planned),
-    )
-    static = (num_tokens + max_rows * (1 + max_drawn)) * model.vocab_size * 4
-    largest = max(_own_bytes(model, item, judged_bytes) for item in planned)
-    kept = len(passes) * GRAPH_BYTES + (len(planned) - len(passes)) * STAGE_BYTES
-    return FIXED_BYTES + static + largest + kept
+    num_tokens, max_rows = max(shape.num_tokens for shape in planned), max(shape.rows for shape in planned)
+    drawn = max_rows * (2 + max_drawn) if max_drawn else 0
+    static = (num_tokens + drawn) * model.vocab_size * 4
+    largest = max(_own_bytes(model, shape, judged_bytes) for shape in planned)
+    return FIXED_BYTES + static + largest + len(planned) * GRAPH_BYTES

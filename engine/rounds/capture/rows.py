@@ -1,11 +1,12 @@
-"""Decoding rows as they lie on the device: what changes from round to round is one message.
+"""The rows of captured passes as they lie on the device: what changes from pass to pass is one message.
 
 A captured pass reads the same addresses again and again. So every row has its place in static tensors, block
-tables stay there from round to round, and what follows from fewer numbers (positions, slots, who drafts
-still) is computed there. The host sends a few integers a row and those entries of tables that are new.
+tables stay there from pass to pass, and what follows from fewer numbers (positions, slots) is computed there.
+The host sends a few integers a row and those entries of tables that are new. A draft's pass writes what its
+next one reads, for which nothing is sent.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,24 +14,23 @@ import torch
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows, StateRows, folded_after
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.rounds.capture.capture import Capture, SentNumbers
-from truedraft.engine.rows.columns import DEVICE_WIDTH, DRAFTS_AT, IDS_AT, NUM_STATE_FIELDS, Field
-from truedraft.engine.rows.table import Row
+from truedraft.engine.rows.columns import DRAFTS_AT, IDS_AT, NUM_STATE_FIELDS, Field
 
-TARGET, DRAFT = 0, 1  # whose block tables
+TARGET, DRAFT = 0, 1  # the owner of the block tables
 
 
 @dataclass(slots=True)
 class _KnownTable:
-    """Holds what was last sent of a row's table, and when that was."""
+    """Holds the last sent state of a row's table, and the time when it was sent."""
 
     block_ids: list[int] = field(default_factory=list)
     table: BlockTable | None = None
     num_cuts: int = 0
-    length: int = -1  # counts what will not be used, too
+    length: int = -1  # counts reserved blocks that will not be used, too
 
 
 class DeviceRows:
-    """Up to ``max_rows`` of them, each with up to ``max_drafts``, and ``max_blocks`` of either cache. Slot
+    """Holds up to ``max_rows`` rows, each with up to ``max_drafts``, and ``max_blocks`` of either cache. Slot
     ``scratch_slot`` belongs to no sequence: padding is stored there."""
 
     def __init__(
@@ -49,81 +49,63 @@ class DeviceRows:
         self.scratch_slot = scratch_slot
         self.tables = torch.zeros(2, max_rows, max_blocks, dtype=torch.int64, device=device)
         self.width = DRAFTS_AT + max_drafts
-        # It holds the number of the draft model's pass, then the rows.
-        self.sent = SentNumbers(1 + max_rows * self.width, device, capture)
-        self.pass_number = self.sent.numbers[:1]
+        self.sent = SentNumbers(max_rows * self.width, device, capture)
         # Places in tables and their new entries.
         self.changes = SentNumbers(2 * self.tables.numel(), device, capture)
-        self.numbers = self._rows_of(self.sent.numbers)
-        self._host = self._rows_of(self.sent.host).numpy()
+        self.numbers = self.sent.numbers.view(max_rows, self.width)
+        self._host = self.sent.host.view(max_rows, self.width).numpy()
         self._known: dict[tuple[int, int], _KnownTable] = {}  # each is found by cache and row
         self._places: list[int] = []
         self._entries: list[int] = []
-        self._row_of: dict[Hashable, int] = {}
+        self._row_of: list[dict[BlockTable, int]] = [{}, {}]  # each cache has one
+        self.num_messages = 0
 
-    def _rows_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers[1:].view(self.max_rows, self.width)
+    # The functions below run on the host.
 
-    # On the host.
-
-    def rows_for(self, keys: Sequence[Hashable], num_rows: int) -> list[tuple[int, bool]]:
-        """A row below ``num_rows`` for each of ``keys``, and whether it is new: rows are kept from one call
-        to the next."""
-        kept = {key: self._row_of[key] for key in keys if self._row_of.get(key, num_rows) < num_rows}
+    def places_of(self, cache: int, tables: Sequence[BlockTable], num_rows: int) -> list[int]:
+        """Returns a row below ``num_rows`` for each of the tables of a cache, and keeps it from one call to
+        the next."""
+        before = self._row_of[cache]
+        kept = {table: before[table] for table in tables if before.get(table, num_rows) < num_rows}
         free = iter(sorted(set(range(num_rows)) - set(kept.values())))
-        self._row_of = {key: kept[key] if key in kept else next(free) for key in keys}
-        return [(row, key not in kept) for key, row in self._row_of.items()]
-
-    def forget(self) -> None:
-        """Makes the next call of ``rows_for`` find new rows only."""
-        self._row_of.clear()
+        now = self._row_of[cache] = {table: kept[table] if table in kept else next(free) for table in tables}
+        return list(now.values())
 
     def begin(self) -> None:
-        """A message in which there are no rows."""
+        """Starts a message without rows."""
         self.sent.wait()
         self.changes.wait()
         self._host[:, : Field.SEED] = 0
         self._host[:, Field.NUM_DRAFTS] = -1
+        self.num_messages += 1
         self._places.clear()
         self._entries.clear()
 
-    def set_row(
-        self,
-        row: int,
-        num_stored: int,
-        token_ids: Sequence[int],
-        num_drafts: int,
-        num_drawn: int = 0,
-        num_skipped: int = 0,
-    ) -> None:
-        """``token_ids``: the one before the pending one, the pending one, and drafts that are known."""
+    def set_row(self, row: int, num_stored: int, token_ids: Sequence[int], num_skipped: int = 0) -> None:
+        """Says what a row's pass is over: ``token_ids`` begin with the one before the pending one, which
+        stands at ``num_stored``."""
         host = self._host[row]
-        host[: Field.STATE_SLOT] = num_stored, num_drafts, num_drawn, num_skipped
+        host[: Field.STATE_SLOT] = num_stored, len(token_ids) - 2, 0, num_skipped
         host[IDS_AT : IDS_AT + len(token_ids)] = token_ids
 
-    def set_sampling(self, place: int, row: Row) -> None:
-        """Copies how a row of the table draws to a place."""
-        line = row.table.numbers[row.number]
-        self._host[place, Field.SEED : DEVICE_WIDTH] = line[Field.SEED : DEVICE_WIDTH]
-
     def set_states(self, cache: int, row: int, table: BlockTable, num_certain_tokens: int) -> None:
-        """Says where the row's states are, if there are some, and how far they are folded: before the pass,
-        and after it, when so many tokens are certain."""
+        """Sets the slot of the row's states, if there are some, and how far they are folded: before the pass,
+        and after it, given the number of certain tokens."""
         if table.state_slot is not None:
             first = Field.STATE_SLOT + NUM_STATE_FIELDS * cache
             folded = table.num_folded_tokens, folded_after(table, num_certain_tokens)
             self._host[row, first : first + NUM_STATE_FIELDS] = table.state_slot, *folded
 
     def set_table(self, cache: int, row: int, table: BlockTable) -> None:
-        """Sends what the row's table on the device lacks. Of a table that has only grown nothing else is
-        looked at: texts may be long."""
+        """Sends the entries that the row's table on the device lacks. If a table has only grown, only its end
+        is compared: texts may be long."""
         block_ids, known = table.block_ids, self._known.get((cache, row))
         if known is None:
             known = self._known[cache, row] = _KnownTable()
         has_only_grown = known.table is table and known.num_cuts == table.num_cuts
         if has_only_grown and known.length == len(block_ids):
             return
-        end = min(len(block_ids), self.tables.shape[2])  # more may be reserved, and will not be used
+        end = min(len(block_ids), self.tables.shape[2])  # More blocks may be reserved than will be used.
         first = min(len(known.block_ids), end)
         if not has_only_grown and known.block_ids[:first] != block_ids[:first]:
             first = 0
@@ -137,7 +119,7 @@ class DeviceRows:
 
     def send(self, num_rows: int) -> None:
         """The first ``num_rows``, before whatever is launched next."""
-        self.sent.send(1 + num_rows * self.width)
+        self.sent.send(num_rows * self.width)
         if self._places:
             half, end = len(self._places), 2 * len(self._places)
             self.changes.host.numpy()[:end] = [*self._places, *self._entries]
@@ -145,14 +127,15 @@ class DeviceRows:
             places, entries = self.changes.numbers[:half], self.changes.numbers[half:end]
             self.changes.capture.launch(lambda: self.tables.view(-1).index_copy_(0, places, entries))
 
-    # On the device. Static shapes, and nothing that depends on the numbers: these are captured.
+    # The functions below run on the device. Shapes are static, and nothing depends on the numbers: these are
+    # captured.
 
     def field(self, num_rows: int, field: Field) -> torch.Tensor:
-        """[rows]."""
+        """Returns a column, [rows]."""
         return self.numbers[:num_rows, field]
 
     def ids(self, num_rows: int) -> torch.Tensor:
-        """int64 [rows, 2 + most drafts], as sent, or drawn since."""
+        """Returns int64 [rows, 2 + most drafts], as sent, or drawn since."""
         return self.numbers[:num_rows, IDS_AT:]
 
     def batch(
@@ -164,15 +147,15 @@ class DeviceRows:
         counts: torch.Tensor,
         logits_index: torch.Tensor,
     ) -> ForwardBatch:
-        """``token_ids`` [rows, n], of which the first ``counts`` [rows] are there; they stand at
-        ``first_positions`` [rows] and after. The first ``num_skipped`` are stored already."""
+        """Makes a batch of ``token_ids`` [rows, n], of which the first ``counts`` [rows] are real; their
+        positions begin at ``first_positions`` [rows]. The first ``num_skipped`` are stored already."""
         num_rows, num_tokens = token_ids.shape
         place = torch.arange(num_tokens, device=token_ids.device)
         is_there = place < counts[:, None]
         positions = first_positions[:, None] + place
         is_stored = is_there & (place >= num_skipped[:, None]) & (positions >= 0)
         positions = torch.where(is_there, positions, 0).clamp(min=0)
-        # What is not there may be any row's, even a token that only the other model has.
+        # Padding may be any row's token, even one that only the other model has.
         token_ids = torch.where(is_there, token_ids, 0)
         tables = self.tables[cache, :num_rows]
         blocks = tables.gather(1, positions // self.block_size)
@@ -198,10 +181,8 @@ class DeviceRows:
         num_skipped: torch.Tensor,
         counts: torch.Tensor,
         num_tokens: int,
-        number: torch.Tensor | None = None,
     ) -> StateRows:
-        """Returns what recurrences are told of a batch of ``num_tokens`` for each row. States are folded in
-        the first pass of a round, whose ``number`` is 0."""
+        """Returns what recurrences are told of a batch of ``num_tokens`` for each row."""
         first = Field.STATE_SLOT + NUM_STATE_FIELDS * cache
         slots, before, after = self.numbers[: len(counts), first : first + NUM_STATE_FIELDS].unbind(1)
         return StateRows(
@@ -210,6 +191,12 @@ class DeviceRows:
             (counts - num_skipped).clamp(min=0),
             first_positions + num_skipped,
             slots.contiguous(),
-            (before if number is None else torch.where(number > 0, after, before)).contiguous(),
+            before.contiguous(),
             after.contiguous(),
         )
+
+    def go_on(self, num_rows: int) -> None:
+        """Makes the rows of a draft's pass those of the next one, over one more token."""
+        self.field(num_rows, Field.NUM_STORED).add_(1)
+        self.field(num_rows, Field.NUM_SKIPPED).fill_(1)
+        self.field(num_rows, Field.DRAFT_NUM_FOLDED).copy_(self.field(num_rows, Field.DRAFT_NUM_FOLDED_AFTER))

@@ -1,7 +1,7 @@
-"""``Cleaner`` rids a JSON schema of what says nothing about a text, so that only the grammar is counted.
+"""Removes from a JSON schema what says nothing about a text, so that only the grammar is counted.
 
-Libraries write more into schemas than can be enforced. Unless a schema is strict, that is left out and
-reported by its place. What remains is for ``engine.text.schema.writer``.
+Libraries write more into schemas than can be enforced. Unless a schema is strict, such keywords are left out
+and reported by their places. ``engine.text.schema.writer`` reads the rest.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -16,13 +16,13 @@ from truedraft.engine.text.schema.place import Place
 NOTES = {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
 NOTES |= {"$comment", "externalDocs", "markdownDescription", "enumDescriptions", "errorMessage"}
 
-# What is enforced, and what other libraries write only to tell a reader what a string holds.
+# The first formats are enforced; other libraries write the rest only to tell a reader what a string holds.
 ENFORCED_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri"}
 ENFORCED_FORMATS |= {"uuid"}
 NOTED_FORMATS = {"binary", "byte", "password", "unknown", "int32", "int64", "uint32", "uint64", "float"}
 NOTED_FORMATS |= {"double", "decimal"}
 
-# Keywords that are enforced, and those that are known and not supported.
+# The first keywords are enforced, the second ones are known and not supported.
 ENFORCED = {"type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required"}
 ENFORCED |= {"items", "prefixItems", "additionalItems", "minItems", "maxItems", "minProperties"}
 ENFORCED |= {"maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "$ref"}
@@ -37,7 +37,7 @@ TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
 
 class SchemaError(ValueError):
-    """``place`` is the path of the keyword at fault."""
+    """Something in a schema cannot be enforced. ``place`` is the path of the keyword at fault."""
 
     def __init__(self, message: str, place: object) -> None:
         super().__init__(message)
@@ -45,8 +45,8 @@ class SchemaError(ValueError):
 
 
 def size_of(schema: Any, limit: int) -> int:
-    """Returns about the characters that a schema has without notes, of which it counts few more than
-    ``limit``."""
+    """Returns about the number of characters that a schema has without notes, of which it counts few more
+    than ``limit``."""
     size, pending = 0, [(schema, "schema")]
     while pending and size <= limit:
         value, kind = pending.pop()
@@ -75,11 +75,12 @@ def _kind_within(kind: str, name: str) -> str:
 
 
 class Cleaner:
-    """``leave_out`` gets the places of what is left out. It is None for a strict schema, which has errors.
+    """Cleans schemas. ``leave_out`` is told the places of keywords that are left out. It is None for a strict
+    schema, in which they are errors.
 
-    ``loose``: ``unsupported`` keywords and those that make no sense are left out, too, and ``oneOf`` becomes
-    ``anyOf`` unless its schemas exclude each other. Without ``patterns`` all of these are left out. ``go_on``
-    is called now and then, and may raise an exception to end what nobody waits for.
+    ``loose`` also leaves out ``unsupported`` keywords and those that make no sense, and turns ``oneOf`` into
+    ``anyOf`` even where its schemas do not exclude each other. Without ``patterns`` all patterns are left
+    out. ``go_on`` is called now and then, and may raise an exception to end work that nobody waits for.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Cleaner:
         self.has_kept_patterns = False
 
     def clean(self, schema: Any, place: str | Place) -> Any:
-        """Returns what is left of a whole schema."""
+        """Returns a whole schema without the parts that are left out."""
         self._root = schema
         return self._clean(schema, Place(place) if isinstance(place, str) else place)
 
@@ -180,7 +181,7 @@ class Cleaner:
         return self._clean(value, place)
 
     def _drop_impossible_names(self, schema: dict[str, Any], path: Place) -> None:
-        """A property that is required and not allowed would allow no object."""
+        """Drops names of required properties that are not allowed, as they would allow no object."""
         required, properties = schema.get("required"), schema.get("properties", {})
         if schema.get("additionalProperties") is not False or "patternProperties" in schema or not required:
             return
@@ -190,7 +191,7 @@ class Cleaner:
 
 
 def _fault_of(pattern: str, *, of_names: bool = False) -> str:
-    """Returns why it cannot be enforced, and nothing if it can."""
+    """Returns why a keyword cannot be enforced, or nothing if it can."""
     try:
         exact_name(pattern) if of_names else exact_pattern(pattern)
     except ValueError as error:
@@ -234,7 +235,7 @@ def _allows_anything(value: Any) -> bool:
     return value is True or _is_empty(value)
 
 
-# Keywords that say something only together with one of others.
+# These keywords say something only together with one of the others.
 SAID_WITH = {
     "then": {"if"},
     "else": {"if"},
@@ -242,7 +243,7 @@ SAID_WITH = {
     "minContains": {"contains"},
     "maxContains": {"contains"},
 }
-# Values of a keyword that allow anything.
+# With these values a keyword allows anything.
 ANYTHING: dict[str, Callable[[Any], bool]] = {
     "propertyNames": _allows_any_name,
     **dict.fromkeys(("uniqueItems", "not"), _is_false),
@@ -252,7 +253,7 @@ ANYTHING: dict[str, Callable[[Any], bool]] = {
 
 
 def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema of strings without what is true of any string."""
+    """Returns a schema of strings without keywords that hold for any string."""
     return {
         keyword: value
         for keyword, value in schema.items()
@@ -319,7 +320,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _is_limit(value: Any) -> bool:
-    """Tells whether it is a number, or a flag as older drafts of the standard have it."""
+    """Tells whether the value is a number, or a flag as older drafts of the standard have it."""
     return isinstance(value, int | float)
 
 
@@ -332,7 +333,7 @@ def _is_schema(value: Any) -> bool:
 
 
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# Keywords, and what their values must be to make sense.
+# Values of these keywords must be of this form to make sense.
 SENSIBLE: dict[str, Callable[[Any], bool]] = {
     "type": _is_type,
     "enum": _is_choice,

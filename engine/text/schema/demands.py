@@ -1,7 +1,7 @@
-"""What a JSON schema demands of values, keyword by keyword, without references and alternatives.
+"""Lists what a JSON schema demands of values, keyword by keyword, without references and alternatives.
 
-``Demands`` of several schemas that hold together are joined into one: whatever type a value has, there is
-one list of what it must be. Knows nothing of grammars.
+``Demands`` of several schemas that hold together are joined into one, with one list of demands for each type
+of value. The module knows nothing of grammars.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,8 @@ class Placed(NamedTuple):
 
 
 class Members(NamedTuple):
-    """What one schema says of an object's properties. ``others`` is for names that it does not speak of."""
+    """Holds what one schema demands of an object's properties. ``others`` is for names that it does not
+    mention."""
 
     properties: Mapping[str, Placed]
     patterns: Mapping[str, Placed]
@@ -50,7 +51,7 @@ class Demands:
     low: Bound | None = None
     high: Bound | None = None
     multiples: tuple[Any, ...] = ()
-    texts: tuple[Mapping[str, Any], ...] = ()  # patterns and formats, as keywords
+    texts: tuple[Mapping[str, Any], ...] = ()  # patterns and formats, under the names of their keywords
     lengths: tuple[int, int | None] = (0, None)
     counts: tuple[int, int | None] = (0, None)
     items: tuple[Items, ...] = ()
@@ -60,14 +61,14 @@ class Demands:
 
     @property
     def size(self) -> int:
-        """Returns how long the lists are that joining it goes through."""
+        """Returns the length of the lists that joining goes through."""
         return 1 + len(self.choices or ()) + len(self.members) + len(self.items) + len(self.required)
 
     def numbers(self) -> Range:
         return Range("number" not in self.types, self.low, self.high, common_multiple(self.multiples))
 
     def allow(self, value: Any) -> bool:
-        """Tells whether a value may be one of the choices, of which patterns and members are left aside."""
+        """Tells whether a value may be one of the choices; their patterns and members are not examined."""
         kind = type_of(value)
         is_whole = kind == "number" and "integer" in self.types and exactly(value).denominator == 1
         if kind not in self.types and not is_whole:
@@ -91,7 +92,7 @@ def type_of(value: Any) -> str:
 
 
 def same_value(value: Any) -> object:
-    """Returns what is equal for values that JSON Schema calls equal, such as 1 and 1.0, and can be hashed."""
+    """Returns a hashable value that is equal for values that JSON Schema calls equal, such as 1 and 1.0."""
     if isinstance(value, list):
         return ("array", *map(same_value, value))
     if isinstance(value, dict):
@@ -100,7 +101,7 @@ def same_value(value: Any) -> object:
 
 
 def joined(first: Demands, other: Demands) -> Demands:
-    """Returns what both demand."""
+    """Returns the demands of both together."""
     choices = first.choices if other.choices is None else other.choices
     if first.choices is not None and other.choices is not None:
         wanted = {same_value(each) for each in other.choices}
@@ -139,7 +140,7 @@ def _is_between(count: int, limits: tuple[int, int | None]) -> bool:
 
 
 class KeywordError(ValueError):
-    """``keyword`` is that at fault."""
+    """A keyword makes no sense; ``keyword`` names it."""
 
     def __init__(self, message: str, keyword: str) -> None:
         super().__init__(message)
@@ -147,8 +148,8 @@ class KeywordError(ValueError):
 
 
 def demands_of(schema: Mapping[str, Any], place: Place) -> Demands:
-    """Reads the keywords of one schema but references and alternatives; ``KeywordError`` if one makes no
-    sense."""
+    """Reads the keywords of one schema except references and alternatives; raises ``KeywordError`` if one
+    makes no sense."""
     return Demands(
         place,
         types=_types(schema),

@@ -1,4 +1,4 @@
-"""What an output must match, in the words of its user, becomes a grammar in llguidance's notation here.
+"""Turns what an output must match, in its user's words, into a grammar in llguidance's notation.
 
 The server does this for requests, within limits; ``engine.llm`` for calls of the library.
 """
@@ -21,8 +21,8 @@ Format = Literal["json", "regex", "choice", "grammar"]
 
 
 def grammar_of(kind: Format, source: Any, name: str = "schema") -> str:
-    """Returns the grammar; ``ValueError`` says what in ``source`` cannot be enforced. For a schema it is a
-    ``SchemaError`` with the place in ``name``.
+    """Returns the grammar; raises ``ValueError`` for parts of ``source`` that cannot be enforced, and for a
+    schema ``SchemaError`` with the place in ``name``.
 
     ``source`` is a JSON schema as an object or written out, a regular expression of the whole text, a list of
     texts, or a grammar in Lark's notation.

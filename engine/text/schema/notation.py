@@ -1,6 +1,6 @@
-"""Layouts of JSON are written down here: terms of llguidance's Lark, rules, and properties in a row.
+"""Writes layouts of JSON: terms of llguidance's Lark, rules, and properties in a row.
 
-Knows no schemas; ``engine.text.schema.writer`` says with it what they mean.
+It knows no schemas; ``engine.text.schema.writer`` expresses their meaning with it.
 """
 
 import json
@@ -13,7 +13,7 @@ from truedraft.engine.text.schema.cleaning import SchemaError
 from truedraft.engine.text.schema.place import Place
 from truedraft.engine.text.schema.rules import Repeat, Rule
 
-# Far more than the parser takes: it ends what would take minutes before that.
+# This is far more than the parser takes: it ends work that would take minutes before that.
 MOST_RULES = 20_000
 MOST_COUNTED = 5000
 SPACE = r"/[ \t\r\n]+/"
@@ -23,7 +23,7 @@ SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 class Layout(NamedTuple):
-    """It says how JSON is laid out. ``space`` is an expression of what may stand between its parts."""
+    """Says how JSON is laid out. ``space`` is an expression of what may stand between its parts."""
 
     comma: str = ","
     colon: str = ":"
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(schema: Any, default: Layout) -> Layout:
-    """Returns what the schema itself says of it, under the name that llguidance has for that."""
+    """Returns the layout that the schema itself asks for, under llguidance's name for it."""
     asked = schema.get("x-guidance") if isinstance(schema, dict) else None
     if asked is None:
         return default
@@ -52,7 +52,7 @@ def layout_of(schema: Any, default: Layout) -> Layout:
 
 
 class Notation:
-    """It keeps the rules of one grammar and their terms, whose names begin with ``prefix``.
+    """Keeps the rules of one grammar and their terms, whose names begin with ``prefix``.
 
     Terms that are ``empty`` match no text.
     """
@@ -71,7 +71,7 @@ class Notation:
         return rule
 
     def _extra(self, alternatives: list[rules.Sequence], place: Place) -> Rule:
-        """Returns a rule of its own, for no schema."""
+        """Returns a new rule that belongs to no schema."""
         rule = self._new(("extra", len(self._rules)), place)
         rule.alternatives = alternatives
         return rule
@@ -107,7 +107,8 @@ class Notation:
         """Returns the properties in their order, each of which may be missing unless it is required."""
         pair: rules.Sequence = [self._extra(pairs, place)] if pairs else []
         first: rules.Sequence = [Repeat([*pair, Repeat([*self._comma(), *pair])], 0, 1)] if pair else []
-        later: rules.Sequence = [Repeat([*self._comma(), *pair])] if pair else []  # from its end on
+        # Properties are added from the end on.
+        later: rules.Sequence = [Repeat([*self._comma(), *pair])] if pair else []
         for number in reversed(range(len(members))):
             member, is_required = members[number]
             begins_choice = number > 0 and not members[number - 1][1]
@@ -129,7 +130,7 @@ class Notation:
         limits: tuple[int, int | None],
         place: Place,
     ) -> rules.Sequence:
-        """Returns the same where the number of properties has limits: a rule for each number so far."""
+        """Returns the properties where their number has limits: a rule for each number so far."""
         least, most = limits
         pair: rules.Sequence = [self._extra(pairs, place)] if pairs else []
         states: dict[tuple[int, int], Rule] = {}

@@ -1,7 +1,7 @@
-"""Numbers of a JSON schema, exactly: what they are, and expressions of the texts between two of them.
+"""Handles numbers of a JSON schema exactly: their values, and expressions of the texts between two of them.
 
 A double has 53 bits, but JSON Schema compares numbers as mathematics does. So a bound is a fraction here, a
-constant keeps the text it came as, and no number is rounded. Knows nothing of schemas.
+constant keeps the text it came as, and no number is rounded. The module knows nothing of schemas.
 """
 
 import json
@@ -11,16 +11,16 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple, NoReturn
 
-# A number that nothing bounds ends nevertheless: after so many digits before and after its point.
+# A number that nothing bounds ends nevertheless: after this many digits before and after its point.
 MOST_DIGITS = 15
 MOST_DECIMALS = 16
-# Numbers below or above a bound have so many decimals, however large the bound is.
+# Numbers below or above a bound have up to this many decimals, however large the bound is.
 LEAST_DECIMALS = 6
-# JSON that a double holds: beyond that a bound bounds nothing, or lets nothing through.
+# This is the largest number that a double holds: beyond it a bound bounds nothing, or lets nothing through.
 MOST_PLACES = 330
-# Multiples that are written one by one.
+# Up to this many multiples are written one by one.
 MOST_MULTIPLES = 100
-# llguidance has as many states as the multiple has units, zeros at its end aside.
+# llguidance has one state for each unit of the multiple, zeros at its end aside.
 MOST_UNITS = 100_000
 
 END = Fraction(10**MOST_DIGITS)
@@ -30,7 +30,7 @@ ANY_NUMBER = rf"-?(?:0|[1-9][0-9]{{0,{MOST_DIGITS - 1}}})(?:\.[0-9]{{1,{MOST_DEC
 
 
 class WrittenFloat(float):
-    """A number that keeps its text, because the double is not what the text says."""
+    """Is a number that keeps its text, because the double differs from what the text says."""
 
     __slots__ = ("text",)
     text: str
@@ -56,7 +56,8 @@ def text_of(value: Any) -> str:
 
 
 def exactly(value: Any) -> Fraction:
-    """Returns what its text says; ``ValueError`` for a number that no double comes near."""
+    """Returns the exact value of a number's text; raises ``ValueError`` for a number that no double comes
+    near."""
     decimal = Decimal(text_of(value)) if isinstance(value, float) else Decimal(value)
     if not decimal.is_finite() or abs(decimal.adjusted()) > MOST_PLACES:
         raise ValueError(f"it has a number of more than {MOST_PLACES} places")
@@ -64,13 +65,13 @@ def exactly(value: Any) -> Fraction:
 
 
 def is_beyond(value: Any) -> bool:
-    """Tells whether every number that is written here lies between it and its negative."""
+    """Tells whether every number that can be written here lies between this one and its negative."""
     decimal = Decimal(text_of(value)) if isinstance(value, float) else Decimal(value)
     return decimal.is_infinite() or (bool(decimal) and decimal.adjusted() > MOST_PLACES)
 
 
 class Bound(NamedTuple):
-    """``is_strict``: the number itself is outside."""
+    """Is one end of a range. ``is_strict`` says that the number itself is outside."""
 
     value: Fraction
     is_strict: bool = False
@@ -91,7 +92,7 @@ def is_within(value: Fraction, low: Bound | None, high: Bound | None) -> bool:
 
 
 class Range(NamedTuple):
-    """Numbers between two bounds, all of which are multiples of ``multiple``, unless that is None."""
+    """Holds the numbers between two bounds that are multiples of ``multiple``, unless that is None."""
 
     is_integer: bool
     low: Bound | None
@@ -99,8 +100,8 @@ class Range(NamedTuple):
     multiple: Fraction | None
 
     def expression(self) -> str:
-        """Returns a term of llguidance's Lark: an expression, texts or a schema. It is empty if no number is
-        in the range; ``ValueError`` says what cannot be written."""
+        """Returns a term of llguidance's Lark: an expression, texts or a schema; it is empty if no number is
+        in the range. Raises ``ValueError`` for ranges that cannot be written."""
         if self == Range(False, None, None, None):
             return f"/{ANY_NUMBER}/"
         low, high = self._with_ends()
@@ -118,14 +119,16 @@ class Range(NamedTuple):
         return f"/{written}/" if written else ""
 
     def _with_ends(self) -> tuple[Bound, Bound]:
-        """Where nothing bounds it, a number has as many digits as said above, or one more than its bound."""
+        """Returns the range with both ends: without a bound a number has as many digits as said above, or one
+        more than its other bound."""
         low, high = self.low, self.high
         if low is None:
             low = _negative(_end(high and _negative(high)))
         return low, high or _end(low)
 
     def _num_decimals(self) -> int:
-        """Returns as many as do not make a double of the number equal to a bound that it must not reach."""
+        """Returns the largest number of decimals with which the double of a number does not equal a bound
+        that it must not reach."""
         bounds = [bound for bound in (self.low, self.high) if bound is not None]
         own = max(_num_decimals_of(bound.value) for bound in bounds)
         if not any(bound.is_strict for bound in bounds):
@@ -139,7 +142,7 @@ def _negative(bound: Bound) -> Bound:
 
 
 def _end(low: Bound | None) -> Bound:
-    """Returns the upper end of what only ``low`` bounds."""
+    """Returns an upper end for a range that only ``low`` bounds."""
     if low is None or low.value < END - 1:
         return Bound(END, is_strict=True)
     return Bound(Fraction(10 ** (len(str(int(low.value))) + 1)), is_strict=True)
@@ -175,7 +178,7 @@ def _num_decimals_of(value: Fraction) -> int:
 
 
 def _digits_of(value: Fraction) -> str:
-    """Returns what stands after the point of a number between 0 and 1, without zeros at its end."""
+    """Returns the digits after the point of a number between 0 and 1, without zeros at its end."""
     places = _num_decimals_of(value)
     return str(int(value * 10**places)).rjust(places, "0") if places else ""
 
@@ -241,7 +244,7 @@ def _digit(first: int, last: int) -> str:
 
 
 class _Digits(NamedTuple):
-    """Texts of digits: those that match ``some``, and the empty one if ``or_none``."""
+    """Holds texts of digits: those that match ``some``, and the empty one if ``or_none``."""
 
     some: str
     or_none: bool
@@ -253,7 +256,7 @@ class _Digits(NamedTuple):
 
 
 def _decimals(low: Bound, high: Bound, places: int) -> str:
-    """Returns an expression of the numbers between two bounds with up to so many digits after the point."""
+    """Returns an expression of the numbers between two bounds with up to this many digits after the point."""
     zero = Bound(Fraction(0))
     parts = []
     if low.value < 0:
@@ -288,7 +291,8 @@ def _number(whole: str, decimals: _Digits) -> str:
 
 
 def _at_least(digits: str, places: int, *, is_strict: bool) -> _Digits:
-    """Digits after a point that are not below ``digits``, which has no zeros at its end."""
+    """Returns an expression of digits after a point that are not below ``digits``, which has no zeros at its
+    end."""
     if not digits:
         if not is_strict:
             return _Digits(f"[0-9]{{1,{places}}}" if places else "", or_none=True)
@@ -325,7 +329,7 @@ def _between_decimals(low: Bound, high: Bound, places: int) -> _Digits:
     length = max(len(first), len(last))
     first, last = first.ljust(length, "0"), last.ljust(length, "0")
     shared = next((at for at in range(length) if first[at] != last[at]), length)
-    if shared == length:  # both are one number
+    if shared == length:  # Both texts are one number.
         same = _at_most("", places - length, is_strict=low.is_strict or high.is_strict).after(last)
         return _Digits(same, or_none=False)
     start, end = int(first[shared]), int(last[shared])
@@ -350,7 +354,8 @@ def _without_zeros(number: int) -> int:
 
 
 def _multiples(multiple: Fraction, low: Bound, high: Bound, *, is_integer: bool) -> str:
-    """Few multiples are written one by one; more are left to llguidance, if it counts them exactly."""
+    """Returns an expression of multiples: a few are written one by one; more are left to llguidance, if it
+    counts them exactly."""
     first = _first(Bound(low.value / multiple, low.is_strict))
     last = -_first(_negative(Bound(high.value / multiple, high.is_strict)))
     if last - first < MOST_MULTIPLES:
@@ -363,7 +368,7 @@ def _multiples(multiple: Fraction, low: Bound, high: Bound, *, is_integer: bool)
         raise ValueError(f"multiples of {text_of_fraction(multiple)[:40]} cannot be told from other numbers")
     bounds = {"minimum": first * multiple, "maximum": last * multiple}
     if any(abs(bound) >= END or len(text_of_fraction(bound)) > MOST_DIGITS for bound in bounds.values()):
-        # Only its own end has so many digits: fewer ones are a narrowing, as there.
+        # Only the bound itself has that many digits, so that fewer are a narrowing, as there.
         most = Fraction(10 ** max(MOST_DIGITS - 1 - places, 1))
         bounds = {"minimum": max(bounds["minimum"], -most), "maximum": min(bounds["maximum"], most)}
     if bounds["minimum"] >= bounds["maximum"]:

@@ -1,7 +1,7 @@
-"""``oneOf`` in a JSON schema, where no value can match two of its schemas: then it means what ``anyOf`` does.
+"""Finds ``oneOf`` in a JSON schema whose schemas exclude each other: then it means what ``anyOf`` does.
 
-pydantic writes unions with a discriminator so, OpenAPI numbers with titles, and many hands "one of these two
-properties". Knows nothing of grammars.
+pydantic writes unions with a discriminator in that way, OpenAPI numbers with titles, and people "one of these
+two properties". The module knows nothing of grammars.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,20 +9,20 @@ from typing import Any
 
 from truedraft.engine.text.schema.demands import same_value, type_of
 
-# Keywords whose values are schemas by name, and those whose values are no schemas.
+# The first keywords have schemas by name as values, those of the second have values that are no schemas.
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 VALUES = {"const", "enum", "default", "examples"}
-# Each of so many branches is compared with each other one.
+# Each of up to this many branches is compared with each other one.
 MOST_COMPARED = 50
 
 
 def exclusive(branches: Any, root: Any) -> list[Any] | None:
-    """Returns schemas that exclude each other, and of which one lets a value through only if exactly one of
+    """Returns schemas that exclude each other, and of which one accepts a value only if exactly one of
     ``branches`` does; None if none are known. ``root`` has the definitions."""
     if not isinstance(branches, list) or not branches:
         return None
     schemas = [_resolved(branch, root) for branch in branches]
-    # Two references to one definition exclude nothing. What is left is no larger than the document.
+    # Two references to one definition do not exclude each other. The rest is no larger than the document.
     if len({*map(id, schemas)}) < len(schemas):
         return None
     if len(schemas) == 1 or _differ_in_values(schemas) or _differ_in_tags(schemas):
@@ -32,7 +32,7 @@ def exclusive(branches: Any, root: Any) -> list[Any] | None:
 
 def _differ_in_values(schemas: Sequence[dict[str, Any]]) -> bool:
     """Tells whether a value's type, or the value itself, decides which schema it may match."""
-    free: set[str] = set()  # types of any value
+    free: set[str] = set()  # These are the types of any value.
     listed: list[Any] = []
     for schema in schemas:
         if (values := _values_of(schema)) is not None:
@@ -81,7 +81,7 @@ def _are_disjoint(sets: Iterable[set[object]]) -> bool:
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """Returns what a reference to a definition stands for; a chain of references is not followed."""
+    """Returns the definition to which a reference refers; a chain of references is not followed."""
     if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
         start, _, path = schema["$ref"].partition("/")
         kind, _, name = path.partition("/")

@@ -1,8 +1,9 @@
-"""Patterns of a JSON schema, written so that llguidance allows no string which they do not match.
+"""Writes patterns of a JSON schema so that llguidance allows only strings that match them in every dialect.
 
 JSON Schema means ECMA-262, validators in Python use ``re``, and llguidance reads Rust's syntax. Where they
-differ a pattern is narrowed to what all of them match, or refused. llguidance 1.9 also takes a class that
-has all control characters for one that has the quote and the backslash: no class here has U+0000.
+differ, a pattern is narrowed to the strings that match in all of them, or refused. llguidance 1.9 also takes
+a class that has all control characters for one that has the quote and the backslash: no class here has
+U+0000.
 """
 
 import re
@@ -11,7 +12,8 @@ from typing import NamedTuple
 from truedraft.engine.text.schema.place import shortened
 
 SPACE = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-# What every dialect has in a class, and what any has: the inside of a class each.
+# The first has the characters that a class has in every dialect, the second those that it has in any: the
+# inside of a class each.
 SHORTHANDS = {
     "d": ("0-9", r"\p{Nd}"),
     "w": ("0-9A-Z_a-z", r"_\p{L}\p{M}\p{N}\p{Pc}\p{Join_Control}\p{Alphabetic}"),
@@ -29,10 +31,10 @@ TOKEN = re.compile(
 QUANTIFIER = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
 GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_][A-Za-z_0-9]*>|(?!\?))")
 FLAGS = re.compile(r"\(\?(?:[ims]+(?:-[ims]+)?|-[ims]+)[:)]")
-# Flags, conditions and look-arounds; a bound that is one in Python only.
+# These are flags, conditions and look-arounds, and a bound that only Python knows.
 UNSUPPORTED = re.compile(r"\(|\{,[0-9]*\}")
 SPECIAL = r"\.+*?()|[]{}^$#&-~"
-# Characters that stand for themselves in every dialect, in a class and outside.
+# These characters stand for themselves in every dialect, in a class and outside.
 PLAIN = re.compile(r"[A-Za-z0-9 _,:;<>=!@%'\"]+")
 PLAIN_IN_CLASS = re.compile(r"[A-Za-z0-9 _,:;<>=!@%'\"]+(?!-)")
 MOST_SHOWN = 100
@@ -51,14 +53,16 @@ ESCAPED_BY_SHORTHAND |= {name.upper(): ALL_ESCAPED - some for name, some in ESCA
 
 
 class Exact(NamedTuple):
-    """``is_narrowed``: some strings that match the pattern may not match ``text``."""
+    """Is a pattern in exact form. ``is_narrowed`` says that some strings that match the pattern may not match
+    ``text``."""
 
     text: str
     is_narrowed: bool
 
 
 def exact_pattern(pattern: str) -> Exact:
-    """``ValueError`` says what in it cannot be written so that it means the same everywhere."""
+    """Returns the pattern in exact form; raises ``ValueError`` for parts that cannot be written with the same
+    meaning everywhere."""
     return _Writer(pattern).write()
 
 
@@ -73,14 +77,14 @@ def exact_regex(pattern: str) -> str:
 
 
 class _Member(NamedTuple):
-    """It is a part of a class. ``escaped``: which characters of it JSON writes with a backslash."""
+    """Is a part of a class. ``escaped`` are those of its characters that JSON writes with a backslash."""
 
     text: str
     escaped: frozenset[int] = frozenset()
 
 
 class _Writer:
-    """It goes through a pattern once, from piece to piece."""
+    """Goes through a pattern once, from piece to piece."""
 
     def __init__(self, pattern: str, *, may_have_flags: bool = False) -> None:
         self._pattern = pattern
@@ -197,13 +201,15 @@ class _Writer:
         return rf"[^{''.join(member.text for member in members)}\x{{0}}]"
 
     def _class_of(self, members: list[_Member]) -> str:
-        """Returns a class without U+0000, which a range from there, a complement or a property may have."""
+        """Returns a class without U+0000, which a range that starts there, a complement or a property may
+        have."""
         inside = "".join(member.text for member in members)
         may_have_null = any(member.text.startswith((r"\x{0}", "[^", r"\p", r"\P")) for member in members)
         return rf"[[{inside}]--\x{{0}}]" if may_have_null else f"[{inside}]"
 
     def _member(self, token: re.Match[str], *, is_negated: bool) -> _Member:
-        """Returns a member; in a negated class a shorthand leaves out all that any dialect gives it."""
+        """Returns a member; in a negated class a shorthand leaves out all characters that any dialect gives
+        it."""
         if name := token["shorthand"]:
             self._is_narrowed = True
             return _Member(SHORTHANDS[name][is_negated], ESCAPED_BY_SHORTHAND[name])
@@ -242,7 +248,7 @@ class _Writer:
 
 
 class _NameWriter(_Writer):
-    """A pattern of names, as ``json.dumps`` writes them in JSON; it may match anywhere in a name."""
+    """Writes a pattern of names, as ``json.dumps`` writes them in JSON; it may match anywhere in a name."""
 
     def _whole(self, pieces: list[str]) -> str:
         branches, depth = [list[str]()], 0

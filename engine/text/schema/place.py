@@ -1,11 +1,11 @@
-"""Where something stands in a request: a path costs nothing until somebody reads it, and is short then."""
+"""Says where something stands in a request: a path costs nothing until it is read, and is short then."""
 
 MAX_LENGTH = 1000
 MAX_NAME = 100
 
 
 class Place:
-    """A path of names. Only its text has a limit: a long name is cut, and so is a path of many."""
+    """Is a path of names. Only its text has a limit: a long name is cut, and so is a long path."""
 
     __slots__ = ("_name", "_parent")
 

@@ -1,6 +1,6 @@
-"""What a reference in a JSON schema refers to: a pointer into the schema, or a part with a name of its own.
+"""Resolves references in a JSON schema: pointers into the schema, and parts with a name of their own.
 
-Nothing is fetched. Knows nothing of what schemas mean.
+Nothing is fetched. The module knows nothing of the meaning of schemas.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from truedraft.engine.text.schema.place import Place
 
 
 class Resources:
-    """The parts of ``root``, which are looked for when the first reference is followed."""
+    """Holds the parts of ``root``, which are looked for when the first reference is followed."""
 
     def __init__(self, root: Any, place: Place) -> None:
         self._root = Placed(root, place)
@@ -20,7 +20,7 @@ class Resources:
         self._bases: dict[int, str] = {}
 
     def find(self, reference: str, schema: dict[str, Any]) -> Placed | None:
-        """Returns what ``reference`` refers to, which stands in ``schema``; None if that does not exist."""
+        """Returns the part to which ``reference`` in ``schema`` refers; None if that does not exist."""
         if not self._by_name:
             self._look_for_names()
         name = _joined(self._bases.get(id(schema), ""), reference)

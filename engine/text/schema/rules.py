@@ -1,6 +1,6 @@
-"""Rules of a context-free grammar, and what of them can be used: a rule that no text satisfies is left out.
+"""Finds the usable rules of a context-free grammar: a rule that no text satisfies is left out.
 
-Knows nothing of schemas. A parser would look for such a text until it gives up.
+A parser would look for such a text until it gives up. The module knows nothing of schemas.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,8 @@ from truedraft.engine.text.schema.place import Place
 
 @dataclass(eq=False, slots=True)
 class Rule:
-    """``alternatives`` are sequences. ``why`` says what leaves it without any, ``place`` what it is for."""
+    """Is a rule whose ``alternatives`` are sequences. ``why`` says what leaves it without any, ``place`` what
+    it is for."""
 
     name: str
     place: Place
@@ -22,7 +23,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """``items`` as often as that; ``most`` is None where there is no limit."""
+    """Repeats ``items`` as often as that; ``most`` is None where there is no limit."""
 
     items: "Sequence"
     least: int = 0
@@ -57,7 +58,7 @@ def find_usable(rules: Iterable[Rule]) -> None:
 
 
 def _needed(sequence: Sequence) -> Iterator[Rule]:
-    """Yields the rules that a text of the sequence has at least once."""
+    """Yields the rules that a text of the sequence contains at least once."""
     for item in sequence:
         if isinstance(item, Rule):
             yield item

@@ -1,4 +1,5 @@
-"""Formats of dates and times as patterns, exactly: months have their days, and February has 29 in leap years.
+"""Has formats of dates and times as exact patterns: months have their days, and February has 29 in leap
+years.
 
 RFC 3339 is narrowed to what Python and JavaScript read as well: there is no year 0, a second has no number 60
 (which RFC 3339 allows at the end of a few days only), and a fraction has nine digits at most.
@@ -18,7 +19,7 @@ OF_DAY = f"T(?:{COUNT}H(?:{COUNT}M(?:{COUNT}S)?)?|{COUNT}M(?:{COUNT}S)?|{COUNT}S
 OF_DAYS = f"(?:{COUNT}Y(?:{COUNT}M(?:{COUNT}D)?)?|{COUNT}M(?:{COUNT}D)?|{COUNT}D)"
 DURATION = f"P(?:{COUNT}W|{OF_DAY}|{OF_DAYS}(?:{OF_DAY})?)"
 
-# Format -> pattern of the whole string.
+# Each format has a pattern of the whole string.
 PATTERNS = {
     name: f"^(?:{pattern})$"
     for name, pattern in {

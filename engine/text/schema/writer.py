@@ -1,8 +1,8 @@
-"""A JSON schema becomes rules of a grammar in llguidance's Lark, so that every text that matches is valid.
+"""Turns a JSON schema into rules of a grammar in llguidance's Lark, so that every text that matches is valid.
 
 llguidance has a compiler of schemas of its own. It reads numbers as doubles, lets them have thousands of
 digits, and says of a schema that nothing satisfies only that the parser gave up. Here llguidance gets strings
-alone as schemas. What cannot be written is refused by its place in the schema.
+alone as schemas. Schemas that cannot be written are refused by the place of the fault.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -41,9 +41,9 @@ SPEAKING = (ENFORCED | NOT_ENFORCED) - {"$defs", "definitions"}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``leave_out`` gets the places of keywords that make no sense; without it they are errors. ``go_on`` is
-    called now and then, and may raise an exception to end what nobody waits for. ``empty``: terms of strings
-    that are known to match no text."""
+    """Holds options. ``leave_out`` is told the places of keywords that make no sense; without it they are
+    errors. ``go_on`` is called now and then, and may raise an exception to end work that nobody waits for.
+    ``empty`` has terms of strings that are known to match no text."""
 
     leave_out: Callable[[Place], object] | None = None
     go_on: Callable[[], None] = lambda: None
@@ -51,7 +51,8 @@ class Options:
 
 
 class Written(NamedTuple):
-    """``start`` is the rule of the whole. ``places`` says by its name what a rule is for."""
+    """Holds the written rules. ``start`` is the rule of the whole. ``places`` says what each rule is for, by
+    its name."""
 
     lines: list[str]
     start: str
@@ -59,7 +60,7 @@ class Written(NamedTuple):
 
 
 class Writer(Notation):
-    """It writes the rules of one schema, ``root``, which has the definitions. Names begin with ``prefix``."""
+    """Writes the rules of one schema; ``root`` has the definitions. Names begin with ``prefix``."""
 
     any_key = f'/"{NAME_CHARACTER}*"/'
 
@@ -69,7 +70,7 @@ class Writer(Notation):
         self._place = place
         self._options = options
         self._pending: list[tuple[Rule, tuple[Placed, ...]]] = []
-        self._kept: list[Any] = []  # schemas made here: their rules are found by ``id``
+        self._kept: list[Any] = []  # Schemas made here are kept, as their rules are found by ``id``.
         self._one_of: dict[int, list[Any]] = {}
         self._names: dict[str, _Name] = {}
         self._resources = Resources(root, place)
@@ -96,7 +97,7 @@ class Writer(Notation):
             [*map(rules.line_of, used), *lines], start.name, {each.name: each.place for each in used}
         )
 
-    # Schemas
+    # The functions below write schemas.
 
     def _rule(self, placed: Iterable[Placed]) -> Rule:
         """Returns the rule of a value that all of them allow; it is written later."""
@@ -109,7 +110,7 @@ class Writer(Notation):
         return self._rules[key]
 
     def _meant(self, placed: Placed) -> Placed:
-        """Follows a reference that nothing stands next to."""
+        """Follows a reference if no other keyword stands next to it."""
         seen: set[int] = set()
         while isinstance(placed.schema, dict) and placed.schema.keys() & SPEAKING == {"$ref"}:
             if id(placed.schema) in seen:
@@ -127,7 +128,7 @@ class Writer(Notation):
         return found
 
     def _branches(self, placed: Placed, seen: tuple[int, ...] = ()) -> list[Demands]:
-        """Returns what a schema demands, as alternatives."""
+        """Returns the demands of a schema, as alternatives."""
         schema, place = placed
         if schema is True:
             return [Demands(place)]
@@ -175,7 +176,7 @@ class Writer(Notation):
         return [joined(one, another) for one, another in product(first, other)]
 
     def _spend(self, steps: int, place: Place) -> None:
-        """Bounds what grows faster than the schema."""
+        """Bounds rules that grow faster than the schema."""
         self._spent += steps
         if self._spent > MOST_STEPS:
             raise SchemaError("it combines too many schemas", place)
@@ -200,7 +201,7 @@ class Writer(Notation):
             self._kept.append(schemas)
         return found
 
-    # Values
+    # The functions below write values.
 
     def _alternatives(self, rule: Rule, placed: tuple[Placed, ...]) -> list[rules.Sequence]:
         if len(placed) == 1 and isinstance(placed[0].schema, dict):
@@ -274,7 +275,7 @@ class Writer(Notation):
         return [*written, [self._term(" | ".join(dict.fromkeys(scalars)))]] if scalars else written
 
     def _constant(self, value: Any) -> rules.Sequence:
-        """Returns JSON in the same pieces as any other: a parser reads each to its end."""
+        """Returns JSON in the same pieces as any other value: a parser reads each to its end."""
         match value:
             case str():
                 return self._constant_text(value)
@@ -329,7 +330,7 @@ class Writer(Notation):
         return False
 
     def _string(self, demands: Demands, choices: list[str] | None = None) -> rules.Sequence:
-        """Strings are left to llguidance."""
+        """Returns a string, which is left to llguidance."""
         (least, most), written = demands.lengths, dict[str, Any]()
         if most is not None and least > most:
             return []
@@ -358,7 +359,7 @@ class Writer(Notation):
         except ValueError as error:
             raise SchemaError(str(error), place.at(keyword)) from None
 
-    # Arrays
+    # The functions below write arrays.
 
     def _array(self, demands: Demands) -> list[rules.Sequence]:
         least, most = demands.counts
@@ -391,14 +392,14 @@ class Writer(Notation):
         some = [] if most == 0 else [[*first, item, more, *last]]
         return some if least else [[*first, *last[-1:]], *some]
 
-    # Objects
+    # The functions below write objects.
 
     def _object(self, rule: Rule, demands: Demands) -> list[rules.Sequence]:
         first, last = [quoted("{"), *self._space()], [*self._space(), quoted("}")]
         return [[*first, *body, *last] for body in self._bodies(rule, demands)]
 
     def _bodies(self, rule: Rule, demands: Demands) -> list[rules.Sequence]:
-        """Returns what may stand between the braces of an object."""
+        """Returns the alternatives between the braces of an object."""
         least, most = demands.names
         names = dict.fromkeys(name for each in demands.members for name in each.properties)
         names |= dict.fromkeys(demands.required)
@@ -435,7 +436,7 @@ class Writer(Notation):
         return found
 
     def _indexed(self, members: tuple[Members, ...]) -> "_Index":
-        """Returns who speaks of a name: some by that name, and those who speak of all."""
+        """Returns the schemas that mention a name: some by that name, and those that mention all."""
         if id(members) not in self._indexes:
             by_name: dict[str, list[Placed]] = {}
             for each in members:
@@ -460,7 +461,7 @@ class Writer(Notation):
         return self._names[pattern]
 
     def _pairs(self, members: Sequence[Members], names: Sequence[str]) -> list[rules.Sequence]:
-        """Returns how a property may be written that has none of the ``names``."""
+        """Returns how a property with none of the ``names`` may be written."""
         patterns = {name: placed for each in members for name, placed in each.patterns.items()}
         taken = f" & ~({' | '.join(quoted(self._key(name)) for name in names)})" if names else ""
         pairs = []
@@ -478,7 +479,8 @@ class Writer(Notation):
         return pairs
 
     def _about_matched(self, members: Members, matched: Mapping[str, bool]) -> list[Placed]:
-        """A name may match a pattern in one dialect only: then what the pattern asks holds in any case."""
+        """Returns the schemas for a matched name. It may match a pattern in one dialect only, so the
+        pattern's demands hold in any case."""
         patterns = members.patterns.items()
         found = [placed for pattern, placed in patterns if matched[pattern]]
         if not found and members.others is not None:
@@ -499,11 +501,11 @@ class Writer(Notation):
 class _Index(NamedTuple):
     by_name: Mapping[str, list[Placed]]
     speaking: list[Members]
-    members: tuple[Members, ...]  # kept, as it is found by ``id``
+    members: tuple[Members, ...]  # It is kept, as it is found by ``id``.
 
 
 class _Name:
-    """A pattern of names."""
+    """Is a pattern of names."""
 
     def __init__(self, pattern: str) -> None:
         exact = exact_name(pattern)
