@@ -265,7 +265,7 @@ class BlockPool:
         """Makes the blocks of a text the last ones to be used for something else."""
         for block_hash in reversed(hashes):
             block = self._block_of.get(block_hash)
-            if block in self._free:
+            if block is not None and block in self._free:
                 self._free.move_to_end(block)
 
     def forget_all(self) -> None:

@@ -419,12 +419,12 @@ def test_gateways_hear_of_restored_blocks(models: Models, tmp_path: Path) -> Non
     core = make_engine(models.target, None, prefix_cache_dir=tmp_path)
     told = core.scheduler.target_pool.events = Told()  # type: ignore[assignment]
     run_engine(core, PROMPTS[1:2], PARAMS[1])
-    before = dict(told.tokens)  # type: ignore[attr-defined]
+    before = dict(told.tokens)
     forgotten(core)
-    assert not told.tokens  # type: ignore[attr-defined]
+    assert not told.tokens
     run_engine(core, PROMPTS[1:2], PARAMS[1])
     assert written(core).num_hits == 96
-    assert told.tokens == before  # type: ignore[attr-defined]
+    assert told.tokens == before
 
 
 def test_running_texts_go_on_while_another_waits_for_files(models: Models, tmp_path: Path) -> None:
