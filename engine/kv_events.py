@@ -82,7 +82,7 @@ def _socket(endpoint: str) -> Any:
         import zmq
     except ImportError as error:
         raise ModelLoadError("kv_events_endpoint needs pyzmq, of the extra 'kv-events'") from error
-    socket = zmq.Context.instance().socket(zmq.PUB)
+    socket: Any = zmq.Context.instance().socket(zmq.PUB)
     socket.set_hwm(MOST_WAITING)
     socket.linger, socket.ipv6 = 0, "::" in endpoint
     binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
