@@ -106,15 +106,14 @@ def test_to_clear(start_server: StartServer) -> None:
 
 def test_a_worker_that_ends_has_cleared_nothing(start_server: StartServer) -> None:
     with start_server() as server, ThreadPoolExecutor() as threads:
-        server.worker.hang()
-        answer = threads.submit(server.client.post, "/prefix_cache/clear")
         worker = server.engine.workers[0]
-        wait_for(lambda: bool(worker._clearings), "what is to be cleared")
         assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        answer = threads.submit(server.client.post, "/prefix_cache/clear")
+        wait_for(lambda: bool(worker._clearings), "what is to be cleared")
         os.kill(worker.pid, signal.SIGKILL)
         refused = answer.result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_lost")
-        server.worker.go_on()
         server.wait_until_ready()
         assert server.client.post("/prefix_cache/clear").json() == {"success": True}
 
