@@ -37,6 +37,7 @@ from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.heads.mtp import has_mtp
 from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
+from truedraft.engine.models.kept_prefixes import Cached, keep_prefixes
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
@@ -145,6 +146,8 @@ def build_engine(
     _check_proposers(all_proposers, models.target)
     runner = make_runner(config, memory, all_proposers)
     core = make_core(config, models, memory, all_proposers, runner)
+    if config.prefix_cache_dir is not None:
+        keep_prefixes(config, core, _cached(config, models, memory))
     if config.kv_events_endpoint is not None:
         pool = memory.target_pool
         if not core.scheduler.prefix_caching or pool.states is not None:
@@ -154,6 +157,16 @@ def build_engine(
         pool.events = KvEvents(config.kv_events_endpoint, config.kv_events_topic, pool.block_size)
         core.when_stepped = pool.events.send
     return core
+
+
+def _cached(config: EngineConfig, models: Models, memory: Memory) -> list[Cached]:
+    """Returns the caches whose prefixes files may keep: the target's, and that of what drafts with a
+    model."""
+    assert config.target is not None  # filled in by EngineConfig
+    name = models.drafting.name
+    path = config.target if name in (None, MTP, *SELF_DRAFTS) else str(name)
+    drafts = [Cached(pool, runner, path) for runner, pool in _drafts(models, memory).values()]
+    return [Cached(memory.target_pool, memory.target, config.target), *drafts]
 
 
 def drafting_method(draft: str) -> Method:

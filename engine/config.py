@@ -280,6 +280,17 @@ class BatchingSettings(BaseModel):
     prefix_caching: bool = Field(
         True, description="Reuse what earlier requests with the same beginning have computed."
     )
+    prefix_cache_dir: Path | None = Field(
+        None,
+        description="Folder in which a worker on a CPU also keeps what prefix_caching reuses: it is found "
+        "again after a restart, and when the cache had no more room for it. Servers may share a folder. From "
+        "its files, which only their owner may read, texts can be told. Default: none.",
+    )
+    prefix_cache_disk: ByteSize = Field(
+        ByteSize(10 << 30),
+        description="Bytes that the files of prefix_cache_dir may take, such as '10GiB'. The oldest give "
+        "way.",
+    )
     kv_events_endpoint: str | None = Field(
         None,
         description="ZeroMQ address at which gateways hear which tokens the target's cache holds, in vLLM's "
@@ -335,6 +346,8 @@ class EngineConfig(BatchingSettings, AdapterSettings, SpeculationSettings, Model
             raise ValueError(
                 f"draft is {self.draft}; the target's own weights are {' or '.join(SELF_DRAFTS)}"
             )
+        if self.prefix_cache_dir is not None and not self.prefix_caching:
+            raise ValueError("prefix_cache_dir keeps what prefix_caching reuses: set both, or neither")
         self.target = _expanded(self.target)
         self.draft = None if self.draft is None else _expanded(self.draft)
         return self

@@ -1,8 +1,9 @@
 """Front end and worker exchange these messages: msgpack of builtins, nothing pickled.
 
-The front end sends ``Generate``, or ``Embed`` to a model that makes vectors, and ``Abort``. The worker
-answers with ``Ready`` once, then ``StepOutput`` for each engine step that produced something, or for several
-short ones together, ``Embedded`` for all texts of a request, and ``Failed`` for a request it cannot serve.
+The front end sends ``Generate``, or ``Embed`` to a model that makes vectors, ``Abort`` and ``ClearPrefixes``.
+The worker answers with ``Ready`` once, then ``StepOutput`` for each engine step that produced something, or
+for several short ones together, ``Embedded`` for all texts of a request, and ``Failed`` for a request it
+cannot serve.
 Both processes import this module; it imports neither torch nor HTTP.
 
 Words used here and everywhere: a *request* is what the client asked; each of its ``n`` choices is a
@@ -113,6 +114,10 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Forget an adapter once the sequences that have it have ended. Unknown ones are ignored."""
 
     digest: str
+
+
+class ClearPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Forget what earlier requests have left for later ones, in memory and in files; ``Cleared`` answers."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -295,6 +300,23 @@ class DraftCounts(msgspec.Struct):
     num_accepted_tokens: int = 0
 
 
+class PrefixFileStats(msgspec.Struct, frozen=True):
+    """Tells of the files of ``prefix_cache_dir``. ``num_hits`` of the prompt tokens found in the prefix cache
+    had been read from them, ``num_bytes`` is what all of them take. ``num_damaged`` files were not served,
+    ``num_failures`` reads and writes failed, ``num_dropped`` pieces were not written. Nothing is written any
+    more unless ``is_writing``."""
+
+    num_hits: int
+    num_bytes: int
+    read_bytes: int
+    read_seconds: float
+    written_bytes: int
+    num_damaged: int
+    num_failures: int
+    num_dropped: int
+    is_writing: bool
+
+
 class Stats(msgspec.Struct, frozen=True):
     """Holds totals since the worker started, and gauges of this moment. The reader derives rates."""
 
@@ -312,6 +334,7 @@ class Stats(msgspec.Struct, frozen=True):
     # rows of rounds by runner: C, CUDA graphs, or phases, which are slower than either
     num_rows: dict[str, int] = {}
     num_yields: int = 0  # sequences that went back to the queue for a tenant that had none running
+    prefix_files: PrefixFileStats | None = None  # if there are some
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
@@ -327,6 +350,10 @@ class SpeculationState(msgspec.Struct, frozen=True, tag=True):
     state: dict[str, Any]
 
 
+class Cleared(msgspec.Struct, frozen=True, tag=True):
+    """A ``ClearPrefixes`` is done."""
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True):
     """The worker has begun a stage of loading; ``stage`` names it for people."""
 
@@ -339,8 +366,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float
 
 
-ToWorker = Generate | Embed | Abort | LoadAdapter | UnloadAdapter | Shutdown
-FromWorker = Loading | Ready | StepOutput | Embedded | AdapterLoaded | SpeculationState | Failed | Heartbeat
+ToWorker = Generate | Embed | Abort | LoadAdapter | UnloadAdapter | ClearPrefixes | Shutdown
+FromWorker = (
+    Loading | Ready | StepOutput | Embedded | AdapterLoaded | SpeculationState | Cleared | Failed | Heartbeat
+)
 
 LENGTH = struct.Struct("<Q")
 

@@ -189,7 +189,7 @@ class AccessSettings(BaseModel):
         None,
         description="File with further keys, one a line; empty lines and lines with # are skipped. After a "
         "key may stand models=NAME,NAME, the models that it may use, and operate, the right to load and "
-        "unload models. Keys of api_keys may use all models, but not load or unload them.",
+        "unload models and to clear prefix caches. Keys of api_keys may use all models, but not that.",
     )
     allowed_hosts: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
         [],

@@ -56,6 +56,7 @@ SLOW = {
     "engine/test_native_rounds.py",
     "engine/test_parameter_grid.py",
     "engine/test_positions.py",
+    "engine/test_prefix_files.py",
     "engine/test_random_runs.py",
     "engine/test_round_graphs.py",
     "engine/test_translated_draft.py",

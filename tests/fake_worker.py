@@ -24,6 +24,8 @@ from tests.server.orders import DIE, HANG
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
 from truedraft.engine.messages import (
     Abort,
+    Cleared,
+    ClearPrefixes,
     DraftCounts,
     DraftVocabulary,
     Embed,
@@ -255,6 +257,9 @@ class FakeWorker:
                         self.add(message)
                     case Embed():
                         self.embeds.append(message)
+                    case ClearPrefixes():
+                        self.known_prompts.clear()
+                        self.send(Cleared())
                     case Abort():
                         self.embeds = [each for each in self.embeds if each.request_id != message.request_id]
                         self.abort(message)

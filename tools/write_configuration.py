@@ -28,6 +28,7 @@ HEADER = '''"""The keyword arguments of ``LLM`` and their types, for editors and
 Written from ``EngineConfig`` by ``python -m tools.write_configuration``; a test compares the two.
 """
 
+from os import PathLike
 from typing import Literal, TypedDict
 
 
@@ -61,6 +62,8 @@ def written(annotation: Any) -> str:
         return written(annotation.__origin__)
     if annotation is ByteSize:
         return "int | str"
+    if annotation is Path:
+        return "str | PathLike[str]"
     return "None" if annotation is type(None) else str(annotation.__name__)
 
 

@@ -13,11 +13,15 @@ over only as far as there is a snapshot of them (``state_slots``).
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.block_table import BlockHash, BlockTable
+
+if TYPE_CHECKING:
+    from truedraft.engine.memory.cache_files import CacheFiles
 
 # Rows that decode together would take blocks in alternation. A pass reads each row's keys from end to end,
 # which goes faster if they lie in one piece: tables begin this many blocks apart, as long as there is room.
@@ -32,7 +36,8 @@ class BlockPool:
     """A fixed number of blocks; each is free, or used by one table, or shared by several.
 
     ``states`` are the slots of a model with recurrent layers. What is stored of a token may depend on up to
-    ``lookahead`` tokens after it, besides those before it.
+    ``lookahead`` tokens after it, besides those before it. ``files`` keep what is published, if there are
+    some (``keep_in``).
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class BlockPool:
         self.block_size = block_size
         self.states = states
         self.lookahead = lookahead
+        self.files: CacheFiles | None = None
         self.events: KvEvents | None = None
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
@@ -58,7 +64,16 @@ class BlockPool:
         fresh.events = self.events
         if self.events is not None:
             self.events.cleared()
+        if self.files is not None:
+            self.files.all_changes()
+            fresh.keep_in(self.files)
         return fresh
+
+    def keep_in(self, files: "CacheFiles") -> None:
+        """Lets ``files`` keep what is published from now on."""
+        self.files = files
+        if self.states is not None:
+            self.states.files = files
 
     @property
     def num_free(self) -> int:
@@ -117,12 +132,7 @@ class BlockPool:
     def find(self, token_ids: Sequence[int], salt: str) -> list[BlockHash]:
         """Returns hashes of the longest published beginning of ``token_ids``, in whole blocks, each with the
         tokens that it looks ahead to."""
-        found = []
-        for block_hash in self._hash_chain(token_ids, salt):
-            if block_hash not in self._block_of:
-                break
-            found.append(block_hash)
-        return found
+        return list(takewhile(self._block_of.__contains__, self.hash_chain(token_ids, salt)))
 
     def usable(self, hashes: list[BlockHash]) -> list[BlockHash]:
         """Returns as many of the first of ``hashes``, which come from ``find``, as a table can begin with."""
@@ -139,8 +149,12 @@ class BlockPool:
 
     def can_begin(self, hashes: list[BlockHash], num_tokens: int) -> bool:
         """Tells whether a table can take these over and reserve room for ``num_tokens``."""
-        num_left = self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
-        return self.has_slots(1) and self.blocks_for(num_tokens) - len(hashes) <= num_left
+        num_needed = self.blocks_for(num_tokens) - len(hashes)
+        return self.has_slots(1) and num_needed <= self.num_free_beside(hashes)
+
+    def num_free_beside(self, hashes: Sequence[BlockHash]) -> int:
+        """Counts the free blocks but for those of ``hashes``, which are published."""
+        return self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
 
     def take_over(self, table: BlockTable, hashes: list[BlockHash]) -> None:
         """Starts the empty ``table`` with published blocks, as computed; ``hashes`` come from ``usable``."""
@@ -160,16 +174,20 @@ class BlockPool:
         num_published = len(table.hashes)
         if (len(token_ids) - self.lookahead) // self.block_size <= num_published:
             return
-        chain = self._hash_chain(token_ids, salt, table.hashes)
+        chain = self.hash_chain(token_ids, salt, table.hashes)
+        published = []
         for block, block_hash in zip(islice(table.block_ids, num_published, None), chain, strict=False):
             table.hashes.append(block_hash)
             # The same text may have been computed twice at once; one copy is enough to find.
             if block_hash not in self._block_of:
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
+                published.append((block_hash, block))
                 if self.events is not None and not salt:
                     end = len(table.hashes) * self.block_size
                     self.events.stored(table.hashes[-2:], token_ids[end - self.block_size : end])
+        if self.files is not None:
+            self.files.keep_blocks(published)
 
     def keep_state(self, table: BlockTable, num_prompt_tokens: int) -> None:
         """Makes a snapshot of the states for those who take over what ``table`` has published: at the end of
@@ -215,8 +233,50 @@ class BlockPool:
         """Takes back all that ``table`` has. Its states stay as a snapshot if others can begin with them."""
         if self.states is not None and table.state_slot is not None:
             self.states.give_back(table, self._unfolded(table))
+        if self.files is not None:
+            # The last blocks of a text are the first to be lost, as they are in memory.
+            kept = [(each, self._block_of[each]) for each in table.hashes if each in self._block_of]
+            self.files.keep_blocks(kept[::-1])
         table.num_kept_tokens = 0
         self.truncate(table, 0)
+
+    def has(self, block_hash: BlockHash) -> bool:
+        """Tells whether a block of this hash is published."""
+        return block_hash in self._block_of
+
+    def restore(
+        self, chain: Sequence[BlockHash], token_ids: Sequence[int], salt: str, data: memoryview
+    ) -> None:
+        """Publishes a block that files have, in place of the free one that would be used next. ``chain`` is
+        its hash, after that of the block before it in its text; ``token_ids`` are its own."""
+        *before, block_hash = chain
+        if self.files is None or not self._free or self.has(block_hash):
+            return
+        block = self._best_after([self._block_of[each] for each in before if self.has(each)])
+        self._forget(block)
+        self.files.store_block(block, data)
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        self._free.move_to_end(block)
+        if self.events is not None and not salt:
+            self.events.stored(chain, token_ids)
+
+    def use_again(self, hashes: Sequence[BlockHash]) -> None:
+        """Makes the blocks of a text the last ones to be used for something else."""
+        for block_hash in reversed(hashes):
+            block = self._block_of.get(block_hash)
+            if block is not None and block in self._free:
+                self._free.move_to_end(block)
+
+    def forget_all(self) -> None:
+        """Forgets what is published; sequences that run keep their blocks."""
+        for block in list(self._hash_of):
+            self._forget(block)
+        if self.states is not None:
+            self.states.forget_all()
+        self._has_beginnings = True
+        if self.files is not None:
+            self.files.all_changes()
 
     def _drop(self, block: int) -> None:
         """Counts one user less. The last blocks of a text are dropped first, so they are also lost first."""
@@ -231,10 +291,12 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self.files is not None:
+                self.files.block_changes(block)
             if self.events is not None:
                 self.events.removed(block_hash)
 
-    def _hash_chain(
+    def hash_chain(
         self, token_ids: Sequence[int], salt: str, known: Sequence[BlockHash] = ()
     ) -> Iterator[BlockHash]:
         """Hashes each full block after the ``known`` ones: its tokens, all before them, those that it looks

@@ -45,6 +45,7 @@ class EngineCore:
         """Runs one step; returns tokens of every sequence that took part, none if there is nothing to do."""
         plan = self.scheduler.schedule()  # who takes part, who drafts, how much and for how many rounds
         if not plan:
+            self.scheduler.rest()
             return []
         result = self.runner.run(plan)  # draft, score, verify: one round, or several where they are short
         outputs = commit(plan, result, self.scheduler, self.stats)  # append, truncate, publish, finish, count
@@ -88,6 +89,10 @@ class EngineCore:
         """Forgets all requests and what the caches hold: a step has not come to its end."""
         self.scheduler.reset()
 
+    def forget_prefixes(self) -> None:
+        """Forgets what earlier requests have left for later ones, in the caches and in files."""
+        self.scheduler.forget_prefixes()
+
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
@@ -113,6 +118,7 @@ class EngineCore:
             accepted_tokens_per_position=stats.accepted_tokens_per_position,
             phase_seconds=dict(stats.phase_seconds),
             num_rows=dict(stats.num_rows),
+            prefix_files=scheduler.prefix_file_stats(),
         )
 
     @property

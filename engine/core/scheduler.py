@@ -28,6 +28,7 @@ from truedraft.engine.core.fairness import (
 from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.planning import Planner
 from truedraft.engine.core.proposer import Proposer
+from truedraft.engine.core.restoring import Restoring, stats_of
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import (
     MAX_CATCH_UP_TOKENS,
@@ -38,6 +39,7 @@ from truedraft.engine.core.step import (
     StepPlan,
 )
 from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.messages import PrefixFileStats
 
 # A prompt that has more than this part of a step's token budget left is long. As much of the budget is for
 # others that have just come, while there are any.
@@ -70,6 +72,7 @@ class Scheduler:
         self.planner = planner
         self.pace = PromptPace(prompt_seconds)
         self.prefix_caching = prefix_caching
+        self.restoring: Restoring | None = None  # reads prefixes from files, if some are kept there
         self._catch_up_budget = 0  # tokens that draft caches may still catch up with in this step
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -77,6 +80,7 @@ class Scheduler:
         self.num_yields = 0  # sequences put back for a tenant that had none running
         self.num_prefix_queries = 0  # prompt tokens looked up in the cache
         self.num_prefix_hits = 0  # prompt tokens found there
+        self.num_restored_hits = 0  # some of these had been read from files for their request
         self._arrivals = count()
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -100,6 +104,8 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            if self.restoring is not None:
+                self.restoring.forget(sequence)
         self._release(sequence)
         self.planner.forget(sequence)
 
@@ -115,6 +121,8 @@ class Scheduler:
             self.planner.forget(sequence)
         self.running.clear()
         self.waiting.clear()
+        if self.restoring is not None:
+            self.restoring.forget_all()
         self.target_pool = self.target_pool.fresh()
         for proposer in self.proposers:
             proposer.reset()
@@ -142,6 +150,10 @@ class Scheduler:
         if sequence.finish_reason:
             self.finish(sequence)
 
+    def prefix_file_stats(self) -> PrefixFileStats | None:
+        files = self.target_pool.files
+        return None if files is None else stats_of(files.folder, self.num_restored_hits)
+
     def cache_usage(self) -> dict[str, float]:
         """Returns the share of the blocks in use: of the target's, and of the fullest proposer's."""
         usage = {"target": self.target_pool.usage}
@@ -152,6 +164,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans the next step and reserves its blocks; the plan is empty if there is nothing to do."""
         started = time.perf_counter()
+        if self.restoring is not None:
+            self.restoring.store(is_alone=not self.running)
         self.running = firsts_first(self.running)
         newcomers = self._make_way()
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
@@ -179,7 +193,7 @@ class Scheduler:
     def _make_way(self) -> list[Sequence]:
         """Takes places and blocks from tenants with several running sequences, for those with none. Returns
         these tenants' first sequences, which go before what else waits."""
-        found = shut_out(self.waiting, self.running)
+        found = [one for one in shut_out(self.waiting, self.running) if self._is_ready(one)]
         for sequence in found:
             may_give_way = all_that_may_give_way(sequence, self.running)
             if may_give_way and self._would_fit(sequence, may_give_way):
@@ -247,7 +261,7 @@ class Scheduler:
             shares_prompt = sequence.request_id in ends and self._uses_prefix_cache(sequence)
             if shares_prompt and ends[sequence.request_id]:
                 break  # it starts with the next step, when the prompt is there
-            if most <= 0 or shares_prompt:
+            if most <= 0 or shares_prompt or not self._is_ready(sequence):
                 continue  # it waits for a prompt that takes longer, which others need not wait for
             admitted = self._admit(sequence, most)
             if admitted is None:
@@ -271,8 +285,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, budget: int) -> ScheduledSequence | None:
         """Starts a waiting sequence with what the cache has of it; returns None if there are no blocks."""
-        lagging = self.planner.lagging(sequence)
-        sequence.unfollowed = frozenset(one.name for one in self._followers if one.name in lagging)
+        sequence.unfollowed = self._lagging_followers(sequence)
         found = self._find_prefix(sequence)
         # The whole prompt is reserved at once: half-admitted prompts could block each other.
         num_tokens = sequence.length_after(sequence.num_speculative_tokens)
@@ -289,6 +302,32 @@ class Scheduler:
         self.running.append(sequence)
         return self._plan(sequence, budget, None)
 
+    def _lagging_followers(self, sequence: Sequence) -> frozenset[str]:
+        lagging = self.planner.lagging(sequence)
+        return frozenset(one.name for one in self._followers if one.name in lagging)
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Tells whether a waiting sequence need not wait for what files have of its beginning."""
+        if self.restoring is None or sequence.is_looked_up or not self._uses_prefix_cache(sequence):
+            return True
+        sequence.unfollowed = self._lagging_followers(sequence)
+        return self.restoring.is_ready(sequence, self._shares(sequence), _num_shareable(sequence))
+
+    def rest(self) -> None:
+        """Waits a moment for files: there is nothing to do before they have been read."""
+        if self.restoring is not None:
+            self.restoring.wait()
+
+    def forget_prefixes(self) -> None:
+        """Forgets what the caches have published, and what files keep of it."""
+        pools = [self.target_pool, *self.draft_pools]
+        if self.restoring is not None:
+            self.restoring.forget_all()
+        for pool in pools:
+            pool.forget_all()
+        if self.target_pool.files is not None:
+            self.target_pool.files.clear()
+
     def _let_go(self) -> None:
         """Lets followers forget the sequences that they need not follow any more."""
         for proposer in self._followers:
@@ -303,9 +342,7 @@ class Scheduler:
         proposer takes over no more than the target, and one that follows no less: it does not follow
         if that takes much and no request insists on it."""
         shares = self._shares(sequence)
-        last, salt = len(sequence.token_ids) - 1, sequence.prefix_salt
-        if sequence.wants_prompt_logprobs:
-            last = min(last, sequence.next_scoring_row)
+        last, salt = _num_shareable(sequence), sequence.prefix_salt
         if not self._uses_prefix_cache(sequence) or last == 0:
             return [[] for _ in shares]
         found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]
@@ -326,6 +363,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.target_blocks.num_computed_tokens
             self.num_prefix_queries += sequence.num_prompt_tokens
             self.num_prefix_hits += sequence.num_cached_tokens
+            self.num_restored_hits += min(sequence.num_cached_tokens, sequence.num_restored_tokens)
 
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         return self.prefix_caching and sequence.cache_prompt
@@ -382,6 +420,7 @@ class Scheduler:
         """Preempts a running sequence: it waits, without blocks, to be computed anew."""
         self.running.remove(sequence)
         self._release(sequence)
+        sequence.is_looked_up = False
         insort(self.waiting, sequence, key=order)
 
     def _release(self, sequence: Sequence) -> None:
@@ -413,6 +452,13 @@ class Scheduler:
             if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.draft.num_first_drafts else 0):
                 needs.add(Need.CATCH_UP)
         return needs
+
+
+def _num_shareable(sequence: Sequence) -> int:
+    """Returns how many of its first tokens it may take over: those that it need not compute for what they
+    say."""
+    last = len(sequence.token_ids) - 1
+    return min(last, sequence.next_scoring_row) if sequence.wants_prompt_logprobs else last
 
 
 def longest_usable(found: Sequences[tuple[BlockPool, list[bytes]]], most: int) -> int:

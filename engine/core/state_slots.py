@@ -8,16 +8,22 @@ needed, the least recently used first.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from truedraft.engine.memory.block_table import BlockHash, BlockTable
 
+if TYPE_CHECKING:
+    from truedraft.engine.memory.cache_files import CacheFiles
+
 
 class StateSlots:
-    """``copy`` copies what one slot holds to another, between two passes."""
+    """``copy`` copies what one slot holds to another, between two passes. ``files`` keep snapshots, if there
+    are some."""
 
     def __init__(self, num_slots: int, copy: Callable[[int, int], None]) -> None:
         self.num_slots = num_slots
         self.copy = copy
+        self.files: CacheFiles | None = None
         # Which snapshot is good for a beginning, and over how many tokens its states are folded.
         self._snapshots: dict[BlockHash, tuple[int, int]] = {}
         self._hashes_of: dict[int, Sequence[BlockHash]] = {}
@@ -40,6 +46,8 @@ class StateSlots:
         """Gives ``table`` a slot with a copy of a snapshot."""
         source, num_folded = self._snapshots[block_hash]
         self._free.move_to_end(source)
+        if self.files is not None:
+            self.files.keep_state(source, self._hashes_of[source], num_folded)
         slot = self._next()
         if slot != source:  # else it was the only one left
             self.copy(source, slot)
@@ -65,6 +73,19 @@ class StateSlots:
             self._free.move_to_end(slot, last=False)
         table.state_slot, table.num_folded_tokens = None, 0
 
+    def restore(self, block_hash: BlockHash, num_folded: int, data: memoryview) -> None:
+        """Makes a snapshot of what files have of one, if there is a slot for it."""
+        if self.files is None or not self._free or self.has(block_hash):
+            return
+        slot = self._next()
+        self.files.store_state(slot, data)
+        self._remember(slot, [block_hash], num_folded)
+
+    def forget_all(self) -> None:
+        """Forgets all snapshots."""
+        self._snapshots.clear()
+        self._hashes_of.clear()
+
     def _is_news(self, hashes: Sequence[BlockHash]) -> bool:
         return len(hashes) > 0 and not self.has(hashes[-1])
 
@@ -73,10 +94,14 @@ class StateSlots:
             self._snapshots[block_hash] = slot, num_folded
         self._hashes_of[slot] = hashes
         self._free[slot] = None
+        if self.files is not None:
+            self.files.keep_state(slot, hashes, num_folded)
 
     def _next(self) -> int:
         """Returns the free slot that is used next, without what it has kept."""
         slot, _ = self._free.popitem(last=False)
+        if self.files is not None:
+            self.files.slot_changes(slot)
         for block_hash in self._hashes_of.pop(slot, ()):
             kept = self._snapshots.get(block_hash)
             if kept is not None and kept[0] == slot:  # another snapshot may be good for it, too

@@ -3,6 +3,7 @@
 Written from ``EngineConfig`` by ``python -m tools.write_configuration``; a test compares the two.
 """
 
+from os import PathLike
 from typing import Literal, TypedDict
 
 
@@ -47,6 +48,8 @@ class LLMSettings(TypedDict, total=False):
     stream_interval: float
     block_size: int
     prefix_caching: bool
+    prefix_cache_dir: str | PathLike[str] | None
+    prefix_cache_disk: int | str
     kv_events_endpoint: str | None
     kv_events_topic: str
     cache_dtype: Literal["auto", "float32", "float16"]

@@ -42,6 +42,39 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(rounded.isinf() & x.isfinite(), rounded.clamp(-largest, largest), rounded)
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Holds tensors as bytes, each of which has the same ``number`` of pieces: one piece of each belong
+    together."""
+
+    number: int
+    tensors: list[memoryview]
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of a piece in all tensors."""
+        return sum(len(tensor) // self.number for tensor in self.tensors)
+
+    def parts(self, piece: int) -> list[memoryview]:
+        """Returns the bytes of one piece, which may be written to."""
+        sizes = [len(tensor) // self.number for tensor in self.tensors]
+        return [
+            tensor[piece * size : (piece + 1) * size]
+            for tensor, size in zip(self.tensors, sizes, strict=True)
+        ]
+
+    def store(self, piece: int, data: memoryview) -> None:
+        """Writes the bytes of one piece, in the order of ``parts``."""
+        start = 0
+        for part in self.parts(piece):
+            part[:] = data[start : start + len(part)]
+            start += len(part)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
 # This much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
 # written to, which would take the first requests milliseconds; most of a large cache is never used.
 TOUCHED_BYTES = 64 << 20
@@ -108,6 +141,16 @@ class KVCache:
         measured together are stored far apart, so a few tokens of each take pages in every layer."""
         self._pages.discard()
         self._touch()
+
+    def bytes_of_blocks(self) -> "Pieces":
+        """Returns what the layers of attention hold, block by block; on a CPU only."""
+        tensors = [tensor for tensor in self._tensors() if tensor.nbytes]
+        return Pieces(len(self.keys[0]) // self.block_size, [_bytes_of(tensor) for tensor in tensors])
+
+    def bytes_of_slots(self) -> "Pieces":
+        """Returns what the recurrent layers hold, slot by slot; on a CPU only."""
+        tensors = [tensor for layer in self.states.values() for tensor in layer.tensors if tensor.nbytes]
+        return Pieces(len(tensors[0]) if tensors else 0, [_bytes_of(tensor) for tensor in tensors])
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies one state slot to another."""

@@ -90,7 +90,7 @@ def fingerprint_of(
         json.dumps(described, sort_keys=True, default=str),
     ]
     digest = hashlib.sha256("\n".join(named).encode())
-    for file in _files(config.target, config.allow_pickle):
+    for file in weight_files(config.target, config.allow_pickle):
         digest.update(_file_digest(file))
     return digest.hexdigest()
 
@@ -108,8 +108,9 @@ def _file_digest(path: Path) -> bytes:
     return digest.digest()
 
 
-def _files(path: str, allow_pickle: bool) -> list[Path]:
-    if is_gguf(path):
+def weight_files(path: str, allow_pickle: bool) -> list[Path]:
+    """Returns the files of weights at a path, which is one of them or their folder."""
+    if is_gguf(path) or Path(path).expanduser().is_file():
         return [Path(path).expanduser()]
     checkpoint = Checkpoint.find(str(Path(path).expanduser()) if path.startswith("~") else path, allow_pickle)
     if checkpoint is not None:

@@ -32,6 +32,8 @@ from truedraft.engine.machine.limits import own_memory
 from truedraft.engine.messages import (
     Abort,
     AdapterLoaded,
+    Cleared,
+    ClearPrefixes,
     EncoderDecoderLengths,
     Failed,
     Generate,
@@ -186,6 +188,9 @@ class Worker:
                 self._load_adapter(message)
             case UnloadAdapter():
                 self.core.unload_adapter(message.digest)
+            case ClearPrefixes():
+                self.core.forget_prefixes()
+                self.connection.send(Cleared())
             case Shutdown():
                 self.running = False
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from truedraft.engine.messages import FinishReason, Ready, Source, Stats
+from truedraft.engine.messages import FinishReason, PrefixFileStats, Ready, Source, Stats
 from truedraft.server.errors import error_codes
 from truedraft.server.observability.metrics_registry import LabelledModel, LabelledRegistry
 from truedraft.server.observability.speculation_status import achieved_speedup
@@ -29,6 +29,8 @@ RATE_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
 
 # Where the engine's time goes, as its ``Stats`` name it.
 PHASES = ("draft", "score", "verify", "host")
+# What may become of a piece of a text that was not kept, or not found, in ``prefix_cache_dir``.
+DISK_ERRORS = ("damaged", "failed", "dropped")
 
 
 class ServerMetrics:
@@ -173,6 +175,24 @@ class WorkerMetrics:
             "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
         )
         self._prefix_hits = counter("prefix_cache_hits", "Of them, those that were found there.")
+        self._disk_hits = counter(
+            "prefix_cache_disk_hits", "Of those found, tokens that were read from prefix_cache_dir."
+        )
+        self._disk_bytes = gauge("prefix_cache_disk_bytes", "Bytes of all files below prefix_cache_dir.")
+        self._disk_writing = gauge(
+            "prefix_cache_disk_writing", "1 while prefix_cache_dir is written to, 0 without one or when full."
+        )
+        self._disk_seconds = counter(
+            "prefix_cache_disk_read_seconds", "Time spent reading files of prefix_cache_dir."
+        )
+        self._disk_transfers = counter(
+            "prefix_cache_disk_transferred_bytes", "Bytes read from prefix_cache_dir, and written.", ["way"]
+        )
+        self._disk_errors = counter(
+            "prefix_cache_disk_errors",
+            "Files of prefix_cache_dir that were damaged, reads and writes that failed, pieces not written.",
+            ["reason"],
+        )
         self._phase_seconds = counter("phase_seconds", "Time spent in each phase of a round.", ["phase"])
         self._rows = counter(
             "decoded_rows",
@@ -200,6 +220,10 @@ class WorkerMetrics:
         self._build.info({"version": package_version()})
         for phase in PHASES:
             self._phase_seconds.labels(phase)
+        for way in ("read", "written"):
+            self._disk_transfers.labels(way)
+        for reason in DISK_ERRORS:
+            self._disk_errors.labels(reason)
         for source in get_args(Source):
             if source != "none":
                 for family in (self._drafts, self._draft_tokens, self._accepted_tokens):
@@ -233,6 +257,7 @@ class WorkerMetrics:
         self._count()
         self.latest = self.told = None
         self._ready.set(0)
+        self._disk_writing.set(0)
         self._cache_usage.clear()  # the cache went with the worker
 
     def speculation(self, state: Mapping[str, Any]) -> None:
@@ -254,6 +279,8 @@ class WorkerMetrics:
         self._grow(self._yields, (), stats.num_yields)
         self._grow(self._prefix_queries, (), stats.num_prefix_queries)
         self._grow(self._prefix_hits, (), stats.num_prefix_hits)
+        if stats.prefix_files is not None:
+            self._count_files(stats.prefix_files)
         for method, counts in stats.drafts.items():
             self._grow(self._drafts, (method,), counts.num_drafts)
             self._grow(self._draft_tokens, (method,), counts.num_draft_tokens)
@@ -264,6 +291,18 @@ class WorkerMetrics:
             self._grow(self._rows, (runner,), num_rows)
         for phase, seconds in stats.phase_seconds.items():
             self._grow(self._phase_seconds, (phase,), seconds)
+
+    def _count_files(self, files: PrefixFileStats) -> None:
+        self._disk_bytes.set(files.num_bytes)
+        self._disk_writing.set(files.is_writing)
+        self._grow(self._disk_hits, (), files.num_hits)
+        self._grow(self._disk_seconds, (), files.read_seconds)
+        self._grow(self._disk_transfers, ("read",), files.read_bytes)
+        self._grow(self._disk_transfers, ("written",), files.written_bytes)
+        for reason, number in zip(
+            DISK_ERRORS, (files.num_damaged, files.num_failures, files.num_dropped), strict=True
+        ):
+            self._grow(self._disk_errors, (reason,), number)
 
     def _grow_positions(self, counter: Counter, totals: Sequence[int]) -> None:
         for position, total in enumerate(totals):

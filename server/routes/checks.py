@@ -10,7 +10,7 @@ from fastapi import Request
 
 from truedraft.engine.messages import Ready, Task
 from truedraft.server.entries import Rights
-from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
+from truedraft.server.errors import InvalidRequestError, PermissionDeniedError, UnsupportedParameterError
 from truedraft.server.generation.sampling_params import longest_prompt, longest_request
 from truedraft.server.http.at_end import at_end
 from truedraft.server.http.auth import api_key_of
@@ -97,6 +97,18 @@ def check_model(name: str | None, request: Request, services: Services) -> Serve
             f"Name a model: this server has {names}.", param="model", code="missing_required_parameter"
         )
     return models[0]
+
+
+def operated_model(name: str | None, request: Request, services: Services) -> ServedModel:
+    """Returns the model, unless the key has no right to load, unload and clear."""
+    model = check_model(name, request, services)
+    if not rights_of(request, services).may_operate:
+        raise PermissionDeniedError(
+            "This key may not load or unload models, nor clear their prefix caches. The word 'operate' after "
+            "a key in the file of api_key_file gives it that right."
+        )
+    services.check_not_draining()
+    return model
 
 
 async def use_model(

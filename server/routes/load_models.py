@@ -1,6 +1,7 @@
 """These routes load and unload models, let them sleep, and tell what becomes of them.
 
-``/models/load`` and ``/models/unload`` are llama.cpp's, the others vLLM's.
+``/models/load`` and ``/models/unload`` are llama.cpp's, the others vLLM's but ``/prefix_cache/clear``, which
+lets a model forget what requests have left for others.
 """
 
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ from truedraft.server.http.openapi import BODY_ERRORS, Responses
 from truedraft.server.http.sse import EventStreamResponse, data_event
 from truedraft.server.http.work import while_wanted
 from truedraft.server.models.served import ServedModel
-from truedraft.server.routes.checks import check_model, rights_of, use_model
+from truedraft.server.routes.checks import check_model, operated_model, rights_of, use_model
 from truedraft.server.routes.models import model_status
 from truedraft.server.routes.responding import PING_SECONDS
 from truedraft.server.schemas.models import (
@@ -31,7 +32,7 @@ from truedraft.server.services import Services, ServicesDep
 # A loading worker names its stages without a message to whoever waits for news.
 LOOK_SECONDS = 0.5
 COMMANDS: Responses = BODY_ERRORS | {
-    403: {"model": ErrorAnswer, "description": "The key has no right to load and unload models."},
+    403: {"model": ErrorAnswer, "description": "The key has no right to operate models."},
     409: {"model": ErrorAnswer, "description": "Requests use the model for longer than `drain_timeout`."},
 }
 QUERIES: Responses = {status: answer for status, answer in COMMANDS.items() if status not in (413, 415)}
@@ -47,7 +48,7 @@ async def load_model(
     body: Annotated[ModelCommand, Body()], request: Request, services: ServicesDep
 ) -> Success:
     """Answers once the model is loaded; `GET /models/events` tells how far it is meanwhile."""
-    await _load(_operated(body.model, request, services), request, services)
+    await _load(operated_model(body.model, request, services), request, services)
     return Success()
 
 
@@ -57,7 +58,7 @@ async def unload_model(
 ) -> Success:
     """Answers once the memory is free. What the model is answering is finished before; a request that names
     it later loads it again."""
-    await services.models.unload(_operated(body.model, request, services))
+    await services.models.unload(operated_model(body.model, request, services))
     return Success()
 
 
@@ -112,7 +113,7 @@ async def sleep(
     level: Annotated[int, Query(ge=1, le=2, description="1 or 2: both free all of it.")] = 1,
 ) -> Success:
     """Ends the model's workers once they have answered what they have. Requests get 503 until `/wake_up`."""
-    await services.models.unload(_operated(model, request, services), "sleeping")
+    await services.models.unload(operated_model(model, request, services), "sleeping")
     return Success()
 
 
@@ -128,7 +129,17 @@ async def wake_up(
         raise InvalidRequestError(
             "A model wakes up as a whole: leave 'tags' out.", param="tags", code="unsupported_parameter"
         )
-    await _load(_operated(model, request, services), request, services)
+    await _load(operated_model(model, request, services), request, services)
+    return Success()
+
+
+@router.post("/prefix_cache/clear", summary="Forget prefixes", responses=QUERIES)
+async def clear_prefix_cache(request: Request, services: ServicesDep, model: Name = None) -> Success:
+    """Answers once nothing that requests have left in the prefix cache is found any more, in memory or in
+    `prefix_cache_dir`. A model that is not loaded is loaded for it. Requests that are running go on."""
+    operated_model(model, request, services)
+    used = await use_model(model, request, services)
+    await used.engine.clear_prefixes()
     return Success()
 
 
@@ -139,21 +150,9 @@ async def is_sleeping(request: Request, services: ServicesDep, model: Name = Non
     return SleepStatus(is_sleeping=asked.condition.status == "sleeping")
 
 
-def _operated(name: str | None, request: Request, services: Services) -> ServedModel:
-    """Returns the model, unless the key has no right to load and unload."""
-    model = check_model(name, request, services)
-    if not rights_of(request, services).may_operate:
-        raise PermissionDeniedError(
-            "This key may not load or unload models. The word 'operate' after a key in the file of "
-            "api_key_file gives it that right."
-        )
-    services.check_not_draining()
-    return model
-
-
 def _adaptable(name: str | None, request: Request, services: Services) -> ServedModel:
     """Returns the model whose adapters may be loaded and unloaded by this request."""
-    model = _operated(name, request, services)
+    model = operated_model(name, request, services)
     if not model.settings.allow_lora_updating:
         raise PermissionDeniedError(
             "This server does not load LoRA adapters while it runs (setting allow_lora_updating)."

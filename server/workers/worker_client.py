@@ -10,6 +10,7 @@ import math
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from truedraft.engine.config import EngineConfig, adapter_entry
 from truedraft.engine.messages import (
     WEIGHTS_CHANGED,
     AdapterLoaded,
+    Cleared,
+    ClearPrefixes,
     Embedded,
     Failed,
     FromWorker,
@@ -124,6 +127,7 @@ class WorkerClient:
         self._speculation: dict[str, Any] = {}
         self._stats: Stats | None = None
         self._supervision: asyncio.Task[None] | None = None
+        self._clearings: deque[asyncio.Future[None]] = deque()
 
     @property
     def state(self) -> EngineState:
@@ -175,6 +179,24 @@ class WorkerClient:
         """Nothing where there is no process: what it was asked for ended with it."""
         if self._worker is not None:
             self._worker.send(message)
+
+    async def clear_prefixes(self) -> None:
+        """Lets the worker, which is ready, forget its prefixes, and returns when it has. ``WorkerLostError``
+        if it ends before."""
+        clearing = asyncio.get_running_loop().create_future()
+        self._clearings.append(clearing)
+        self.send(ClearPrefixes())
+        await clearing
+
+    def _cleared(self, error: ApiError | None = None) -> None:
+        """Tells the one that has waited longest, who may have gone."""
+        clearing = self._clearings.popleft()
+        if clearing.done():
+            return
+        if error is None:
+            clearing.set_result(None)
+        else:
+            clearing.set_exception(error)
 
     async def _supervise(self, listener: WorkerListener, number: int) -> None:
         """Run worker after worker; give up if the first never becomes ready, or if too many die in a row."""
@@ -242,6 +264,8 @@ class WorkerClient:
             return f"The worker could not be run: {error}."
         finally:
             self._worker = None
+            while self._clearings:
+                self._cleared(WorkerLostError("The worker ended before the prefix cache was cleared."))
         return self._load_error or _describe_exit(exit_code, was_ready=self._state.status == "ready")
 
     def _receive(self, listener: WorkerListener, number: int, message: FromWorker) -> None:
@@ -259,6 +283,8 @@ class WorkerClient:
                 self._weights_changed = message.code == WEIGHTS_CHANGED
             case Failed():
                 listener.request_failed(message.request_id, _error_from(message))
+            case Cleared():
+                self._cleared()
             case Loading():
                 self._stage = message.stage
             case SpeculationState():

@@ -158,6 +158,14 @@ class WorkerPool:
         for worker in self.workers:
             worker.send(UnloadAdapter(digest))
 
+    async def clear_prefixes(self) -> None:
+        """Lets all workers that are ready forget their prefixes; others have none yet."""
+        if not (ready := self._ready()):
+            raise NotReadyError(self.state.reason)
+        for number in ready:
+            self._known_prefixes[number].clear()
+        await asyncio.gather(*(self.workers[number].clear_prefixes() for number in ready))
+
     def _in_line(self, request: EngineRequest, key: str) -> EngineRequest:
         """Returns the request with its key, and its place in that one's line."""
         if not key:

@@ -1,5 +1,7 @@
 """The edge cases of speculative sampling, a named test each; those of the rules alone: test_verify."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -19,10 +21,10 @@ def break_logits(core: EngineCore, value: float, at_call: int, row: int) -> None
     """The target's forward number ``at_call`` returns ``value`` in one row of logits."""
     honest, calls = core.target.forward, 0
 
-    def forward(spans: list[Span], taps: list[int]) -> ForwardOutput:
+    def forward(spans: list[Span], ids: torch.Tensor | None, taps: Sequence[int]) -> ForwardOutput:
         nonlocal calls
         calls += 1
-        logits = honest(spans).logits.clone()
+        logits = honest(spans, ids, taps).logits.clone()
         if calls == at_call:
             logits[row, 3] = value
         return ForwardOutput(logits)

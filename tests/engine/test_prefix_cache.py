@@ -17,9 +17,9 @@ def scored_tokens(core: EngineCore) -> list[int]:
     counts: list[int] = []
     honest = core.target.forward
 
-    def forward(spans, taps):  # type: ignore[no-untyped-def]
+    def forward(spans, ids, taps):  # type: ignore[no-untyped-def]
         counts.append(sum(len(span.token_ids) for span in spans))
-        return honest(spans)
+        return honest(spans, ids, taps)
 
     core.target.forward = forward  # type: ignore[method-assign]
     return counts

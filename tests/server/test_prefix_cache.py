@@ -1,13 +1,21 @@
 """Priority, prefix sharing and its salt: how they reach the engine, and what is reported of the cache."""
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from tests.server.conftest import StartServer
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, wait_for
+from tests.server.test_launch import WORKER
+from tests.server.test_speculation_status import STATS
 from tests.server.wire import answers
+from truedraft.engine.messages import PrefixFileStats
+from truedraft.server.observability.metrics import WorkerMetrics
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STORY = "Once upon a time there was a fox"  # 32 tokens: two blocks of the fake worker's cache
@@ -80,6 +88,58 @@ def test_cached_tokens(start_server: StartServer) -> None:
         lengths = [32, 32, 43, 32, 32, 32]  # without the one that opted out, and the one of no tokens
         assert server.metric("truedraft_prefix_cache_queries_total") == sum(lengths)
         assert server.metric("truedraft_prefix_cache_hits_total") == 16 + 32 + 16 + 16
+
+
+def test_to_clear(start_server: StartServer) -> None:
+    with start_server() as server:
+
+        def ask() -> int:
+            return cached_tokens(server.post(COMPLETIONS, {"prompt": STORY, "max_tokens": 1}))
+
+        assert (ask(), ask()) == (0, 16)
+        for _ in range(2):
+            assert server.client.post("/prefix_cache/clear").json() == {"success": True}
+        assert len(server.messages_to_worker("ClearPrefixes")) == 2
+        assert (ask(), ask()) == (0, 16)
+        assert server.get("/prefix_cache/clear").status_code == 405
+
+
+def test_a_worker_that_ends_has_cleared_nothing(start_server: StartServer) -> None:
+    with start_server() as server, ThreadPoolExecutor() as threads:
+        worker = server.engine.workers[0]
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        answer = threads.submit(server.client.post, "/prefix_cache/clear")
+        wait_for(lambda: bool(worker._clearings), "what is to be cleared")
+        os.kill(worker.pid, signal.SIGKILL)
+        refused = answer.result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_lost")
+        server.wait_until_ready()
+        assert server.client.post("/prefix_cache/clear").json() == {"success": True}
+
+
+def test_metrics_tell_of_files() -> None:
+    """A worker's totals begin anew with it; gauges are those of the last one."""
+    files = PrefixFileStats(32, 4096, 100, 0.5, 200, 1, 2, 3, is_writing=True)
+    metrics = WorkerMetrics()
+    for _ in range(2):
+        metrics.ready(WORKER)
+        metrics.stats(structs.replace(STATS, prefix_files=files))
+        samples = {
+            (sample.name.removeprefix("truedraft_prefix_cache_disk_"), *sample.labels.values()): sample.value
+            for family in metrics.collect()
+            for sample in family.samples
+        }
+        metrics.lost()
+    assert samples["hits_total",] == 64
+    assert (samples["bytes",], samples["writing",]) == (4096, 1)
+    assert samples["read_seconds_total",] == 1.0
+    assert (samples["transferred_bytes_total", "read"], samples["transferred_bytes_total", "written"]) == (
+        200,
+        400,
+    )
+    reasons = ("damaged", "failed", "dropped")
+    assert [samples["errors_total", reason] for reason in reasons] == [2, 4, 6]
 
 
 def test_cached_tokens_are_counted_once_per_prompt(start_server: StartServer) -> None:

@@ -377,6 +377,10 @@ def test_rights_of_keys(start: Start, tmp_path: Path) -> None:
                 answer = server.post(path, {"model": name}, headers=of(key))
                 assert answer.status_code == status, (key, name)
         assert server.client.post("/sleep?model=a", headers=of("plain")).status_code == 403
+        for key, name, status in (("plain", "a", 403), ("boss", "a", 404), ("boss", "b", 200)):
+            answer = server.client.post(f"/prefix_cache/clear?model={name}", headers=of(key))
+            assert answer.status_code == status, key
+        assert server.client.post("/prefix_cache/clear", headers=of("admin")).status_code == 400
         assert server.post("/models/load", {"model": "a"}).status_code == 401
 
 
