@@ -72,7 +72,7 @@ class Pieces:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 # This much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
