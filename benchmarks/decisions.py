@@ -96,16 +96,16 @@ async def measure(arguments: argparse.Namespace) -> None:
             await until_ready(session, server)
             url = server.base_url
             model = await find_model(session, url)
-            for path, body in (
+            for path, warm in (
                 ("decisions", {"input": "A dog.", "questions": asked[arguments.kinds[0]][:2]}),
                 ("completions", {"prompt": "A dog", "max_tokens": 1}),
             ):
-                await post(session, f"{url}/{path}", {"model": model, **body})  # warms up
+                await post(session, f"{url}/{path}", {"model": model, **warm})  # warms up
             processes = [psutil.Process(each) for each in process_ids({server})]
             watch = CpuWatch([process.pid for process in processes])
             for repeat in range(arguments.repeats):
                 for kind, way in seconds:
-                    body = {"model": model, "cache_salt": f"{kind} {repeat} {way}"}
+                    body: dict[str, Any] = {"model": model, "cache_salt": f"{kind} {repeat} {way}"}
                     started = Times.now(processes)
                     if way == DECISIONS:
                         body |= {"input": text, "questions": asked[kind]}
@@ -142,7 +142,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         arguments.result,
         what=what,
         rows="questions, asked by",
-        model=Path(target).stem,
+        model="bundled target" if arguments.target is None else Path(target).stem,
         dtype="the file's own weights",
         num_repeats=arguments.repeats,
         machine=machine() | {"others": others},

@@ -114,6 +114,13 @@ def measurements(arguments: argparse.Namespace) -> list[Measurement]:
         Measurement(
             "structured-outputs", ["benchmarks.structured_outputs", "--requests", 12], ("--repeats", 3)
         ),
+        Measurement(
+            "decisions",
+            ["benchmarks.decisions", "--input-tokens", 900, "--questions", 100],
+            ("--repeats", 5),
+            ("--questions", 20),
+        ),
+        Measurement("vectors", ["benchmarks.vectors"], ("--repeats", 4)),
         Measurement("generate-compare", ["tools.terminal_capture"]),
     ]
     if llama:
@@ -158,6 +165,14 @@ def measurements(arguments: argparse.Namespace) -> list[Measurement]:
             + ["--draft", "self:int8", "--dtype", "float32", "--num-speculative-tokens", 4],
             ("--repeats", 5),
             small,
+        )
+    )
+    found.append(
+        Measurement(
+            "decisions-smollm2",
+            ["benchmarks.decisions", *target, "--kinds", "labels of one token"],
+            ("--repeats", 3),
+            ("--questions", 20),
         )
     )
     found.append(

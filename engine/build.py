@@ -30,6 +30,7 @@ from truedraft.engine.hub.siblings import MOST, siblings, weights_size
 from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes, free_memory
 from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
+from truedraft.engine.models.adapters import AdapterTable, load_adapters
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
@@ -93,6 +94,7 @@ class Models:
     drafting: Drafting
     encoder_decoder: EncoderDecoderLimits | None
     max_model_len: int
+    adapters: AdapterTable | None = None
 
     @property
     def draft(self) -> Model | None:
@@ -189,6 +191,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
     begin("the target model")
     target = load_model(config.target, options)
     warn_if_misread(target, config.target)
+    adapters = load_adapters(target, config)  # before anything has caches over the target
     num_threads = config.num_threads or _num_threads(target)
     if config.native_kernels and device.type == "cpu":
         set_num_threads(num_threads)
@@ -203,7 +206,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
             begin("what may draft")
             drafting = choose_draft(config, target)
     if not isinstance(target, EncoderDecoderModel):
-        return Models(target, drafting, None, _max_model_len(config, target))
+        return Models(target, drafting, None, _max_model_len(config, target), adapters)
     limits = _encoder_decoder_limits(config, target, drafting.draft)
     longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
     return Models(target, drafting, limits, longest)
@@ -378,6 +381,7 @@ def make_core(
             drawing=frozenset(proposer.name for proposer in proposers if proposer.draws),
             encoder_decoder=models.encoder_decoder,
             has_rules=bool(target.rules),
+            adapters=models.adapters,
             grammars=Grammars(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
             ),
@@ -466,7 +470,7 @@ def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
         name, num_layers = proposer.name, target.num_layers
         if name in taken:
             raise ModelLoadError(
-                f"two proposers are named {name!r}, or it is another source's name: choose one"
+                f"two proposers are named {name!r}, or another source has that name: rename one"
             )
         taken.add(name)
         if proposer.taps and proposer.can_lag:

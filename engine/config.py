@@ -5,10 +5,13 @@ fields and adds those of HTTP. Each class is a group of settings: the first line
 group's title, and the descriptions become ``--help`` and ``docs/configuration.md``.
 """
 
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+from pydantic_settings import NoDecode
 
 from truedraft.engine.messages import DefaultMethod
 
@@ -180,6 +183,63 @@ class SpeculationSettings(BaseModel):
     )
 
 
+def _split_entries(value: object) -> object:
+    """Lets several entries be one text, and each of a list be several."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        return value
+    return [entry.strip() for part in parts for entry in part.split(",") if entry.strip()]
+
+
+class AdapterSettings(BaseModel):
+    """LoRA adapters"""
+
+    lora_modules: Annotated[list[str], NoDecode, BeforeValidator(_split_entries)] = Field(
+        [],
+        description="LoRA adapters of the target, as name=path, comma-separated; several may also follow the "
+        "flag. A path is a folder with PEFT's files. Requests choose one by 'model'.",
+    )
+    allow_lora_updating: bool = Field(
+        False,
+        description="Let keys that may operate load and unload LoRA adapters: /v1/load_lora_adapter reads "
+        "any folder that the server can read.",
+    )
+    max_loras: int = Field(
+        8, ge=1, description="Largest number of LoRA adapters that are loaded at the same time."
+    )
+    max_lora_rank: int = Field(64, ge=1, description="Largest rank of a LoRA adapter.")
+
+    @property
+    def takes_adapters(self) -> bool:
+        return bool(self.lora_modules) or self.allow_lora_updating
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        names = [adapter_entry(entry)[0] for entry in self.lora_modules]
+        if twice := [name for name, number in Counter(names).items() if number > 1]:
+            raise ValueError(f"lora_modules has two adapters of the name {twice[0]}")
+        if len(names) > self.max_loras:
+            raise ValueError(f"lora_modules has {len(names)} adapters, and max_loras is {self.max_loras}")
+        return self
+
+
+def adapter_entry(entry: str) -> tuple[str, str]:
+    """Returns the name and the path of an entry of ``lora_modules``."""
+    name, equals, path = entry.partition("=")
+    if not equals or not path.strip():
+        raise ValueError(f"lora_modules has {entry!r}, where name=path is needed")
+    check_adapter_name(name.strip())
+    return name.strip(), path.strip()
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises ``ValueError`` for a name that requests could not use."""
+    if not re.fullmatch(r"[\w.\-/@+]{1,200}", name):
+        raise ValueError(
+            f"{name!r} is no name of a LoRA adapter: letters, digits and . _ - / @ + are, up to 200"
+        )
+
+
 class BatchingSettings(BaseModel):
     """Batching and caches"""
 
@@ -263,7 +323,7 @@ def _expanded(model: str) -> str:
     return str(Path(model).expanduser()) if model.startswith("~") else model
 
 
-class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
+class EngineConfig(BatchingSettings, AdapterSettings, SpeculationSettings, ModelSettings):
     """Holds the settings of one worker. ``target`` None means the bundled pair."""
 
     model_config = ConfigDict(extra="forbid")

@@ -1,8 +1,8 @@
 """Tells gateways over ZeroMQ which tokens a worker's cache holds, in the form of vLLM 0.26.
 
 A message has three frames: a topic, its number in 8 bytes, and a batch in msgpack, ``[time, events, 0]``. An
-event is a map with a ``type``. Hashes are numbers of 64 bits. Of texts with a salt, which belong to one user
-alone, nothing is told.
+event is a map with a ``type``. Hashes are numbers of 64 bits. Texts with a salt belong to one user alone, so
+nothing is told of them.
 """
 
 import time
@@ -16,13 +16,14 @@ import msgspec
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.block_table import BlockHash
 
-# Messages that wait for a slow subscriber; further ones are dropped, and their numbers are missing.
+# Up to this many messages wait for a slow subscriber; further ones are dropped, and their numbers are
+# missing.
 MOST_WAITING = 100_000
 
 
 class KvEvents:
-    """Collects what a pool of blocks says, and sends it once a step has ended. It begins with an event that
-    clears whatever a subscriber knows of an earlier worker."""
+    """Collects the events of a pool of blocks, and sends them once a step has ended. The first event clears
+    whatever a subscriber knows of an earlier worker."""
 
     def __init__(self, endpoint: str, topic: str, block_size: int) -> None:
         self._block_size = block_size
@@ -65,7 +66,7 @@ class KvEvents:
         self._events = [{"type": "AllBlocksCleared"}]
 
     def send(self) -> None:
-        """Sends what has been noted, if anything; never waits for subscribers."""
+        """Sends the collected events, if there are any; never waits for subscribers."""
         if self._events:
             batch = msgspec.msgpack.encode([time.time(), self._events, 0])
             self._socket.send_multipart([self._topic, next(self._numbers).to_bytes(8, "big"), batch])

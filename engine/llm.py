@@ -125,13 +125,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
         *,
+        model: str | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Continues prompts (texts or lists of token ids), all decoded together.
 
         Returns completions in the prompts' order; where ``params.n`` is above 1, a prompt's ``n`` follow each
         other. ``params`` are one for all prompts or one for each; without them the model's own recommendation
-        holds (``get_default_sampling_params``), and 16 tokens are written. A terminal shows a bar as several
+        holds (``get_default_sampling_params``), and 16 tokens are written. ``model`` names a LoRA adapter of
+        ``lora_modules``; None is the target itself. A terminal shows a bar as several
         prompts run, unless ``progress`` is False. Raises ``RequestError`` for parameters that are out of
         range and for a prompt that does not fit, and names its index; ``ValueError`` where prompts and
         parameters differ in number.
@@ -142,7 +144,7 @@ class LLM:
                 "invalid_prompt",
                 f"prompts must be a text, a list of token ids or a list of these, not {type(items).__name__}",
             )
-        return self._complete(items, params, self._read_prompt, progress)
+        return self._complete(items, params, self._read_prompt, progress, model)
 
     def chat(
         self,
@@ -150,6 +152,7 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Answers a conversation, or several together, each written out by the model's chat template.
@@ -167,11 +170,13 @@ class LLM:
         is_one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         read = partial(self._read_conversation, options=chat_template_kwargs or {})
-        return self._complete(conversations, params, read, progress)
+        return self._complete(conversations, params, read, progress, model)
 
-    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: Params | None = None, *, model: str | None = None
+    ) -> Iterator[Delta]:
         """Continues one prompt and yields text as it comes; leaving early aborts it."""
-        with closing(self._deltas([prompt], params, self._read_prompt)) as deltas:
+        with closing(self._deltas([prompt], params, self._read_prompt, model)) as deltas:
             yield from (delta for _, delta in deltas)
 
     def stream_chat(
@@ -180,10 +185,11 @@ class LLM:
         params: Params | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str | None = None,
     ) -> Iterator[Delta]:
         """Answers one conversation and yields text as it comes; leaving early aborts it."""
         read = partial(self._read_conversation, options=chat_template_kwargs or {})
-        with closing(self._deltas([messages], params, read)) as deltas:
+        with closing(self._deltas([messages], params, read, model)) as deltas:
             yield from (delta for _, delta in deltas)
 
     def room(self, prompt: Prompt | Conversation) -> int:
@@ -216,9 +222,10 @@ class LLM:
         params: Params | Sequence[Params] | None,
         read: Read[T],
         progress: bool,
+        model: str | None,
     ) -> list[Completion]:
         completions: dict[tuple[int, int], Completion] = {}
-        deltas = self._deltas(items, params, read)
+        deltas = self._deltas(items, params, read, model)
         with closing(deltas), prompt_bar(len(items), shown=progress) as bar:
             for place, delta in deltas:
                 completion = completions.setdefault((place, delta.index), Completion(index=delta.index))
@@ -229,9 +236,14 @@ class LLM:
         return [completions[key] for key in sorted(completions)]
 
     def _deltas(
-        self, items: Sequence[T], given: Params | Sequence[Params] | None, read: Read[T]
+        self,
+        items: Sequence[T],
+        given: Params | Sequence[Params] | None,
+        read: Read[T],
+        model: str | None,
     ) -> Generator[tuple[int, Delta]]:
         """Yields the additions to the items' texts, each with the item's index."""
+        adapter = self._adapter(model)
         params_list = sampling_params(given, len(items), self.get_default_sampling_params)
         answers: Answers = deque()
         places: dict[str, int] = {}
@@ -242,7 +254,7 @@ class LLM:
                 with self._engine.lock:  # The lock guards the tokenizer, too.
                     token_ids, before, limit = read(item)
                     params = checked_params(with_limit(asked, limit))
-                    request = self._request(token_ids, params)
+                    request = self._request(token_ids, params, adapter)
                 places[request.request_id] = place
                 self._engine.submit(request, answers)
                 stream, stops = self.text_stream(before), StopStrings(params.stop_strings)
@@ -277,7 +289,21 @@ class LLM:
         token_ids = self.chat_template.token_ids(messages, options)
         return token_ids, [], max(1, self.core.admission.room(len(token_ids)))
 
-    def _request(self, token_ids: list[int], params: SamplingParams) -> Generate:
+    def _adapter(self, model: str | None) -> messages.Adapter | None:
+        """Returns the LoRA adapter of a name; None is for the target, whose own name is one, too."""
+        if model is None or model == self.config.target:
+            return None
+        adapters = self.core.admission.adapters
+        named = [] if adapters is None else adapters.named
+        for adapter in named:
+            if adapter.name == model:
+                return adapter
+        names = ", ".join(adapter.name for adapter in named) or "none"
+        raise RequestError("model_not_found", f"there is no LoRA adapter {model!r}; lora_modules has {names}")
+
+    def _request(
+        self, token_ids: list[int], params: SamplingParams, adapter: messages.Adapter | None
+    ) -> Generate:
         """Makes a request, and refuses one that does not fit as the server does: the engine alone would cut
         the text where the context ends."""
         room = self.core.admission.room(len(token_ids))
@@ -296,6 +322,7 @@ class LLM:
             params=params.for_engine(),
             n=params.n,
             prediction_token_ids=predicted,
+            adapter=adapter,
         )
 
 

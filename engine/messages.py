@@ -41,6 +41,16 @@ HeadOutput = Literal["own", "int4"]
 WEIGHTS_CHANGED: Final = "weights_changed"
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """Names a LoRA adapter. ``digest`` is that of its files, which lie at ``path``; a worker that has not
+    loaded it yet, or again, does so when it is asked for."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int = 0  # the largest of its modules
+
+
 class Generate(msgspec.Struct, frozen=True, tag=True):
     """Asks for ``n`` sequences after ``prompt_token_ids``."""
 
@@ -55,6 +65,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""
     place: int = 0  # orders requests of the same priority, lower numbers first
     tenant: str = ""  # the client's group: one tenant's sequences do not shut out another's
+    adapter: Adapter | None = None  # computed prefixes are shared with requests of the same one
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,6 +100,20 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     index: int | None = None
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load an adapter. The answer is ``AdapterLoaded``, or ``Failed`` with the same id."""
+
+    request_id: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Forget an adapter once the sequences that have it have ended. Unknown ones are ignored."""
+
+    digest: str
 
 
 class ClearPrefixes(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +178,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     tried: list[str] = []  # one line for each draft that was measured at start, and for the choice
     task: Task = "generate"
     embedding: EmbeddingFacts | None = None  # None if the model writes text
+    adapters: list[Adapter] = []  # LoRA adapters that the settings name
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -250,6 +276,13 @@ class Embedded(msgspec.Struct, frozen=True, tag=True):
     is_first: ClassVar[bool] = True
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """An adapter can be asked for from now on."""
+
+    request_id: str
+    adapter: Adapter
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Tells that a request ended by an error; all of its sequences are gone."""
 
@@ -333,8 +366,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float
 
 
-ToWorker = Generate | Embed | Abort | ClearPrefixes | Shutdown
-FromWorker = Loading | Ready | StepOutput | Embedded | SpeculationState | Cleared | Failed | Heartbeat
+ToWorker = Generate | Embed | Abort | LoadAdapter | UnloadAdapter | ClearPrefixes | Shutdown
+FromWorker = (
+    Loading | Ready | StepOutput | Embedded | AdapterLoaded | SpeculationState | Cleared | Failed | Heartbeat
+)
 
 LENGTH = struct.Struct("<Q")
 

@@ -10,7 +10,8 @@ MAX_HEADER_LENGTH = 1000
 
 
 class Leniency:
-    """It keeps the notes of one request, whose field names come from the client: no more than are sent."""
+    """Collects notes on one request for headers. Field names come from the client, so the headers' length is
+    limited."""
 
     def __init__(self, *, strict: bool) -> None:
         self.is_strict = strict
@@ -38,7 +39,7 @@ class Leniency:
 
 
 class _Notes:
-    """Notes in their order, each once, as ASCII, printable and short; what does not fit is not read."""
+    """Keeps notes in their order, each once, as printable ASCII within a length; later ones are dropped."""
 
     def __init__(self) -> None:
         self._notes: dict[str, None] = {}

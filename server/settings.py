@@ -23,7 +23,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.engine.config import BUNDLED_PAIR, EngineConfig, adapter_entry
 from truedraft.server.entries import (
     ALL_RIGHTS,
     BUNDLED_MODEL_NAME,
@@ -430,10 +430,14 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Seve
             self.served_model_name = self.of_models()[0].served_model_name
         elif not self.served_model_name:
             self.served_model_name = _default_model_name(str(self.target))
+        for own in self.of_models():
+            if same := sorted({*own.served_names} & {*own.adapter_names}):
+                raise ValueError(f"lora_modules: {same[0]} is the model's own name; give the adapter another")
         return self
 
     def _check_models(self) -> None:
-        names = [name for settings in self.of_models() for name in settings.served_names]
+        models = self.of_models()
+        names = [name for own in models for name in (*own.served_names, *own.adapter_names)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"models: two have the name {twice[0]}; give each a name of its own")
         num_pinned = sum(entry.load == "always" for entry in self.models)
@@ -473,6 +477,11 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Seve
     @property
     def served_names(self) -> list[str]:
         return [name.strip() for name in self.served_model_name.split(",")]
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Returns the names of ``lora_modules``."""
+        return [adapter_entry(entry)[0] for entry in self.lora_modules]
 
     @property
     def model_name(self) -> str:

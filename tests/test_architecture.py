@@ -133,7 +133,7 @@ SAMPLING_PARAMETERS = (
     "repetition_penalty",
 )
 MOST_FILES_WITH_PARAMETERS = 11
-MOST_FILES_OF_A_REQUEST = 26
+MOST_FILES_OF_A_REQUEST = 24
 MOST_LINES_OF_C = 79
 # What a comment says of numbers that are copied from a file of another language.
 COPIED = re.compile(r"(\bAs in|These are as in|[;,] as in|in the order of|numbered as in) \w+\.(h|c|py|js)\b")

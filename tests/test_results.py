@@ -231,11 +231,11 @@ def test_capacity_reads_a_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "replicas" in capsys.readouterr().out
 
 
-ELSEWHERE = {"attacks", "connections", "gpu-http", "gpu-rounds", "hostile-requests"}
+ELSEWHERE = {"attacks", "connections", "gpu-http", "gpu-rounds", "hostile-requests", "rounding-smollm2"}
 
 
 def test_one_command_measures_all_results(tmp_path: Path) -> None:
-    """A GPU and attacks have commands of their own."""
+    """A GPU, attacks, and questions from elsewhere have commands of their own."""
     arguments = argparse.Namespace(
         llama_cpp_bin=tmp_path, llama_cpp_src=tmp_path, smollm2=tmp_path / measure_all.SMOLLM2, work=tmp_path
     )

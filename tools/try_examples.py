@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 SHOWN = 400  # characters of an answer
 START_SECONDS, TIMEOUT_SECONDS = 300, 120
 # Examples of another model than the one that is served, and of libraries that are not installed, say so.
-ELSEWHERE = ("model_not_found", "ModuleNotFoundError")
+ELSEWHERE = ("does not exist; this server has", "ModuleNotFoundError")
+CODE = re.compile(r'"code": ?"(\w+)"')
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SDKS = ("OpenAI(", "Anthropic(")
 
@@ -77,8 +78,9 @@ def until_ready(url: str) -> None:
     raise SystemExit("The models were not loaded in time.")
 
 
-def run(language: str, code: str, url: str) -> bool:
-    """Runs an example and prints its answer; returns whether it went well."""
+def run(language: str, code: str, url: str, page: str) -> bool:
+    """Runs an example and prints its answer; returns whether it went well, or failed with an error code that
+    the page shows."""
     code = re.sub(r"(http://)?(127\.0\.0\.1|localhost):8000", url, code)
     program = [sys.executable] if language == "python" else ["bash", "-e"]
     if language == "bash":
@@ -86,11 +88,15 @@ def run(language: str, code: str, url: str) -> bool:
     try:
         done = subprocess.run([*program, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        print("  FAILED: it takes too long")
+        print("  FAILED: it took too long")
         return False
     answer = done.stdout if done.returncode == 0 else done.stdout + done.stderr
     print("  " + answer.strip()[:SHOWN].replace("\n", "\n  "))
-    return done.returncode == 0 or any(word in answer for word in ELSEWHERE)
+    shown = set(CODE.findall(page))
+    went_well = done.returncode == 0 or any(word in answer for word in (*ELSEWHERE, *shown))
+    if not went_well:
+        print("  FAILED")
+    return went_well
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,9 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     with server() if given.url is None else _there(given.url) as url:
         for page in pages:
-            for language, code in examples(page.read_text(encoding="utf-8")):
+            text = page.read_text(encoding="utf-8")
+            for language, code in examples(text):
                 print(f"{page.name}: {code.splitlines()[0][:100]}", flush=True)
-                failed += not run(language, code, url)
+                failed += not run(language, code, url, text)
     print(f"{failed} failed")
     return int(failed > 0)
 

@@ -56,6 +56,8 @@ def written(annotation: Any) -> str:
         return f"Literal[{', '.join(map(_quoted, get_args(annotation)))}]"
     if get_origin(annotation) in (Union, types.UnionType):
         return " | ".join(map(written, get_args(annotation)))
+    if get_origin(annotation) is list:
+        return f"list[{', '.join(map(written, get_args(annotation)))}]"
     if hasattr(annotation, "__metadata__"):
         return written(annotation.__origin__)
     if annotation is ByteSize:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.commands.options import ChatSettings
+from truedraft.engine.commands.options import ChatSettings, check_adapters
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
@@ -162,6 +162,7 @@ def main(settings: ChatSettings) -> int:
     transformers_logging.disable_progress_bar()
     try:
         with loading_bar() as begin:
+            check_adapters(settings)
             llm = LLM(begin=begin, **{name: getattr(settings, name) for name in EngineConfig.model_fields})
         if not llm.chat_template.exists:
             raise ModelLoadError(

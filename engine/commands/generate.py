@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.commands.options import GenerateSettings
+from truedraft.engine.commands.options import GenerateSettings, check_adapters
 from truedraft.engine.commands.rounds import RoundPrinter
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
@@ -81,6 +81,7 @@ def main(settings: GenerateSettings) -> int:
     transformers_logging.disable_progress_bar()
     try:
         with loading_bar() as begin:
+            check_adapters(settings)
             llm = LLM(begin=begin, **{name: getattr(settings, name) for name in EngineConfig.model_fields})
         _generate(llm, settings)
     except (ModelLoadError, RequestError) as error:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.fetch_bar import fetch_bar
 from truedraft.engine.hub.located import located
 from truedraft.engine.messages import MTP
@@ -21,9 +22,19 @@ from truedraft.engine.training.defaults import EAGLE_RATE, EAGLE_VOCABULARY, MTP
 S = TypeVar("S", bound=EngineConfig)
 
 
+def check_adapters(settings: EngineConfig) -> None:
+    """Raises ``ModelLoadError`` for adapters, since no option of a command chooses one."""
+    if settings.lora_modules:
+        raise ModelLoadError(
+            "lora_modules is for truedraft serve and for LLM in Python, where requests choose an adapter; "
+            "leave it out here"
+        )
+
+
 def with_models(settings: S) -> S:
     """Returns the settings with paths of models, after fetching what is not here; raises
     ``ModelLoadError``."""
+    check_adapters(settings)
     with fetch_bar() as tell:
         return located(settings, tell, lambda note: print(note, file=sys.stderr))
 

@@ -5,7 +5,7 @@ The front end has checked ranges already; what is checked here depends on the lo
 
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import structs
 
@@ -13,11 +13,17 @@ from truedraft.engine.core.prediction import Prediction, PredictionCursor
 from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone, sequence_seed
 from truedraft.engine.core.step import auto_limit
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams, Verification
+from truedraft.engine.messages import Adapter, DraftSampleMethod, Generate, SamplingParams, Verification
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Grammars, Matcher
     from truedraft.engine.sampling.thinking import ThinkingBudget
+
+
+NO_ADAPTERS = (
+    "this model takes no LoRA adapters: that needs a fused family (docs/models.md) on a CPU, and "
+    "lora_modules or allow_lora_updating"
+)
 
 
 class RequestError(Exception):
@@ -26,6 +32,27 @@ class RequestError(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class Adapters(Protocol):
+    """Knows the target's adapters by digest. ``named`` are those of the settings."""
+
+    named: list[Adapter]
+
+    def load(self, name: str, path: str) -> Adapter:
+        """Raises ``RequestError`` if the adapter cannot be loaded."""
+        ...
+
+    def unload(self, digest: str) -> None: ...
+
+    def number_of(self, adapter: Adapter) -> int:
+        """Returns the adapter's number in passes, and loads it if it is not there; raises ``RequestError`` if
+        that cannot be."""
+        ...
+
+    def keep_for(self, number: int, sequence: Sequence) -> None:
+        """Keeps the adapter at least as long as the sequence."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +78,7 @@ class Admission:
     Sources that are ``drawing`` can draft greedily or at random; what others draft is certain.
     ``encoder_decoder`` None: a decoder only.
     ``has_rules``: the checkpoint's generation config forbids or forces tokens. ``grammars`` None: outputs
-    cannot be constrained.
+    cannot be constrained. ``adapters`` None: the target takes none.
     """
 
     vocab_size: int
@@ -66,6 +93,7 @@ class Admission:
     encoder_decoder: EncoderDecoderLimits | None = None
     has_rules: bool = False
     grammars: "Grammars | None" = None
+    adapters: Adapters | None = None
 
     def sequences(self, request: Generate) -> list[Sequence]:
         """Returns the request's ``n`` sequences; raises ``RequestError`` if it can never be served."""
@@ -88,7 +116,8 @@ class Admission:
         if "prediction" in sources:
             prediction = Prediction(request.prediction_token_ids or [])
         matchers = self._matchers(request)
-        return [
+        adapter = self._adapter(request)
+        found = [
             Sequence(
                 request_id=request.request_id,
                 index=index,
@@ -108,17 +137,29 @@ class Admission:
                 ),
                 num_encoder_tokens=num_encoder_tokens,
                 forced_end=self._forced_end(params),
-                target_blocks=BlockTable(num_encoder_tokens),
+                target_blocks=BlockTable(num_encoder_tokens, adapter),
                 priority=request.priority,
                 place=request.place,
                 tenant=request.tenant,
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
+                adapter="" if request.adapter is None else request.adapter.digest,
                 prediction=None if prediction is None else PredictionCursor(prediction),
                 matcher=matcher,
             )
             for index, matcher in enumerate(matchers)
         ]
+        if self.adapters is not None and adapter >= 0:
+            for sequence in found:
+                self.adapters.keep_for(adapter, sequence)
+        return found
+
+    def _adapter(self, request: Generate) -> int:
+        if request.adapter is None:
+            return -1
+        if self.adapters is None:
+            raise RequestError("unsupported_parameter", NO_ADAPTERS)
+        return self.adapters.number_of(request.adapter)
 
     def room(self, num_prompt_tokens: int) -> int:
         """Returns how many output tokens the context leaves after such a prompt."""

@@ -7,12 +7,12 @@ executes steps, ``worker`` runs the loop next to a socket, ``llm`` in place.
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from truedraft.engine.core.admission import Admission, RequestError
+from truedraft.engine.core.admission import NO_ADAPTERS, Admission, RequestError
 from truedraft.engine.core.commit import EngineStats, commit
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import is_scored_alone
-from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
+from truedraft.engine.messages import Adapter, Failed, Generate, Stats, TokenOutput
 
 
 class EngineCore:
@@ -65,6 +65,17 @@ class EngineCore:
             )
         for sequence in sequences:
             self.scheduler.add(sequence)
+
+    def load_adapter(self, name: str, path: str) -> Adapter:
+        """Loads a LoRA adapter of the target; raises ``RequestError`` if that cannot be."""
+        if self.admission.adapters is None:
+            raise RequestError("unsupported_parameter", NO_ADAPTERS)
+        return self.admission.adapters.load(name, path)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forgets an adapter once no sequence has it; an unknown one is ignored."""
+        if self.admission.adapters is not None:
+            self.admission.adapters.unload(digest)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forgets a request's sequences, or one of them; unknown ones are ignored."""

@@ -85,7 +85,7 @@ class Restoring:
             return True
         if sequence.request_id in self._loads:
             return False
-        token_ids, salt = sequence.token_ids, sequence.cache_salt
+        token_ids, salt = sequence.token_ids, sequence.prefix_salt
         parts = [
             _part(pool, list(pool.hash_chain(token_ids[: num_tokens + pool.lookahead], salt)))
             for pool, _ in shares
@@ -148,7 +148,7 @@ class Restoring:
         size, sequence = part.pool.block_size, load.sequence
         token_ids = sequence.token_ids[place * size : (place + 1) * size]
         chain = part.hashes[max(0, place - 1) : place + 1]
-        part.pool.restore(chain, token_ids, sequence.cache_salt, arrived.data)
+        part.pool.restore(chain, token_ids, sequence.prefix_salt, arrived.data)
         if part is load.parts[0]:
             sequence.num_restored_tokens += size
 

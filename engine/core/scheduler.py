@@ -139,7 +139,7 @@ class Scheduler:
         for pool, table in self._shares(sequence):
             if table.num_computed_tokens // pool.block_size > len(table.hashes):
                 end = table.num_computed_tokens + pool.lookahead
-                pool.publish(table, sequence.token_ids[:end], sequence.cache_salt)
+                pool.publish(table, sequence.token_ids[:end], sequence.prefix_salt)
                 pool.keep_state(table, sequence.num_prompt_tokens)
 
     def settle(self, sequence: Sequence) -> None:
@@ -342,7 +342,7 @@ class Scheduler:
         proposer takes over no more than the target, and one that follows no less: it does not follow
         if that takes much and no request insists on it."""
         shares = self._shares(sequence)
-        last, salt = _num_shareable(sequence), sequence.cache_salt
+        last, salt = _num_shareable(sequence), sequence.prefix_salt
         if not self._uses_prefix_cache(sequence) or last == 0:
             return [[] for _ in shares]
         found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]

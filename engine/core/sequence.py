@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Sequence:
-    """``seed`` is always set (drawn at admission if the client gave none), as is ``verification``."""
+    """Is one stream of token ids with its parameters. ``seed`` and ``verification`` are always set: admission
+    chooses what the client left open."""
 
     request_id: str
     index: int
@@ -47,7 +48,8 @@ class Sequence:
     cache_prompt: bool = True  # may share its blocks with others, and take over theirs
     num_encoder_tokens: int = 0  # the first of them are the prompt of an encoder, which reads it whole
     forced_end: bool = False  # the last token that fits is forced to be a stop token; it says nothing
-    cache_salt: str = ""  # shares only with sequences of the same salt
+    cache_salt: str = ""  # shares only with sequences of the same salt and adapter
+    adapter: str = ""  # the digest of the target's adapter; empty without one
     arrival: int = 0  # set by the scheduler
     arrived: float = 0.0  # when, by the monotonic clock; set by the scheduler
     queue_seconds: float | None = None  # from there to the first step; None until then
@@ -100,6 +102,12 @@ class Sequence:
     def length_after(self, num_tokens: int) -> int:
         """Returns the length with ``num_tokens`` more, as far as it may grow."""
         return min(len(self.token_ids) + num_tokens, self.max_num_tokens)
+
+    @property
+    def prefix_salt(self) -> str:
+        """Returns what sequences that share computed beginnings have in common besides these, empty without
+        an adapter and a salt. A digest has no slash, so nobody's salt makes two adapters alike."""
+        return f"{self.adapter}/{self.cache_salt}" if self.adapter or self.cache_salt else ""
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -125,7 +125,9 @@ def _pooling(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
         written = [legacy.get(mode, mode) for mode in said if mode not in ("include_prompt",)]
     modes = tuple([written] if isinstance(written, str) else written)
     if unknown := [mode for mode in modes if mode not in MODES]:
-        raise ModelLoadError(f"{folder} pools by {unknown[0]!r}, where {', '.join(MODES)} are known")
+        raise ModelLoadError(
+            f"{folder} pools by {unknown[0]!r}, which is not supported; {', '.join(MODES)} are"
+        )
     if not modes:
         raise ModelLoadError(f"{folder}/config.json names no way of pooling")
     if config.get("include_prompt") is False:

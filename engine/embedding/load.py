@@ -88,6 +88,8 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
     path, options = config.target, load_options(config)
     if config.draft not in (None, AUTO):
         raise ModelLoadError(f"{path} does not write text, so that no draft helps it: leave out draft")
+    if config.lora_modules:
+        raise ModelLoadError(f"{path} does not write text and takes no LoRA adapters: leave out lora_modules")
     if options.device_map is not None:
         raise ModelLoadError(
             f"{path} does not write text, and is not spread over devices: leave out device_map"

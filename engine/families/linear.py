@@ -1,6 +1,6 @@
 """Uses the linear layers of transformers' modules: joined, replaced by faster ones, or as they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from truedraft.engine.checkpoints.stacks import Matrix
 from truedraft.engine.layers import linear as torch_linear
+from truedraft.engine.layers.adapters import Place
 from truedraft.engine.layers.linear import Linear, Linears, TorchLinears, is_packed
 from truedraft.engine.layers.weight import Weight
 
@@ -126,6 +127,24 @@ def join(
         else:
             biases.append(sum(weight.shape[0] for weight in taken))
     return linears.make(weights, _joined(biases), multiplier)
+
+
+def places_of(
+    sources: Sequence[Source], multiplier: float, linear: Linear, names: Mapping[nn.Module, str]
+) -> Iterator[tuple[str, Place]]:
+    """Yields where each module of ``sources``, which were joined, has its outputs in ``linear``. Adapters are
+    not applied to experts and to layers of one head each: there is nothing to yield of these."""
+    begin, found = 0, list[tuple[nn.Module, int, npt.NDArray[np.int64] | None]]()
+    for source in sources:
+        module = source.module if isinstance(source, Rows) else source
+        if isinstance(source, HeadRows) or not isinstance(module, nn.Linear | Conv1D) or module not in names:
+            return
+        rows = source.numbers if isinstance(source, Rows) else None
+        found.append((module, begin, rows))
+        begin += weight_of(module).shape[0] if rows is None else len(rows)
+    for module, first, rows in found:
+        outputs, inputs = weight_of(module).shape
+        yield names[module], Place(linear, first, inputs, outputs, rows, multiplier, begin)
 
 
 def _joined(biases: Sequence[torch.Tensor | int]) -> torch.Tensor | None:

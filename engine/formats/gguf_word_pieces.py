@@ -1,7 +1,8 @@
-"""Builds the tokenizer of encoders in GGUF files: words in pieces, as BERT has them. No torch.
+"""Builds the tokenizer of encoders in GGUF files: words in pieces, as BERT has them.
 
-In these files a piece that begins a word has a mark before it, and one that goes on has none. llama.cpp puts
-texts into lower case in any case, so that a vocabulary that tells cases apart is refused.
+It does without torch. In these files a piece that begins a word has a mark before it, and one that goes on
+has none. llama.cpp puts texts into lower case in any case, so that a vocabulary that tells cases apart is
+refused.
 """
 
 import re
@@ -9,16 +10,17 @@ from typing import Any
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 
-# Encoders have a name in each of both worlds.
+# Each encoder has one name in GGUF files and one in transformers.
 ENCODER_TYPES = {"bert": "bert", "nomic-bert": "nomic_bert"}
 KIND, BEGINS_WORD, GOES_ON = "bert", "\u2581", "##"
-# Pieces of a longer word are not looked for.
+# Words longer than this are not cut into pieces.
 LONGEST_WORD = 100
 UPPER_CASE = re.compile(f"{BEGINS_WORD}?[^\\[]*[A-Z]")
 
 
 def word_pieces(file: GgufFile, tokens: list[str], shown_whole: set[int], ids: dict[str, int]) -> Any:
-    """``shown_whole`` are tokens that are no pieces, ``ids`` those of named tokens."""
+    """Returns the tokenizer. ``shown_whole`` are tokens that are no pieces, ``ids`` are those of named
+    tokens."""
     from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
     from tokenizers.models import WordPiece
 

@@ -1,6 +1,7 @@
-"""Encoders in GGUF files: their keys as transformers' config, and their tensors in transformers' module.
+"""Reads encoders in GGUF files: their keys as transformers' config, and their tensors in transformers'
+module.
 
-What a key means is as in llama.cpp. Two exceptions follow the models' makers: GELU is not approximated, and
+The meaning of keys is llama.cpp's. Two exceptions follow the models' makers: GELU is not approximated, and
 the second text of a pair has an embedding of its own, where the file has one.
 """
 
@@ -20,7 +21,7 @@ from truedraft.engine.gguf.config import INFORMATION, ROPE_BASE
 from truedraft.engine.gguf.keys import GgufKeys
 from truedraft.engine.gguf.places import check_place, taken_apart
 
-# A file must have these keys; the architecture is left out in front.
+# A file must have these keys, which begin with the architecture's name.
 NEEDED = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -29,18 +30,18 @@ NEEDED = {
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "context_length": "max_position_embeddings",
 }
-# Norms come in the order that ``EncoderFamily`` has, too.
+# Norms have the order of ``EncoderFamily``.
 NORMS = "attn_norm", "attn_output_norm", "ffn_norm", "layer_output_norm"
 MLP_IN = {1: ("ffn_up",), 2: ("ffn_gate", "ffn_up")}
 # A classifier has a layer before its score, as transformers' BERT and RoBERTa have.
 CLASSIFIER, SCORE = "cls", "cls.output"
-# Tensors of transformers' module that vectors do not depend on, and files do not have.
+# Vectors do not depend on these tensors of transformers' module, and files do not have them.
 UNUSED = "pooler."
 
 
 @dataclass(frozen=True)
 class GgufEncoder:
-    """Holds what a file says. ``names`` are the file's tensors by transformers' names."""
+    """Holds what a file says. ``names`` maps transformers' names to the file's tensors."""
 
     checkpoint: GgufCheckpoint
     config: Any
@@ -85,7 +86,7 @@ def holds_encoder(path: str) -> bool:
 
 
 def open_encoder(path: str) -> GgufEncoder:
-    """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
+    """Opens a file's encoder; raises ``GgufError`` or ``ModelLoadError`` for files that cannot be served."""
     file = read_gguf(path)
     for name, place in file.tensors.items():
         check_place(name, place)

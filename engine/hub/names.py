@@ -10,7 +10,7 @@ from truedraft.engine.formats.gguf_file import is_gguf
 
 PATH_BEGINS = (".", "/", "~")
 HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
-SCHEMES = ("hf", "huggingface")  # One of them stands in hf://owner/name.
+SCHEMES = ("hf", "huggingface")  # A name may begin with one of these, as in hf://owner/name.
 WORD = r"[A-Za-z0-9][\w.-]*"
 QUANT = r"(?::(?P<quant>[\w.-]+))?"
 NAME = re.compile(rf"(?P<repo>{WORD}(?:/{WORD})?)(?:@(?P<revision>[\w./-]+))?{QUANT}")
@@ -34,7 +34,7 @@ class HubName:
     revision: str | None = None  # branch, tag or commit; None: the main branch
     file: str | None = None  # path of a GGUF file inside the repository
     quant: str | None = None  # such as Q4_K_M, or the name of a GGUF file; any case
-    folder: str | None = None  # the only one of the repository whose files are meant
+    folder: str | None = None  # true if only the files of this repository are meant
 
     def __str__(self) -> str:
         revision = "" if self.revision is None else f"@{self.revision}"

@@ -16,7 +16,8 @@ LABEL = re.compile(
 )
 # These GGUF files, or all files in folders of that name, belong to a model and are no models themselves.
 COMPANIONS = re.compile(r"(^|[-_./])(mmproj|control-vector)([-_./]|$)", re.IGNORECASE)
-# So do files of this name, unless they also have a quantisation's label: the matrix was used for that one.
+# Files with this in their names do so, too, unless they have a quantisation's label: the matrix was used for
+# that one.
 MATRIX = re.compile(r"(^|[-_.])imatrix([-_.]|$)", re.IGNORECASE)
 # Files and repositories with these names have drafts for a model.
 DRAFTER = re.compile(r"(^|[-_./])(mtp|eagle3?|dflash|dspark|medusa|assistant|draft)([-_.]|$)", re.IGNORECASE)

@@ -6,13 +6,14 @@ what the structures in C are made from (``engine.native.decoder``).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from truedraft.engine.layers.adapters import Place
 from truedraft.engine.layers.latent import LatentProjection
 from truedraft.engine.layers.linear import Embeddings, Linear
 from truedraft.engine.layers.mlp import Activation, DenseAndExperts, Experts, GatedMlp, scaled
@@ -254,7 +255,8 @@ class LayerInputs:
 class DecoderWeights:
     """Describes a whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``. A decoder with a
     ``joint`` takes hidden states, too. ``make_output`` makes other output layers of what ``head`` is made of,
-    where that can be read again."""
+    where that can be read again. ``places`` has those of transformers' modules that adapters can change, by
+    the modules' names."""
 
     embeddings: Embeddings
     layers: list[DecoderLayer]
@@ -266,6 +268,7 @@ class DecoderWeights:
     joint: Joint | None = None
     make_output: MakeOutput | None = None
     layer_inputs: LayerInputs | None = None
+    places: dict[str, list[Place]] = field(default_factory=dict)
 
     @property
     def linears(self) -> Iterator[Linear]:

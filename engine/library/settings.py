@@ -37,6 +37,10 @@ class LLMSettings(TypedDict, total=False):
     draft_vocab_file: str | None
     draft_sample_method: Literal["auto", "greedy", "probabilistic"]
     verification: Literal["auto", "rejection", "block", "coupled"]
+    lora_modules: list[str]
+    allow_lora_updating: bool
+    max_loras: int
+    max_lora_rank: int
     max_num_sequences: int | None
     max_num_batched_tokens: int
     step_seconds: float

@@ -310,6 +310,11 @@ class ForwardBatch:
     def _lengths(self) -> list[int]:
         return [len(span.token_ids) for span in self.spans]
 
+    @property
+    def adapters(self) -> list[int]:
+        """Returns the number of each token's adapter, or -1."""
+        return [span.table.adapter for span in self.spans for _ in span.token_ids]
+
     @cached_property
     def offsets(self) -> list[int]:
         """Returns where each span's tokens begin in the packed ones, and where the last ones end."""

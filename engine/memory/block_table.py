@@ -13,10 +13,10 @@ class BlockTable:
     ``num_folded_tokens``; later ones of the computed tokens may be taken back. The newest snapshot of the
     states covers the first ``num_kept_tokens``. Another text shares the first ``num_shared_tokens``; 0 if
     there is a snapshot near by. Blocks have been taken away ``num_cuts`` times; others are only added at the
-    end.
+    end. ``adapter`` is the number of the adapter that the model has for the sequence; -1 if it has none.
     """
 
-    def __init__(self, num_encoder_tokens: int = 0) -> None:
+    def __init__(self, num_encoder_tokens: int = 0, adapter: int = -1) -> None:
         self.num_encoder_tokens = num_encoder_tokens
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
@@ -26,3 +26,4 @@ class BlockTable:
         self.num_kept_tokens = 0
         self.num_shared_tokens = 0
         self.num_cuts = 0
+        self.adapter = adapter

@@ -49,7 +49,7 @@ def first_that_agrees(
         if _agrees(model, expected):
             _choose_cache_dtype(model, expected, cache_dtype)
             return model
-        logger.warning("%s: the logits differ from those of transformers' layers; it is not used", name)
+        logger.warning("Not using %s: its logits differ from those of transformers' layers", name)
     return None
 
 

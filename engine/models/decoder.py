@@ -9,6 +9,7 @@ another, residuals added inside them, and in between as few calls as possible (`
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 
 import torch
@@ -17,6 +18,7 @@ from truedraft.engine.checkpoints.facts import ModelFacts
 from truedraft.engine.cuda.grouped_experts import GroupedExperts
 from truedraft.engine.cuda.quantised import PackedLinear
 from truedraft.engine.cuda.scaled import ScaledLinear
+from truedraft.engine.layers.adapters import AdaptedLayers, AdaptedTorchRun, TorchAdapters, rows_of
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
 from truedraft.engine.layers.mlp import DenseAndExperts, Experts, TouchedExperts
 from truedraft.engine.layers.rotary import Rotary
@@ -25,6 +27,7 @@ from truedraft.engine.layers.torch_run import TorchRun
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.models.base import FastPass, ForwardOutput, Model
+from truedraft.engine.native.adapters import NativeAdapters
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.native_run import NativeKernels
@@ -53,6 +56,7 @@ class FusedDecoder(Model):
         self.weights = weights
         self.rotary = weights.rotary
         self.begin = begin
+        self.adapters: AdaptedLayers | None = None
         self.is_native = isinstance(begin, NativeKernels)
         linears = list(weights.linears)
         # Kernels in C round the inputs of quantised layers to 8 bits; on a GPU only layers in FP8 do.
@@ -92,9 +96,39 @@ class FusedDecoder(Model):
             for cache in self.caches
         ]
 
+    def take_adapters(self) -> AdaptedLayers:
+        """Lets passes from now on, and caches made from now on, have adapters; on a CPU."""
+        if isinstance(self.begin, NativeKernels):
+            self.adapters = NativeAdapters(self.begin.library)
+        else:
+            assert self.begin is TorchRun
+            self.adapters = adapters = TorchAdapters(self.dtype, self.device)
+            self.begin = partial(AdaptedTorchRun, adapters)
+        return self.adapters
+
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         """Computes packed tokens. Neither this nor the functions below make decisions in Python that depend
         on the values of the batch's tensors, except for a model that ``needs_host``."""
+        numbers = [] if self.adapters is None else batch.adapters
+        with rows_of(self.adapters, numbers):
+            run, hidden, tapped = self._run_layers(batch, cache, taps)
+        weights = self.weights
+        # Logits of all tokens are in order, except in a captured batch, which has no spans.
+        if not batch.spans or len(batch.logits_index) != len(hidden):
+            hidden = hidden.index_select(0, batch.logits_index)
+            numbers = [numbers[index] for index in batch.logits_index.tolist()] if numbers else []
+        with rows_of(self.adapters, numbers):
+            logits = run.linear(weights.head, run.norm(weights.norm, hidden))
+        if weights.softcap is not None:
+            logits = run.cap(logits, weights.softcap)
+        if self._counted is not None:
+            self._counted.send()
+        return ForwardOutput(logits.float(), torch.stack([tapped[tap] for tap in taps], 1) if taps else None)
+
+    def _run_layers(
+        self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int]
+    ) -> tuple[LayerRun, torch.Tensor, dict[int, torch.Tensor]]:
+        """Returns what runs the pass, the last hidden states, and those that are tapped."""
         weights = self.weights
         run = self.begin(batch, cache, self.rotary)
         hidden, joined = weights.embed(batch.token_ids[0], self.dtype), None
@@ -113,15 +147,7 @@ class FusedDecoder(Model):
                 tapped[index] = hidden.clone()  # Layers may add to this tensor in place.
         if len(weights.layers) in taps:
             tapped[len(weights.layers)] = run.norm(weights.norm, hidden)
-        # Logits of all tokens are in order, except in a captured batch, which has no spans.
-        if not batch.spans or len(batch.logits_index) != len(hidden):
-            hidden = hidden.index_select(0, batch.logits_index)
-        logits = run.linear(weights.head, run.norm(weights.norm, hidden))
-        if weights.softcap is not None:
-            logits = run.cap(logits, weights.softcap)
-        if self._counted is not None:
-            self._counted.send()
-        return ForwardOutput(logits.float(), torch.stack([tapped[tap] for tap in taps], 1) if taps else None)
+        return run, hidden, tapped
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
         """Returns passes over a few tokens as one call of C; None without the kernels, or without a table of
@@ -130,7 +156,8 @@ class FusedDecoder(Model):
             return None
         if not all(isinstance(linear, NativeLinear) for linear in self.weights.linears):
             return None
-        return NativeDecoder(self.begin, self.weights, cache)
+        rows = self.adapters.rows if isinstance(self.adapters, NativeAdapters) else None
+        return NativeDecoder(self.begin, self.weights, cache, rows)
 
 
 def _experts(layer: DecoderLayer) -> Experts | None:

@@ -37,8 +37,8 @@ def choose_rotary_factors(config: Any, max_model_len: int | None) -> None:
         chosen = "long" if served > original else "short"
         if chosen == "long" and sets["short"] != sets["long"]:
             logger.warning(
-                "%s has rotary factors for long texts, which serve texts of any length here because up to %d "
-                "tokens are served; with max_model_len %d or less those for short texts do",
+                "%s has rotary factors for short texts and for long ones. All texts get those for long ones, "
+                "as up to %d tokens are served; set max_model_len to %d or less to use those for short ones",
                 *(text.model_type, served, original),
             )
         rope[f"short_{kind}"] = rope[f"long_{kind}"] = sets[chosen]

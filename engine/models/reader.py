@@ -44,9 +44,10 @@ from truedraft.engine.families.gemma4 import (
     layer_inputs,
     layer_table_scale,
 )
-from truedraft.engine.families.head_order import to_grouped
+from truedraft.engine.families.head_order import MODULE, to_grouped
 from truedraft.engine.families.layer import decoder_layer
-from truedraft.engine.families.linear import Whole, join
+from truedraft.engine.families.linear import Source, Whole, join, places_of
+from truedraft.engine.layers.adapters import Place
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, LayerInputs, MakeOutput
 from truedraft.engine.layers.linear import Embeddings, Linear, Linears
 from truedraft.engine.layers.rotary import NoAngles
@@ -72,6 +73,7 @@ class Reader:
         self.facts = facts
         self.linears = linears
         self.layers: list[DecoderLayer] = []
+        self.places: dict[str, list[Place]] = {}
 
     @torch.inference_mode()
     def read(self) -> tuple[DecoderWeights, list[torch.Tensor]]:
@@ -87,16 +89,21 @@ class Reader:
         states = self._compute_while_reading(texts, embeddings, rotary, inputs)
         head = stored if module.config.tie_word_embeddings else self._weight(HEAD)
         logits = self._logits(torch.cat(states), head)
+        multiplier = logit_multiplier(module.config)
+        output = self.linears.make([head], None, multiplier)
+        rows, columns = head.shape
+        self.places[HEAD.removesuffix(".weight")] = [Place(output, 0, columns, rows, None, multiplier, rows)]
         weights = DecoderWeights(
             embeddings,
             self.layers,
             make_last_norm(module.config, norm),
-            self.linears.make([head], None, logit_multiplier(module.config)),
+            output,
             make_rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
             embedding_scale(module, facts.dtype),
             logit_softcap(module.config),
             make_output=self._make_output(head.name, head.shape),
             layer_inputs=inputs,
+            places=self.places,
         )
         trim_heap()
         return weights, [*torch.split(logits.float(), [*map(len, states)])]
@@ -185,7 +192,16 @@ class Reader:
             correct_layer(layer, self.facts)
 
         def after(*_: Any) -> None:
-            make = partial(join, linears=self.linears, weights_of=weights_of)
+            names = {module: f"model.layers.{index}.{name}" for name, module in layer.named_modules()}
+
+            def make(sources: Sequence[Source], multiplier: float) -> Linear:
+                linear = join(sources, multiplier, self.linears, weights_of)
+                for name, place in places_of(sources, multiplier, linear, names):
+                    # Heads that are tiled are not in the order that adapters know.
+                    if not (self.checkpoint.is_tiled and MODULE in name):
+                        self.places.setdefault(name, []).append(place)
+                return linear
+
             first = sum(len(each.mixers) for each in self.layers)
             self.layers.append(decoder_layer(layer, first, self.facts, make, self.checkpoint.is_tiled))
             weights.clear()

@@ -49,10 +49,10 @@ def way_of(path: str) -> str:
     """Returns which forward would compute the model at ``path``: fused layers or transformers' modules. No
     weights are read. Raises ``ModelLoadError`` where the model is known not to be served."""
     options = LoadOptions()
-    if is_gguf(path) and holds_encoder(path):
-        with stage(path, ""):
+    with stage(path, ""):
+        if is_gguf(path) and holds_encoder(path):
             open_encoder(path)
-        return "fused"
+            return "fused"
     if is_gguf(path):
         open_gguf_file(path, options)
         return "fused"

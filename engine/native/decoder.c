@@ -228,14 +228,21 @@ static int64_t largest_part(const Decoder *decoder, int64_t rows) {
     return largest;
 }
 
-/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones, and taps unless that is NULL. 0 if
- * there is no memory, or a block or state is not the cache's, and then nothing has happened. States are folded as far as
- * ``num_folded_after`` says. */
-int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, float *logits) {
+/* Tells linear layers which adapter each of their rows has: those of all new tokens, or of those that want logits. */
+static void adapt(const Decoder *decoder, const NewTokens *new, int64_t *numbers, const int64_t *counts) {
+    if (!decoder->adapted || !new->adapter) return;
+    int64_t row = 0;
+    for (int64_t span = 0; span < new->num_spans; span++)
+        for (int64_t i = 0; i < counts[span]; i++) numbers[row++] = new->adapter[span];
+    *decoder->adapted = (AdaptedRows){ row, numbers };
+}
+
+/* ``decode``, which leaves layers with rows of this pass. */
+static int64_t run_pass(const Decoder *decoder, const NewTokens *new, const Taps *taps, float *logits) {
     static _Thread_local Arena arena;
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
     const int64_t num_logits = sum_of(new->num_logits, new->num_spans);
-    const size_t integers = 2 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
+    const size_t integers = 3 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
     const LayerInputs *inputs = decoder->layer_inputs;
     const int64_t num_given = inputs ? decoder->num_layers * inputs->size : 0;
     const size_t vectors = 4 * arena_size(rows * size, sizeof(float)) + 2 * arena_size(rows * num_given, sizeof(float))
@@ -244,6 +251,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
     int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *first_token = arena_alloc(&arena, new->num_spans + 1, sizeof(int64_t));
+    int64_t *numbers = arena_alloc(&arena, rows, sizeof(int64_t));
     const Spans spans = find_places(decoder, new, rows, slots, angle, first_token);
     float *hidden = arena_alloc(&arena, rows * size, sizeof(float));
     float *normed = arena_alloc(&arena, rows * size, sizeof(float));
@@ -254,6 +262,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
     for (int64_t span = 0, row = 0; span < new->num_spans; span++)
         for (int64_t i = 0; i < new->num_tokens[span]; i++, row++)
             embed(hidden + row * size, given + row * num_given, decoder, new->token_ids[row], new->num_stored[span] + i);
+    adapt(decoder, new, numbers, new->num_tokens);
     const float *joined = decoder->state_norm ? join(&pass, decoder, new->states) : NULL;
     if (inputs) add_layer_inputs(&pass, inputs, given, projected);
     for (int64_t i = 0; i < decoder->num_layers; i++) {
@@ -270,7 +279,18 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, f
     }
     gather(normed, hidden, new, size);
     norm_states(&pass, normed, normed, decoder->norm, num_logits, decoder->norm_eps);
+    adapt(decoder, new, numbers, new->num_logits);
     multiply(decoder->head, logits, normed, NULL, num_logits);
     if (decoder->softcap > 0) cap(logits, num_logits, decoder->head->out_features, decoder->softcap);
     return 1;
+}
+
+/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones, and taps unless that is NULL. 0 if
+ * there is no memory, or a block or state is not the cache's, and then nothing has happened. States are folded as far as
+ * ``num_folded_after`` says. */
+int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, float *logits) {
+    const int64_t is_done = run_pass(decoder, new, taps, logits);
+    /* A head that drafts may share layers, and is not adapted. */
+    if (decoder->adapted) decoder->adapted->numbers = NULL;
+    return is_done;
 }

@@ -56,7 +56,9 @@ class PackedTokens:
     """Has spans as C reads them, which sees neither how long a table of blocks is nor what lies before a
     span. They must be kept as long as ``new`` is used."""
 
-    def __init__(self, spans: Sequence[Span], block_size: int, has_states: bool) -> None:
+    def __init__(
+        self, spans: Sequence[Span], block_size: int, has_states: bool, *, is_adapted: bool = False
+    ) -> None:
         counts, stored, wanted, first_blocks = [], [], [], []
         self.end = 0  # The longest text reaches up to this position.
         token_ids: list[int] = []
@@ -76,8 +78,9 @@ class PackedTokens:
             blocks += span.table.block_ids
             self.end = max(self.end, end)
         self.num_logits = sum(wanted)
+        adapters = [span.table.adapter for span in spans] if is_adapted else []
         states = state_columns(spans) if has_states else []
-        numbers = [*counts, *stored, *wanted, *first_blocks, *states, *token_ids, *blocks]
+        numbers = [*counts, *stored, *wanted, *first_blocks, *states, *token_ids, *blocks, *adapters]
         self._numbers = array("q", numbers)
         start = address(self._numbers, torch.int64, (len(self._numbers),))
         column = INTEGER_BYTES * len(spans)
@@ -91,13 +94,21 @@ class PackedTokens:
             first_id,
             first_id + INTEGER_BYTES * len(token_ids),
             **(state_fields(start + 4 * column, column) if states else {}),
+            adapter=start + INTEGER_BYTES * (len(numbers) - len(adapters)) if adapters else None,
         )
 
 
 class NativeDecoder:
     """Is a ``FastPass`` of ``weights``, whose linear layers are all ``NativeLinear``, over ``cache``."""
 
-    def __init__(self, kernels: NativeKernels, weights: DecoderWeights, cache: KVCache) -> None:
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        weights: DecoderWeights,
+        cache: KVCache,
+        adapted: in_c.AdaptedRows | None = None,
+    ) -> None:
+        """``adapted``: what linear layers look at for which rows have adapters."""
         assert weights.rotary.table is not None
         self.library = kernels.library
         self.vocab_size = native(weights.head).out_features
@@ -119,7 +130,7 @@ class NativeDecoder:
         if weights.layer_inputs is not None:
             self.inputs = _layer_inputs(weights.layer_inputs, len(parts), vocab_size, hidden_size)
         # These are kept as long as C has their addresses, which are checked here, once.
-        self._kept = parts, layers, weights, cache
+        self._kept = parts, layers, weights, cache, adapted
         self._rotary = weights.rotary
         self.decoder = Decoder(
             num_layers=len(parts),
@@ -141,6 +152,7 @@ class NativeDecoder:
             norm_eps=weights.norm.eps,
             embedding_scale=weights.embedding_scale,
             softcap=weights.softcap or 0.0,
+            adapted=None if adapted is None else addressof(adapted),
             **_joint(weights.joint, hidden_size),
             **({} if self.inputs is None else {"layer_inputs": addressof(self.inputs)}),
         )
@@ -158,7 +170,8 @@ class NativeDecoder:
                 span.token_ids = [token_id]
         if not self.holds(spans):
             return None
-        packed = PackedTokens(spans, self.decoder.block_size, self.has_states)
+        is_adapted = bool(self.decoder.adapted)
+        packed = PackedTokens(spans, self.decoder.block_size, self.has_states, is_adapted=is_adapted)
         self.reach(packed.end)
         num_tokens = sum(len(span.token_ids) for span in spans)
         if (given := states_of(spans)) is not None:

@@ -59,6 +59,17 @@ typedef struct {
     int64_t type;
 } QuantisedPanel;
 
+/* Which adapter each row of the pass that goes on has, or -1. */
+typedef struct {
+    int64_t num_rows;
+    const int64_t *numbers;       /* [num_rows], or NULL: no row has one */
+} AdaptedRows;
+
+/* What one adapter adds to a linear layer's outputs: what ``up`` makes of what ``down`` makes of the inputs. */
+typedef struct {
+    const void *down, *up;        /* Linears, or NULL where the adapter leaves the layer as it is */
+} Adapter;
+
 /* A linear layer. ``type``: of its weights. */
 typedef struct {
     int64_t in_features, out_features, type;
@@ -68,6 +79,8 @@ typedef struct {
     const float *bias;            /* [out_features] or NULL */
     int64_t group;                /* inputs whose weights share a scale, in bytes */
     const float *scales;          /* [panels, groups, PANEL], those of FLOAT8 times E4M3_DIVISOR; or NULL */
+    const Adapter *adapters;      /* by their numbers; NULL: there are none */
+    const AdaptedRows *adapted;   /* rows of the layer's inputs that have one */
 } Linear;
 
 /* Sums of each channel over the newest tokens. */
@@ -219,6 +232,7 @@ typedef struct {
     float embedding_norm_eps, state_norm_eps;
     const Linear *projection;     /* makes the first hidden states of both; NULL: the first mixer gets both */
     int64_t adds_to_normed;       /* states, when the first layer adds to them */
+    AdaptedRows *adapted;         /* what its linear layers know of rows with adapters; NULL: there are no adapters */
 } Decoder;
 
 /* What a pass is to store, by span: tokens of one sequence that follow those stored before. */
@@ -230,6 +244,7 @@ typedef struct {
     const int64_t *blocks;        /* block ids of all spans */
     const int64_t *state_slot, *num_folded, *num_certain; /* [num_spans] as in Spans */
     const float *states;          /* [tokens, hidden_size] that come with them, where a decoder takes such; NULL: zeros */
+    const int64_t *adapter;       /* [num_spans] each one's, or -1; NULL: none has one */
 } NewTokens;
 
 /* Hidden states that a pass gives in addition to logits. */

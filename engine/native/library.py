@@ -38,6 +38,14 @@ class Heads(ctypes.Structure):
     _fields_ = fields_of("Heads")
 
 
+class AdaptedRows(ctypes.Structure):
+    _fields_ = fields_of("AdaptedRows")
+
+
+class Adapter(ctypes.Structure):
+    _fields_ = fields_of("Adapter")
+
+
 class QuantisedPanel(ctypes.Structure):
     _fields_ = fields_of("QuantisedPanel")
 
@@ -130,7 +138,9 @@ def load_library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         variant = best_variant(_features())
         if variant is None:
-            logger.warning("No native kernels, the slower way is taken: %s", _reason(error))
+            logger.warning(
+                "No native kernels, so torch computes the layers, which is slower: %s", _reason(error)
+            )
             return None
         logger.info("Native kernels prebuilt for %s: %s", variant.name, _reason(error))
         library = ctypes.CDLL(str(file_of(variant)))
@@ -156,7 +166,9 @@ def _load_compiled() -> ctypes.CDLL:
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     if (reason := _distrust(folder)) is not None:
-        logger.warning("Kernels are not kept in %s, but compiled at every start: %s", folder, reason)
+        logger.warning(
+            "The native kernels are compiled at every start, as they are not kept in %s: %s", folder, reason
+        )
         with tempfile.TemporaryDirectory() as work:
             new = Path(work) / "kernels.so"
             compile_library(compiler, NATIVE, new)

@@ -287,9 +287,8 @@ static void multiply_tiles_task(const void *arguments, int64_t panel) {
 #define multiply_tiles_task multiply_task
 #endif
 
-/* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
- * which may be out itself. */
-void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
+/* ``multiply`` without adapters. */
+static void multiply_weights(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
     if (linear->type == QUANTISED) {
         multiply_quantised(linear, out, x, residual, rows);
         return;
@@ -313,6 +312,41 @@ void multiply(const Linear *linear, float *out, const float *x, const float *res
     }
     const Product product = { linear, out, x, residual, rows, num_parts, stride, next_product() };
     run_task(is_tiled ? multiply_tiles_task : multiply_task, &product, (width + PANEL - 1) / PANEL, in * width * rows);
+}
+
+/* Adds to each row's outputs what its adapter makes of its inputs. Rows that follow each other with the same adapter are
+ * computed together; their bits do not depend on that. */
+static void add_adapters(const Linear *linear, float *out, const float *x, int64_t rows) {
+    static _Thread_local Arena arena;
+    const int64_t *numbers = linear->adapted->numbers, width = linear->out_features;
+    int64_t end = rows;
+    for (int64_t begin = 0; begin < rows; begin = end) {
+        for (end = begin + 1; end < rows && numbers[end] == numbers[begin];) end++;
+        if (numbers[begin] < 0) continue;
+        const Linear *down = linear->adapters[numbers[begin]].down, *up = linear->adapters[numbers[begin]].up;
+        if (!down) continue;
+        float *to = out + begin * width;
+        const int64_t count = end - begin;
+        if (!arena_reserve(&arena, arena_size(count * down->out_features, sizeof(float)))) {
+            for (int64_t i = 0; i < count * width; i++) to[i] = NAN; /* no memory: not a distribution */
+            continue;
+        }
+        float *low = arena_alloc(&arena, count * down->out_features, sizeof(float));
+        multiply_weights(down, low, x + begin * linear->in_features, NULL, count);
+        multiply_weights(up, to, low, to, count);
+    }
+}
+
+/* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
+ * which may be out itself; plus what the rows' adapters add. */
+void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
+    multiply_weights(linear, out, x, residual, rows);
+    if (!linear->adapters || !linear->adapted->numbers) return;
+    if (linear->adapted->num_rows == rows) {
+        add_adapters(linear, out, x, rows);
+        return;
+    }
+    for (int64_t i = 0; i < rows * linear->out_features; i++) out[i] = NAN; /* whose rows these are is not known */
 }
 
 /* Columns of a Linear's weights together, panel by panel: what the weights must be laid out as. */

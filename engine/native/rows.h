@@ -50,6 +50,7 @@ typedef struct {
     const int64_t *blocks;          /* the target's block table, with room for all rounds */
     int64_t num_draft_blocks;       /* entries of draft_blocks */
     const int64_t *draft_blocks;    /* the draft model's block table, with room for all rounds */
+    int64_t adapter;                /* the number of the target's adapter; -1: none */
 } Row;
 
 #endif

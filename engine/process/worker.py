@@ -31,11 +31,13 @@ from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import own_memory
 from truedraft.engine.messages import (
     Abort,
+    AdapterLoaded,
     Cleared,
     ClearPrefixes,
     EncoderDecoderLengths,
     Failed,
     Generate,
+    LoadAdapter,
     Loading,
     Method,
     Ready,
@@ -45,6 +47,7 @@ from truedraft.engine.messages import (
     StepOutput,
     Task,
     TokenOutput,
+    UnloadAdapter,
     decode_to_worker,
 )
 from truedraft.engine.models.generation_defaults import default_sampling
@@ -156,6 +159,14 @@ class Worker:
         except RequestError as error:
             self.connection.send(Failed(request.request_id, error.code, str(error)))
 
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        try:
+            adapter = self.core.load_adapter(message.name, message.path)
+        except RequestError as error:
+            self.connection.send(Failed(message.request_id, error.code, str(error)))
+        else:
+            self.connection.send(AdapterLoaded(message.request_id, adapter))
+
     def _abort(self, message: Abort) -> None:
         if message.request_id in self.compiling:
             self.compiling[message.request_id][2].append(message)
@@ -173,6 +184,10 @@ class Worker:
                 self._begin(message)
             case Abort():
                 self._abort(message)
+            case LoadAdapter():
+                self._load_adapter(message)
+            case UnloadAdapter():
+                self.core.unload_adapter(message.digest)
             case ClearPrefixes():
                 self.core.forget_prefixes()
                 self.connection.send(Cleared())
@@ -217,6 +232,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         cache_bytes=sum(runner.cache.num_bytes for runner in runners),
         worker_bytes=own_memory(),
         tried=list(core.tried),
+        adapters=[] if core.admission.adapters is None else list(core.admission.adapters.named),
     )
 
 

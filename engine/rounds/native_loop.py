@@ -108,6 +108,7 @@ class NativeLoop:
             Field.NUM_COMPUTED: [table.num_computed_tokens for table in tables],
             Field.NUM_WANTED: [draft.num_tokens for draft in drafts],
             Field.NUM_KNOWN: [len(ids) for ids in self._known(plan)],
+            Field.ADAPTER: [table.adapter for table in tables],
             **_columns(tables, Field.STATE_SLOT, Field.NUM_FOLDED),
         }
         num_missing = 0

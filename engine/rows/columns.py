@@ -99,6 +99,7 @@ class Field(IntEnum):
     BLOCKS = IDS, "the target's block table, with room for all rounds"
     NUM_DRAFT_BLOCKS = INTEGER, "entries of draft_blocks"
     DRAFT_BLOCKS = IDS, "the draft model's block table, with room for all rounds"
+    ADAPTER = INTEGER, "the number of the target's adapter; -1: none"
 
 
 WIDTH = len(Field)

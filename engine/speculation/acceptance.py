@@ -1,4 +1,4 @@
-"""Learns how far drafts are accepted, as decayed counts by position.
+"""Learns how far drafts are accepted, as decayed counts by position, for groups of sequences that are alike.
 
 A draft *reaches* position ``i`` if all tokens before it are accepted. The rate of a position is counted among
 the drafts that reached it. The chance that the first ``i`` tokens are accepted is the product of their rates,
@@ -82,3 +82,20 @@ class Acceptance:
         """Returns rates of the positions that drafts have reached."""
         known = zip(self.rates(), self.reached, strict=True)
         return [round(rate, 3) for rate, reached in known if reached]
+
+
+class Group:
+    """Keeps what is known of the sequences of a temperature class: what holds for one is taken to hold for
+    all."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.acceptances: dict[str, Acceptance] = {}  # keys: proposers
+        self.lookups: dict[tuple[str, int], Acceptance] = {}  # keys: source, strength of the match
+        self.lookup_balance = 0.0  # seconds that look-ups have saved lately
+
+    def acceptance(self, source: str) -> Acceptance:
+        """Returns what is known of a proposer's drafts."""
+        if source not in self.acceptances:
+            self.acceptances[source] = Acceptance()
+        return self.acceptances[source]

@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 from truedraft.engine.core import sequence as core
 from truedraft.engine.core.planning import InRoundLookup, Lookup, ReadingLookup
-from truedraft.engine.speculation.acceptance import Acceptance
+from truedraft.engine.speculation.acceptance import Acceptance, Group
 from truedraft.engine.speculation.costs import MIXED, Costs, Shape
-from truedraft.engine.speculation.explore import OPTION_SHARE, Explorer
-from truedraft.engine.speculation.group import Group
-from truedraft.engine.speculation.policy import Plan
+from truedraft.engine.speculation.policy import OPTION_SHARE, Explorer, Plan
 
 # Python seconds of reading a token, and of asking once, about.
 READ_SECONDS, ASK_SECONDS = 5e-6, 5e-5

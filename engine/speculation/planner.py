@@ -30,10 +30,8 @@ from truedraft.engine.core.step import (
     auto_limit,
 )
 from truedraft.engine.messages import Source
-from truedraft.engine.speculation.acceptance import Acceptance
+from truedraft.engine.speculation.acceptance import Acceptance, Group
 from truedraft.engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
-from truedraft.engine.speculation.explore import Explorer
-from truedraft.engine.speculation.group import Group
 from truedraft.engine.speculation.lookups import (
     LookupReport,
     Offer,
@@ -45,7 +43,7 @@ from truedraft.engine.speculation.lookups import (
     start_if_it_pays,
     start_some,
 )
-from truedraft.engine.speculation.policy import Batch, Choice, Policy, Timing
+from truedraft.engine.speculation.policy import Batch, Choice, Explorer, Policy, Timing
 
 # Share of a round that free rows wait for tokens which grammars force on others.
 FORCED_SHARE = 0.02

@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from truedraft.engine.core import sequence as core
 from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.speculation.acceptance import Group
 from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
-from truedraft.engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
-from truedraft.engine.speculation.group import Group
 
 # Seconds between replans. At first, and after a large change, they come after 4, 8, 16, ... rounds.
 REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
@@ -39,6 +38,13 @@ REPORT_DECAY = 0.98
 DOUBT = 2.0
 # The option that is explored while drafting is off: whether drafting pays again, with whatever length.
 PAUSED = -1
+# Share of the time that may be lost by exploring one option, reading texts that may repeat themselves
+# included; and by trying whether drafting pays while it is off.
+OPTION_SHARE, PAUSED_SHARE = 0.0015, 0.005
+# Seconds between two explorations of the same option, at least.
+MIN_WAIT = 0.25
+
+Name = TypeVar("Name")
 
 
 @dataclass(slots=True)
@@ -159,6 +165,28 @@ class Report:
             "achieved": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "plain": round(self.rows / self.plain_seconds, 1) if self.plain_seconds else 0.0,
         }
+
+
+class Explorer:
+    """Knows when each option is due. One that was never explored is due as if it had been at the start."""
+
+    def __init__(self) -> None:
+        self.num_explored = 0
+        self._due: dict[object, float] = {}
+
+    def next(self, waits: Mapping[Name, float], now: float) -> Name | None:
+        """Returns the option that has been due for longest; None if none is. ``waits`` are the seconds from
+        the start after which those are due that were never explored."""
+        due = {name: self._due.get(name, wait) for name, wait in waits.items()}
+        earliest = min(due, key=due.__getitem__, default=None)
+        return earliest if earliest is not None and due[earliest] <= now else None
+
+    def charge(self, name: object, wait: float, now: float, *, first_is_free: bool = False) -> None:
+        """Notes that an option was explored: it is due again after ``wait`` seconds, or soon if its first
+        time ``first_is_free``."""
+        is_free = first_is_free and name not in self._due
+        self._due[name] = now + max(MIN_WAIT, 0.0 if is_free else wait)
+        self.num_explored += 1
 
 
 class Policy:

@@ -1,16 +1,17 @@
-"""Says how many experts a pass reads: of few tokens each one that is read costs about as much as a token.
+"""Estimates how many experts a pass reads: for few tokens each one that is read costs about as much as a
+token.
 
-Calibration measures passes over tokens that have nothing in common, and counts the experts that they read. Of
-a real text, later tokens take some of the experts that earlier ones take. So a pass is put down as one over
-fewer such tokens, as many as read the same number of experts. How many a further row counts for, and how many
-a drafted token, is learned from the counts of the passes themselves.
+Calibration measures passes over tokens that have nothing in common, and counts the experts that they read. In
+a real text, later tokens use some of the experts that earlier ones use. So a pass counts as one over fewer
+such tokens, as many as read the same number of experts. The number for which a further row counts, and for
+which a drafted token counts, is learned from the counts of the passes themselves.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 
-# What is known moves by this share of a difference; a token counts for so much at most.
+# Estimates move by this share of a difference; a token counts for at most this much.
 RATE, MOST = 0.1, 1.5
 
 
@@ -34,7 +35,7 @@ class Routing:
         return experts / layers if layers else None
 
     def tokens(self, num_rows: float, num_drafted: float) -> float:
-        """Returns how many tokens that have nothing in common read as many experts."""
+        """Returns how many tokens that have nothing in common read this many experts."""
         return 1 + self.of_row * (num_rows - 1) + self.of_draft * num_drafted
 
     def experts(self, num_rows: float, num_drafted: float = 0.0) -> float:
@@ -42,7 +43,7 @@ class Routing:
         return _between(self._tokens, self._experts, self.tokens(num_rows, num_drafted))
 
     def observe(self, num_rows: float, num_drafted: float, experts: float) -> None:
-        """Learns that layers read so many experts in passes over that many rows and drafted tokens."""
+        """Learns that layers read this many experts in passes over this many rows and drafted tokens."""
         if experts >= self._experts[-1]:
             return  # about all of them, which more tokens read as well as fewer
         measured = _between(self._experts, self._tokens, experts)

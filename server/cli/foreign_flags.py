@@ -55,6 +55,10 @@ USE: Mapping[str, str] = {
     "--tool-call-parser": "no flag: the chat template tells how tools are called",
     "--enable-auto-tool-choice": "no flag: tools are always on",
     "--reasoning-parser": "no flag: the chat template tells how reasoning is marked",
+    "--enable-lora": "no flag: --lora-modules is enough",
+    "--lora": "--lora-modules name=folder",
+    "--lora-paths": "--lora-modules",
+    "--max-loras-per-batch": "--max-loras",
     "--jinja": "no flag: chat templates are always Jinja's",
     "--disable-log-requests": "--log-level warning",
     "--uvicorn-log-level": "--log-level",
@@ -65,15 +69,12 @@ USE: Mapping[str, str] = {
 # Flags without an equivalent: what stands in their place, as a sentence of its own.
 BY_LAYERS = "Tensors are not split over GPUs; --device-map auto puts layers on several."
 DEVICE = "--device decides where the whole model runs."
-ADAPTERS = "Adapters are not supported; merge one into the model first."
 NONE: Mapping[str, str] = {
     "--tensor-parallel-size": BY_LAYERS,
     "-tp": BY_LAYERS,
     "-ngl": DEVICE,
     "--n-gpu-layers": DEVICE,
     "--gpu-layers": DEVICE,
-    "--enable-lora": ADAPTERS,
-    "--lora": ADAPTERS,
     "--mmproj": "Images are not supported; the text part of a model is served without it.",
     "--enforce-eager": "CUDA graphs are taken where they help.",
 }

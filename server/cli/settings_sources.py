@@ -21,6 +21,7 @@ from truedraft.server.cli.foreign_flags import hint
 from truedraft.server.settings import ENV_PREFIX, Settings
 
 S = TypeVar("S", bound=BaseSettings)
+ADAPTERS = "--lora-modules"
 
 
 def load_settings(flags: Sequence[str]) -> Settings:
@@ -30,9 +31,22 @@ def load_settings(flags: Sequence[str]) -> Settings:
         Settings,
         [
             f"--api-keys{flag.removeprefix('--api-key')}" if flag.partition("=")[0] == "--api-key" else flag
-            for flag in models_first(flags)
+            for flag in entries_apart(models_first(flags))
         ],
     )
+
+
+def entries_apart(flags: Sequence[str]) -> Sequence[str]:
+    """Gives each of several values of ``--lora-modules`` a flag of its own."""
+    found: list[str] = []
+    is_open = False
+    for flag in flags:
+        if is_open and not flag.startswith("-"):
+            found += [flag] if found[-1] == ADAPTERS else [ADAPTERS, flag]
+            continue
+        is_open = flag.partition("=")[0] == ADAPTERS
+        found.append(flag)
+    return found
 
 
 def models_first(flags: Sequence[str]) -> Sequence[str]:
@@ -71,7 +85,7 @@ def read_options(kind: type[S], flags: Sequence[str]) -> S:
 
 
 def check_flags(flags: Sequence[str], kind: type[BaseModel]) -> None:
-    """Refuse unknown flags by name before argparse does so with a list of all of them."""
+    """Refuses unknown flags by name before argparse does so with a list of all of them."""
     options = [(name, field) for name, field in kind.model_fields.items() if not field.is_required()]
     fields = {flag_name(name, field): field for name, field in options}
     known = {f"--{name}" for name in fields}
@@ -136,5 +150,5 @@ def _take_config(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[list
 
 
 def wrong_usage(error: SettingsError) -> str:
-    """argparse's own message, such as a flag without its value."""
+    """Returns argparse's own message, such as one about a flag without its value."""
     return f"{str(error).removeprefix('error parsing CLI: ')}."

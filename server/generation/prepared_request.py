@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.messages import Adapter, Generate, SamplingParams
 from truedraft.server.text.message_parser import MessageFormat
 from truedraft.server.text.prompt import TokenPrompt
 
@@ -37,6 +37,7 @@ class PreparedRequest:
     echo: bool
     continues_prompt: bool  # with the same text, where a message begins a new one
     report_trace: bool = False
+    adapter: Adapter | None = None
     message: MessageFormat | None = None
 
     @property
@@ -101,6 +102,7 @@ class PreparedRequest:
                 priority=self.priority,
                 cache_prompt=self.cache_prompt,
                 cache_salt=self.cache_salt,
+                adapter=self.adapter,
             )
             for number, prompt in enumerate(self.prompts)
         ]

@@ -9,7 +9,7 @@ import os
 import uuid
 from collections.abc import Sequence
 
-from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
+from truedraft.engine.messages import Adapter, Generate, SamplingParams, TokenOutput
 from truedraft.server.errors import code_of
 from truedraft.server.observability.metrics import ModelMetrics, RequestTimer
 from truedraft.server.observability.request_summary import Summary
@@ -37,10 +37,12 @@ class Scoring:
         key: str,
         cache_salt: str,
         cache_prompt: bool,
+        adapter: Adapter | None = None,
     ) -> None:
         self.asked = asked
         self.num_cached_tokens = 0
         self._engine = engine
+        self._adapter = adapter
         self._key, self._cache_salt, self._cache_prompt = key, cache_salt, cache_prompt
         prompts = [one.prompt_ids for one in asked]
         self._shared = [*os.path.commonprefix(prompts)] if len(asked) > 1 else []
@@ -110,6 +112,7 @@ class Scoring:
             params=params,
             cache_prompt=self._cache_prompt,
             cache_salt=self._cache_salt,
+            adapter=self._adapter,
         )
 
     async def _compute(self, requests: list[Generate]) -> list[TokenOutput]:

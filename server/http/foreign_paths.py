@@ -27,7 +27,7 @@ INSTEAD: Mapping[str, str] = {
     "/get_model_info": "GET /version describes the model",
     "/get_server_info": "GET /version describes the server",
     "/info": "GET /version describes the server",
-    "/lora-adapters": AT_START,
+    "/lora-adapters": "GET /v1/models lists adapters, and 'model' chooses one",
     "/server_info": "GET /version describes the server",
     "/slots": "GET /metrics tells what is running",
     "/v1/assistants": STATELESS,

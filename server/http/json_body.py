@@ -1,6 +1,6 @@
-"""Bytes of a request body to JSON, strictly: what Python's parser lets through but JSON or UTF-8 does not.
+"""Reads a request body as strict JSON, and refuses what Python's parser accepts but JSON or UTF-8 does not.
 
-Called by ``server.http.json_route`` before pydantic sees anything, so that no part of a body, known or not,
+``server.http.json_route`` calls it before pydantic sees anything, so that no part of a body, known or not,
 can hold a value that breaks later: in the tokenizer, in an error message, on the way to the worker.
 """
 

@@ -110,8 +110,12 @@ class Models:
         return self._models[0]
 
     def names_for(self, allowed: frozenset[str] | None = None) -> list[str]:
-        """Returns all names that a key may use, aliases included."""
-        return [name for name, model in self._by_name.items() if is_allowed(model, allowed)]
+        """Returns all names that a key may use, aliases and LoRA adapters included."""
+        names = [name for name, model in self._by_name.items() if is_allowed(model, allowed)]
+        adapters = [(name, model) for model in self._models for name in model.adapters.names]
+        return names + [
+            name for name, model in adapters if is_allowed(model, allowed) or name in (allowed or ())
+        ]
 
     @property
     def num_requests(self) -> int:
@@ -123,11 +127,15 @@ class Models:
         return [model for model in self._models if is_allowed(model, names)]
 
     def find(self, name: str, allowed: frozenset[str] | None = None) -> ServedModel:
-        """Returns the model that is served by this name, or raises ``ModelNotFoundError``. With ``allowed``
-        there are only models with one of these names."""
+        """Returns the model that is served by this name, or has a LoRA adapter of it, or raises
+        ``ModelNotFoundError``. With ``allowed`` there is only what has one of these names."""
         model = self._by_name.get(name)
         if model is not None and is_allowed(model, allowed):
             return model
+        for each in self._models if model is None else ():
+            own = each.adapters.own_name(name)
+            if own is not None and (is_allowed(each, allowed) or own in (allowed or ())):
+                return each
         names = self.names_for(allowed)
         raise ModelNotFoundError(
             f"The model '{name}' does not exist; this server has '{', '.join(names)}'.", param="model"

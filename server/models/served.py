@@ -19,8 +19,9 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.hub.fetch import Progress, Tell
 from truedraft.engine.hub.located import stage_of
 from truedraft.engine.machine.heap import trim_heap
-from truedraft.engine.messages import Ready
+from truedraft.engine.messages import Adapter, Ready
 from truedraft.server.errors import NotReadyError
+from truedraft.server.models.adapters import ServedAdapters
 from truedraft.server.observability.metrics import ModelMetrics
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ Fetch = Callable[[Tell], EngineConfig]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model as routes see it."""
+    """Is a loaded model as routes see it, with the LoRA adapter that a request has named."""
 
     name: str
     settings: Settings
@@ -82,6 +83,7 @@ class Model:
     fingerprint: str
     engine: WorkerPool
     metrics: ModelMetrics
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,13 @@ class ServedModel:
         *,
         is_pinned: bool = False,
     ) -> None:
-        """``settings`` are the server's with this model's own. ``fetch`` is missing where the files are here
-        already; it is called in a thread, and returns the engine's settings with paths. A pinned model is
-        loaded at start, and makes room for no other."""
+        """Holds an unloaded model. ``settings`` are the server's with this model's own. ``fetch`` is missing
+        where the files are here already; it is called in a thread, and returns the engine's settings with
+        paths. A pinned model is loaded at start, and is never unloaded for another one."""
         self.settings = settings
         self.is_pinned = is_pinned
         self.metrics = metrics
+        self.adapters = ServedAdapters(settings)
         self.when_changed: Callable[[], None] = lambda: None
         self.progress: Progress | None = None  # what a fetch that goes on has told
         self.failure: WorkerFailedError | None = None  # why workers that had been ready are no more
@@ -128,6 +131,9 @@ class ServedModel:
         self._watching: asyncio.Task[None] | None = None
         self._unloading: asyncio.Task[None] | None = None
         self._fetching: asyncio.Future[EngineConfig] | None = None
+        if settings.takes_adapters:
+            metrics.adapters.max_loras = settings.max_loras
+            metrics.adapters.names_in_use = lambda: self.adapters.names_in_use
         metrics.requests.loaded.set_function(lambda: self._pool is not None)
         metrics.labelled.worker_pids = lambda: [worker.pid for worker in self.workers]
 
@@ -320,19 +326,25 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str | None:
-        """The ``system_fingerprint`` of answers; None while no worker is ready."""
+        """Returns the ``system_fingerprint`` of answers; None while no worker is ready."""
         if (worker := self.worker) is None:
             return None
         settings = self.settings
         return system_fingerprint(settings.public_target, worker.fingerprint, settings.generation_config)
 
-    def loaded(self) -> Model:
-        """Returns the loaded model; ``NotReadyError`` while it is not."""
+    def loaded(self, name: str | None = None) -> Model:
+        """Returns the loaded model, with the adapter that ``name`` means if it means one; ``NotReadyError``
+        while it is not loaded."""
         condition, worker, tokenizer = self.condition, self.worker, self.tokenizer
         if condition.status != "ready" or worker is None or tokenizer is None or self._pool is None:
             raise NotReadyError(condition.reason or "The models are loading.")
-        fingerprint = self.fingerprint or ""
-        return Model(self.name, self.settings, tokenizer, worker, fingerprint, self._pool, self.metrics)
+        fingerprint, settings = self.fingerprint or "", self.settings
+        adapter = None
+        if name is not None and name not in settings.served_names:
+            adapter = self.adapters.find(self.adapters.own_name(name) or name, worker)
+            adapted = f"{worker.fingerprint}/{adapter.digest}"
+            fingerprint = system_fingerprint(settings.public_target, adapted, settings.generation_config)
+        return Model(self.name, settings, tokenizer, worker, fingerprint, self._pool, self.metrics, adapter)
 
     def _enter(self, phase: Phase, reason: str = "") -> None:
         self._phase, self._reason = phase, reason or REASONS[phase]

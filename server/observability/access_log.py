@@ -22,8 +22,8 @@ QUIET_FOLDER = "/page/"
 
 
 class AccessLogMiddleware:
-    """Outside of the other middleware, whose answers it sees too. ``observe_stage`` is told how long each
-    stage of a request took."""
+    """Wraps all other middleware, and so sees its answers, too. ``observe_stage`` is told how long each stage
+    of a request took."""
 
     def __init__(self, app: ASGIApp, observe_stage: Callable[[Stage, float], None]) -> None:
         self._app = app

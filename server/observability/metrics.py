@@ -6,11 +6,11 @@ not make a counter fall. Updated by ``server.workers`` and ``server.generation``
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
-from prometheus_client.core import InfoMetricFamily
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 from truedraft.engine.messages import FinishReason, PrefixFileStats, Ready, Source, Stats
@@ -336,6 +336,26 @@ class _CacheConfig(Collector):
         yield family
 
 
+class _Adapters(Collector):
+    """Says which LoRA adapters requests use, as vLLM's metric of the same name does."""
+
+    def __init__(self, prefix: str) -> None:
+        self._name = f"{prefix}lora_requests_info"
+        self.max_loras = 0
+        self.names_in_use: Callable[[], list[str]] = list
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            self._name,
+            "When this was read, with the LoRA adapters that requests use.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        if self.max_loras:
+            # Requests of the worker's queue are counted with those that run.
+            family.add_metric([str(self.max_loras), ",".join(self.names_in_use()), ""], time.time())
+        yield family
+
+
 class ModelMetrics:
     """Metrics of one model: of its requests and of its workers."""
 
@@ -347,6 +367,8 @@ class ModelMetrics:
         requests.waiting.set_function(lambda: sum(stats.num_waiting for stats in self._latest()))
         requests.cache_usage.set_function(self._cache_usage)
         registry.register(_CacheConfig(prefix, self.workers))
+        self.adapters = _Adapters(prefix)
+        registry.register(self.adapters)
         self.labelled = LabelledModel(registry, self.workers)
 
     def _latest(self) -> Iterator[Stats]:

@@ -40,7 +40,8 @@ const WHY = {
 const mode = () => modes.value;
 const talk = () => shown[mode()];
 const running = () => runs.get(talk());
-const toBottom = () => scrollTo(0, document.documentElement.scrollHeight);
+/** Other views keep their place while an answer goes on. */
+const toBottom = () => byId("chat").hidden || scrollTo(0, document.documentElement.scrollHeight);
 const isAtBottom = (slack = 80) => innerHeight + scrollY > document.documentElement.scrollHeight - slack;
 const isOpen = (turn) => ["user", "tool"].includes(turn?.role); // it has no answer yet
 

@@ -16,6 +16,7 @@ const SLOWLY = 10_000;
 const QUICKLY = 1000;
 
 function open(view) {
+  const isNew = byId(view).hidden;
   for (const name of VIEWS) {
     const tab = byId(`tab-${name}`);
     tab.setAttribute("aria-selected", String(name === view));
@@ -24,6 +25,8 @@ function open(view) {
   }
   history.replaceState(null, "", `#/${view}`); // with a slash it names no element, to which browsers would scroll
   follow();
+  // A conversation is read from its end, the other views from their top.
+  if (isNew) scrollTo(0, view === "chat" ? document.documentElement.scrollHeight : 0);
 }
 
 function startTabs() {

@@ -90,13 +90,13 @@ def check_model(name: str | None, request: Request, services: Services) -> Serve
     allowed = rights_of(request, services).models
     if name is not None:
         return services.models.find(name, allowed)
-    first, *others = services.models.allowed(allowed)
-    if others:
-        names = ", ".join(model.name for model in (first, *others))
+    models = services.models.allowed(allowed)
+    if len(models) != 1:
+        names = ", ".join([model.name for model in models] or services.models.names_for(allowed))
         raise InvalidRequestError(
             f"Name a model: this server has {names}.", param="model", code="missing_required_parameter"
         )
-    return first
+    return models[0]
 
 
 def operated_model(name: str | None, request: Request, services: Services) -> ServedModel:
@@ -126,7 +126,9 @@ async def use_model(
     if state[HOLD].model is not served:
         taking = state[HOLD].take(served)
         await (while_wanted(request, taking) if services.models.must_wait(served) else taking)
-    model = served.loaded()
+    model = served.loaded(name)
+    if model.adapter is not None:
+        at_end(request.scope, served.adapters.use(model.adapter, model.engine))
     check_task(model, tasks, request.scope["route"].path)
     return model
 

@@ -61,6 +61,7 @@ async def create_decision(
         key=key,
         cache_salt=cache_salt(body.cache_salt, key, settings),
         cache_prompt=settings.prefix_caching and body.cache_prompt is not False,
+        adapter=model.adapter,
     )
     request.scope["state"][SUMMARY] = scoring.summary
     logprobs = await while_wanted(request, scoring.run())

@@ -1,7 +1,7 @@
 """These routes load and unload models, let them sleep, and tell what becomes of them.
 
-``/models/load`` and ``/models/unload`` are llama.cpp's, ``/sleep``, ``/wake_up`` and ``/is_sleeping`` vLLM's.
-``/prefix_cache/clear`` lets a model forget what requests have left for others.
+``/models/load`` and ``/models/unload`` are llama.cpp's, the others vLLM's but ``/prefix_cache/clear``, which
+lets a model forget what requests have left for others.
 """
 
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Query, Request
 from fastapi.responses import Response
 
-from truedraft.server.errors import ErrorAnswer, InvalidRequestError
+from truedraft.server.errors import ErrorAnswer, InvalidRequestError, PermissionDeniedError
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import BODY_ERRORS, Responses
 from truedraft.server.http.sse import EventStreamResponse, data_event
@@ -19,7 +19,14 @@ from truedraft.server.models.served import ServedModel
 from truedraft.server.routes.checks import check_model, operated_model, rights_of, use_model
 from truedraft.server.routes.models import model_status
 from truedraft.server.routes.responding import PING_SECONDS
-from truedraft.server.schemas.models import ModelCommand, ModelEvent, SleepStatus, Success
+from truedraft.server.schemas.models import (
+    LoadAdapter,
+    ModelCommand,
+    ModelEvent,
+    SleepStatus,
+    Success,
+    UnloadAdapter,
+)
 from truedraft.server.services import Services, ServicesDep
 
 # A loading worker names its stages without a message to whoever waits for news.
@@ -52,6 +59,37 @@ async def unload_model(
     """Answers once the memory is free. What the model is answering is finished before; a request that names
     it later loads it again."""
     await services.models.unload(operated_model(body.model, request, services))
+    return Success()
+
+
+@commands.post("/v1/load_lora_adapter", summary="Load a LoRA adapter", responses=COMMANDS)
+async def load_lora_adapter(
+    body: Annotated[LoadAdapter, Body()], request: Request, services: ServicesDep
+) -> Success:
+    """Answers once requests can name the adapter in `model`. What runs with one that is replaced is finished
+    with that."""
+    served = _adaptable(body.base_model_name, request, services)
+    model = await use_model(served.name, request, services)
+    others = {name for each in services.models for name in each.adapters.names if each is not served}
+    taken = [*others, *(name for each in services.models for name in each.settings.served_names)]
+    loading = served.adapters.load(
+        body.lora_name, body.lora_path, model.engine, taken, replaces=body.load_inplace
+    )
+    await loading  # whoever has asked may leave: the workers have it then
+    return Success()
+
+
+@commands.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter", responses=COMMANDS)
+async def unload_lora_adapter(
+    body: Annotated[UnloadAdapter, Body()], request: Request, services: ServicesDep
+) -> Success:
+    """Answers at once: no request gets the adapter any more, and those that have it are finished."""
+    served = _adaptable(body.lora_name, request, services)
+    name = served.adapters.own_name(body.lora_name)
+    if name is None:
+        raise InvalidRequestError(f"'{body.lora_name}' is a model: use /models/unload.", param="lora_name")
+    model = await use_model(served.name, request, services)
+    served.adapters.unload(name, model.engine, model.worker)
     return Success()
 
 
@@ -110,6 +148,16 @@ async def is_sleeping(request: Request, services: ServicesDep, model: Name = Non
     """Answers true from `/sleep` to `/wake_up`."""
     asked = check_model(model, request, services)
     return SleepStatus(is_sleeping=asked.condition.status == "sleeping")
+
+
+def _adaptable(name: str | None, request: Request, services: Services) -> ServedModel:
+    """Returns the model whose adapters may be loaded and unloaded by this request."""
+    model = operated_model(name, request, services)
+    if not model.settings.allow_lora_updating:
+        raise PermissionDeniedError(
+            "This server does not load LoRA adapters while it runs (setting allow_lora_updating)."
+        )
+    return model
 
 
 async def _load(model: ServedModel, request: Request, services: Services) -> None:

@@ -8,6 +8,7 @@ from truedraft.server.models.served import ServedModel
 from truedraft.server.routes.checks import check_model, rights_of
 from truedraft.server.schemas.models import WORDS, ModelCard, ModelList, ModelStatus
 from truedraft.server.services import Services, ServicesDep
+from truedraft.server.settings import public_name
 
 router = APIRouter(tags=["models"])
 
@@ -41,10 +42,12 @@ def _card(name: str, services: Services) -> ModelCard:
     model = services.models.find(name)
     worker, tokenizer = model.worker, model.tokenizer
     templates = tokenizer.templates if tokenizer is not None else None
+    adapter = model.adapters.own_name(name)
     return ModelCard(
         id=name,
         created=services.started,
-        root=model.settings.public_target,
+        root=model.settings.public_target if adapter is None else public_name(model.adapters.path(adapter)),
+        parent=None if adapter is None else model.name,
         max_model_len=longest_request(worker) if worker else None,
         tool_form=templates.call_format.name if templates is not None and templates.source else None,
         status=model_status(model) if services.models.are_several else None,

@@ -123,6 +123,7 @@ def start_generation(
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
         continues_prompt=_continues_prompt(body, model, message),
         message=message,
+        adapter=model.adapter,
         report_trace=body.speculation is not None and body.speculation.trace,
     )
     generation = Generation(prepared, model.engine, model.tokenizer, model.metrics)

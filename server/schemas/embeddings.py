@@ -1,4 +1,6 @@
-"""``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score``: requests and answers. Unknown fields are reported."""
+"""Defines requests and answers of ``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score``. Unknown fields are
+reported.
+"""
 
 from typing import Annotated, Literal
 

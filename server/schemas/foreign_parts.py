@@ -1,7 +1,7 @@
-"""Parts of messages that other vendors' APIs write: what they hold as text, thought, call or result here.
+"""Reads parts of messages that other vendors' APIs write, as text, thought, call or result.
 
-A conversation that began elsewhere goes on: what can be read of such a part is read, a trace of what another
-server's own tools did is left out and reported, and the rest is refused by ``unsupported_fields``.
+A conversation that began elsewhere goes on: readable parts are read, traces of another server's own tools are
+left out and reported, and the rest is refused by ``unsupported_fields``.
 """
 
 import json

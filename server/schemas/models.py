@@ -28,8 +28,8 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "truedraft"
-    root: str = Field(description="The target's hub id or folder name.")
-    parent: None = None
+    root: str = Field(description="Hub id or folder name of the target, or of the LoRA adapter.")
+    parent: str | None = Field(None, description="The model that a LoRA adapter is of; null for models.")
     max_model_len: int | None = Field(
         description="Tokens of prompt and output together; null until the model is loaded."
     )
@@ -53,6 +53,25 @@ class ModelCommand(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(description="A name that requests use.")
+
+
+class LoadAdapter(BaseModel):
+    """Names a LoRA adapter that is to be loaded."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: str = Field(description="The name by which requests will use it.")
+    lora_path: str = Field(description="A folder on the server with PEFT's files.")
+    load_inplace: bool = Field(False, description="Replace an adapter of that name.")
+    base_model_name: str | None = Field(None, description="The model that it is of, where there are several.")
+
+
+class UnloadAdapter(BaseModel):
+    """Names a LoRA adapter that is to be unloaded."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: str
 
 
 class Success(BaseModel):

@@ -42,7 +42,7 @@ STOP = "use 'stop', or 'stop_sequences' on /v1/messages"
 LOGPROBS = "use 'logprobs'"
 SCHEMA = "use 'response_format' or structured_outputs.json"
 GRAMMAR = "use structured_outputs.grammar, in Lark's notation"
-ONE_MODEL = "adapters are not served; merge one into the model first"
+ONE_MODEL = "name a LoRA adapter of lora_modules in 'model'"
 UNPACKED = "send what it holds as fields of the request itself"
 
 # No endpoint serves these.

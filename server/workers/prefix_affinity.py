@@ -24,9 +24,10 @@ def prefixes_of(request: Generate) -> list[Prefix]:
     if not request.cache_prompt:
         return []
     prefixes, length = [], SHORTEST
+    adapter = request.adapter.digest if request.adapter is not None else ""
     while length <= min(len(request.prompt_token_ids), LONGEST):
         beginning = tuple(request.prompt_token_ids[:length])
-        prefixes.append(Prefix(length, hash((request.cache_salt, beginning))))
+        prefixes.append(Prefix(length, hash((adapter, request.cache_salt, beginning))))
         length *= 2
     return prefixes
 

@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from truedraft.engine.config import EngineConfig
+from truedraft.engine.config import EngineConfig, adapter_entry
 from truedraft.engine.messages import (
     WEIGHTS_CHANGED,
+    AdapterLoaded,
     Cleared,
     ClearPrefixes,
     Embedded,
@@ -47,7 +48,7 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "truedraft.engine.process.spawned"
 # Codes of ``Failed`` that say that the request cannot be served as it is.
 REFUSAL_CODES = frozenset(
     {"context_length_exceeded", "empty_prompt", "invalid_grammar", "invalid_token_id"}
-    | {"speculation_unavailable", "unsupported_parameter"}
+    | {"speculation_unavailable", "unsupported_parameter", "adapter_unavailable"}
 )
 
 # What signals of a worker's end tell.
@@ -74,6 +75,8 @@ class WorkerListener(Protocol):
     """Is told of a worker's outputs, failures and death; implemented by the pool of workers."""
 
     def outputs(self, outputs: Sequence[Output]) -> None: ...
+
+    def adapter_loaded(self, answer: AdapterLoaded) -> None: ...
 
     def request_failed(self, request_id: str, error: ApiError) -> None: ...
 
@@ -234,7 +237,8 @@ class WorkerClient:
 
     def _public(self, reason: str) -> str:
         """Returns a reason as clients may read it: with the names of models, without their paths."""
-        for path in filter(None, (self._config.target, self._config.draft)):
+        adapters = [adapter_entry(entry)[1] for entry in self._config.lora_modules]
+        for path in filter(None, (self._config.target, self._config.draft, *adapters)):
             for written in (str(Path(path).expanduser().absolute()), path):
                 if "/" in written.strip("./"):  # else it is no path, but may be a part of any sentence
                     reason = reason.replace(written, public_name(path))
@@ -272,6 +276,8 @@ class WorkerClient:
                 listener.outputs(message.outputs)
             case Embedded():
                 listener.outputs([message])
+            case AdapterLoaded():
+                listener.adapter_loaded(message)
             case Failed(request_id=""):  # not one request: the worker itself cannot go on
                 self._load_error = message.message
                 self._weights_changed = message.code == WEIGHTS_CHANGED

@@ -8,12 +8,24 @@ HTTP routes. Built by ``server.cli.launch``.
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, overload
 
 import msgspec
 
-from truedraft.engine.messages import Abort, Embed, Embedded, Generate, Ready, TokenOutput
+from truedraft.engine.messages import (
+    Abort,
+    Adapter,
+    AdapterLoaded,
+    Embed,
+    Embedded,
+    Generate,
+    LoadAdapter,
+    Ready,
+    TokenOutput,
+    UnloadAdapter,
+)
 from truedraft.server.errors import ApiError, NotReadyError, ShuttingDownError
 from truedraft.server.workers.engine_stream import EngineRequest, EngineStream, Output
 from truedraft.server.workers.open_requests import OpenRequests, QueueLimits
@@ -47,6 +59,8 @@ class WorkerPool:
         self._requests = OpenRequests(limits or QueueLimits())
         self._looks_at_prefixes = shares_prefixes and len(workers) > 1
         self._known_prefixes = [KnownPrefixes() for _ in workers]
+        # Answers about adapters that are awaited, with the numbers of the workers that were asked.
+        self._asked: dict[str, tuple[int, asyncio.Future[Adapter]]] = {}
         self.when_weights_changed: Callable[[], None] = lambda: None
         self.when_changed: Callable[[], None] = lambda: None  # the state of a worker has
 
@@ -93,6 +107,7 @@ class WorkerPool:
         self.abandon()
 
     def abandon(self) -> None:
+        self._fail_asked(ShuttingDownError("The server is shutting down."))
         self._requests.fail_all(ShuttingDownError("The server is shutting down."))
 
     def check_room(self, num_sequences: int, num_tokens: int = 0, key: str = "") -> None:
@@ -120,6 +135,28 @@ class WorkerPool:
             stream.close()  # aborts the parts that were submitted
             raise
         return stream
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Has every worker that is ready load an adapter; others do so when they are asked for it."""
+        if not (numbers := self._ready()):
+            raise NotReadyError(self.state.reason)
+        ids = {f"adapter-{uuid.uuid4().hex}": number for number in numbers}
+        answers: list[asyncio.Future[Adapter]] = []
+        for request_id, number in ids.items():
+            answers.append(asyncio.get_running_loop().create_future())
+            self._asked[request_id] = number, answers[-1]
+            self.workers[number].send(LoadAdapter(request_id, name, path))
+        try:
+            first, *_ = await asyncio.gather(*answers)
+            return first
+        finally:
+            for request_id in ids:
+                self._asked.pop(request_id, None)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Has the workers forget an adapter; one that restarts knows none but those of its settings."""
+        for worker in self.workers:
+            worker.send(UnloadAdapter(digest))
 
     async def clear_prefixes(self) -> None:
         """Lets all workers that are ready forget their prefixes; others have none yet."""
@@ -166,8 +203,22 @@ class WorkerPool:
         for output in outputs:
             self._requests.deliver(output)
 
+    def adapter_loaded(self, answer: AdapterLoaded) -> None:
+        _, future = self._asked.get(answer.request_id, (0, None))
+        if future is not None and not future.done():
+            future.set_result(answer.adapter)
+
     def request_failed(self, request_id: str, error: ApiError) -> None:
-        self._requests.fail(request_id, error)
+        _, future = self._asked.get(request_id, (0, None))
+        if future is None:
+            self._requests.fail(request_id, error)
+        elif not future.done():
+            future.set_exception(error)
+
+    def _fail_asked(self, error: ApiError, number: int | None = None) -> None:
+        for asked, future in self._asked.values():
+            if number in (None, asked) and not future.done():
+                future.set_exception(error)
 
     def weights_changed(self) -> None:
         self.when_weights_changed()
@@ -179,6 +230,7 @@ class WorkerPool:
 
     def worker_lost(self, number: int, error: ApiError, *, was_ready: bool) -> None:
         self._known_prefixes[number].clear()
+        self._fail_asked(error, number)
         self._requests.lose_worker(number, error)
         state = self.workers[number].state
         if self._ready():

@@ -258,18 +258,15 @@ def penalties_ignore_the_drafted_prefix(patch: Patch) -> None:
 
 def minimum_counts_rounds_not_tokens(patch: Patch) -> None:
     """The minimum length is looked up once per round, for its first position."""
-    honest = adjust.adjust_logits
+    honest = adjust.adjust_in_place
 
-    def adjusted(
-        logits: torch.Tensor, rows: Any, drafted: torch.Tensor, offset: int, *rules: Any
-    ) -> torch.Tensor:
-        good = honest(logits, rows, drafted, offset, *rules)
+    def adjusted(logits: torch.Tensor, rows: Any, *others: Any) -> None:
+        honest(logits, rows, *others)
         for place, row in enumerate(rows):
             if row.is_below_minimum:
-                good[place][:, row.stop_token_ids] = -torch.inf
-        return good
+                logits[place][:, row.stop_token_ids] = -torch.inf
 
-    patch.setattr(torch_ops, "adjust_logits", adjusted)
+    patch.setattr(torch_ops, "adjust_in_place", adjusted)
 
 
 def positions_advance_by_rounds(patch: Patch) -> None:

@@ -35,7 +35,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/score": {"text_1": "x", "text_2": "x"},
 }
 # Routes that load and unload the model; tests of several models use them.
-COMMANDS = {"/models/load", "/models/unload", "/sleep", "/wake_up", "/prefix_cache/clear"}
+ADAPTERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+COMMANDS = {"/models/load", "/models/unload", "/sleep", "/wake_up", "/prefix_cache/clear", *ADAPTERS}
 # These ask a model that does not write text.
 OF_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score")
 JSON = {"content-type": "application/json"}

@@ -86,7 +86,7 @@ def test_no_name_is_ignored_in_silence(server: RunningServer, name: str) -> None
         ("logits_bias", {"1": 2}, "logit_bias"),
         ("sampling_params", {"n": 2}, "fields of the request"),
         ("parameters", {"n": 2}, "fields of the request"),
-        ("lora_request", {"lora_name": "a"}, "merge"),
+        ("lora_request", {"lora_name": "a"}, "LoRA adapter"),
         ("reasoning_budget", 100, "thinking_budget"),
         ("nvext", {"greed_sampling": True}, "fields of the request"),
         ("watermark", True, "TGI"),

@@ -234,6 +234,28 @@ def test_the_view_follows_to_the_very_end(browser: Browser, start_server: StartS
         assert browser.run("scrollY") == 0
 
 
+def test_other_views_begin_at_their_top(browser: Browser, start_server: StartServer) -> None:
+    """A conversation that goes on meanwhile moves nothing, and is shown from its end again."""
+    with start_server("--text", "A line.\n\n", "--max-model-len", "4000") as server, page(browser, server):
+        browser.look(width=390, height=700)
+        browser.fill("[name=max_tokens]", "400")
+        send(browser)
+        assert browser.run("scrollY") > 0
+        server.worker.at_most(0)
+        browser.fill("#prompt", "More")
+        browser.click("#send")
+        browser.click("#tab-race")
+        assert browser.run("scrollY") == 0
+        server.worker.go_on()
+        wait_for_answer(browser)
+        assert browser.run("scrollY") == 0
+        browser.click("#tab-chat")
+        browser.wait("innerHeight + scrollY > document.documentElement.scrollHeight - 80")
+        browser.open(f"{server.url}/#/race")
+        wait_until_ready(browser)
+        assert browser.run("scrollY") == 0
+
+
 def test_a_lost_server_is_waited_for(browser: Browser, start_server: StartServer) -> None:
     """What has come stays, and the answer goes on from it when the server is back."""
     with start_server() as server, page(browser, server):

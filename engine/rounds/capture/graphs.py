@@ -1,9 +1,9 @@
-"""The passes of a round as captured work: one launch in place of hundreds.
+"""Captures the passes of a round: one launch in place of hundreds.
 
 On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. So a pass of
 the target, of a draft model or of a head over some numbers of rows and tokens is recorded once, and replayed
-from then on. Rounds know nothing of it: a captured pass takes spans as any pass does, and what no captured
-one holds is computed as usual, through the same caches.
+from then on. Rounds know nothing of it: a captured pass takes spans as any pass does, and batches that no
+captured pass holds are computed as usual, through the same caches.
 
 The smallest and the largest pass of each kind are compared with the usual one on a short text. If one
 deviates or cannot be captured, none is used, and the log says so.
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 class RoundGraphs:
-    """The captured passes of a target and of its draft model or ``head``, if any, over their caches. ``rows``
-    are what they read. The target's passes leave the states after the layers ``taps``, too. ``enabled`` is
-    for comparisons."""
+    """Holds the captured passes of a target and of its draft model or ``head``, if any, over their caches.
+    The passes read ``rows``. The target's passes leave the states after the layers ``taps``, too. Comparisons
+    switch ``enabled``."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RoundGraphs:
                 runner.model.rotary.reach_all()
         device, vocab_size = target.device, target.vocab_size
         num_tokens = max(shape.num_tokens for shape in planned)
-        # In one place for all, as their pool is overwritten by every replay.
+        # All passes leave results in one place, as every replay overwrites their pool.
         self.logits = torch.zeros(num_tokens, vocab_size, device=device)
         self.tapped: torch.Tensor | None = None  # [tokens, taps, hidden size]
         if taps:
@@ -112,14 +112,14 @@ class RoundGraphs:
         self.replays[shape]()
 
     def add(self, shape: Shape) -> None:
-        """Captures one more. Raises whatever the device's library does."""
+        """Captures one more pass. Raises whatever the device's library raises."""
         self.rows.begin()
-        self.rows.send(shape.rows)  # the runs before the capture are real: over no rows
+        self.rows.send(shape.rows)  # The runs before the capture are real ones, over no rows.
         self.replays[shape] = self.capture.record(lambda: self.run(shape))
         self._found.clear()
 
     def run(self, shape: Shape) -> None:
-        """Runs what is captured: no Python decision here or below depends on the numbers."""
+        """Runs the captured function: no Python decision here or below depends on the numbers."""
         if shape.queries is not None:
             self._score(shape)
         elif self.head is not None:
@@ -128,12 +128,12 @@ class RoundGraphs:
             self._draft(shape)
 
     def _draft(self, shape: Shape) -> None:
-        """Passes over the last two tokens of rows."""
+        """Runs a pass over the last two tokens of rows."""
         assert self.draft is not None
         model, rows, num_rows = self.draft.model, self.rows, shape.rows
         assert isinstance(model, FusedDecoder)
         ids = rows.ids(num_rows)
-        # Tokens that only the target knows have a stand-in.
+        # A stand-in replaces tokens that only the target knows.
         token_ids = ids[:, :DRAFT_TOKENS].clamp(max=model.vocab_size - 1)
         num_skipped = rows.field(num_rows, Field.NUM_SKIPPED)
         counts = torch.where(rows.field(num_rows, Field.NUM_DRAFTS) < 0, 0, DRAFT_TOKENS)
@@ -166,7 +166,8 @@ class RoundGraphs:
 
 
 class ScorePass:
-    """The target's passes over a few tokens of each row, and over pieces of prompts that are no longer."""
+    """Runs the target's passes over a few tokens of each row, and over pieces of prompts that are no
+    longer."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
@@ -195,12 +196,12 @@ class ScorePass:
     def run(
         self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None
     ) -> ForwardOutput:
-        """Returns logits that may be where the next pass writes its own."""
+        """Returns logits, which the next pass may overwrite."""
         graphs, rows = self.graphs, self.graphs.rows
         assert shape.queries is not None
         rows.begin()
         placed = rows.places_of(TARGET, [span.table for span in spans], shape.rows)
-        index: list[int] = []  # where logits, tokens, and ids are
+        index: list[int] = []  # These are the places of logits, tokens, and ids.
         tokens: list[int] = []
         ids: list[int] = []
         for place, span in zip(placed, spans, strict=True):
@@ -229,11 +230,11 @@ class ScorePass:
 
 
 class DrawingPass:
-    """Passes of who draws drafts, over the last token or the last few of each row. What rows lack before
-    these, and pieces of prompts that draw nothing, is computed before as usual.
+    """Runs passes of the model that draws drafts, over the last token or the last few of each row. Tokens
+    that rows lack before these, and pieces of prompts that draw nothing, are computed before as usual.
 
     The device has drawn the tokens of a second pass and later ones. Where these go on with the same rows, the
-    pass before has left in the rows what they read: nothing is sent.
+    pass before has written to the rows what they read: nothing is sent.
     """
 
     def __init__(self, graphs: RoundGraphs) -> None:
@@ -246,7 +247,7 @@ class DrawingPass:
 
     def goes_on(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> bool:
         """Tells whether these are the rows of the last pass, with one more token that is drawn already. If
-        not, no pass goes on with them any more."""
+        not, no later pass may continue the last one."""
         goes_on = (
             ids_on_device is not None
             and self._message == self.graphs.rows.num_messages
@@ -268,8 +269,8 @@ class DrawingPass:
         return places
 
     def replay(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> torch.Tensor:
-        """Replays the pass that has been begun. Returns its rows' logits, which may be where the next pass
-        writes its own."""
+        """Replays the pass that has been begun. Returns its rows' logits, which the next pass may
+        overwrite."""
         graphs, shape = self.graphs, self._shape
         assert shape is not None
         self._ends = [span.end for span in spans]
@@ -358,7 +359,7 @@ class HeadPass(DrawingPass):
         states = states_of(spans)
         if shape.fed > 1:
             self.passes.feed(places, spans)
-        elif states is not None:  # where costs are measured there are none
+        elif states is not None:  # A pass that only measures costs has none.
             self.passes.own[self._index] = states
         return self._output(self.replay(spans, ids_on_device))
 
@@ -371,7 +372,8 @@ class HeadPass(DrawingPass):
 
 
 def _beginning(span: Span, num_last: int) -> Span:
-    """Returns what of a span is computed before its last tokens are, of one that draws nothing all of it."""
+    """Returns the part of a span that is computed before its last tokens; all of a span that draws
+    nothing."""
     end = len(span.token_ids) - (num_last if span.num_logits else 0)
     states = None if span.states is None else span.states[:end]
     certain = min(span.certain, span.table.num_computed_tokens + end)
@@ -430,7 +432,7 @@ def capture_rounds(
                 break
             graphs.add(shape)
             if shape in checked and not _is_right(graphs, shape, num_blocks, number):
-                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", shape)
+                logger.warning("Not using CUDA graphs: the results of %s differ from the usual pass", shape)
                 return False
     except Exception as error:  # Drivers and kernels fail in many ways; the usual passes need none of this.
         logger.warning("CUDA graphs cannot be captured and are not used: %s", error, exc_info=True)

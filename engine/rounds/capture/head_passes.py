@@ -53,8 +53,8 @@ class HeadPasses:
         self.states.flatten(0, 1).index_copy_(0, on_device(places, self.own.device), torch.cat(states))
 
     def run(self, shape: Shape, logits: torch.Tensor) -> None:
-        """Passes over what rows are fed; ``logits`` [rows, the target's vocabulary] become
-        those of the next token. Runs while captured."""
+        """Runs a pass over the rows' input; ``logits`` [rows, the target's vocabulary] become those of the
+        next token. This runs while it is captured."""
         rows, num_rows = self.rows, shape.rows
         is_there = rows.field(num_rows, Field.NUM_DRAFTS) >= 0
         every = torch.arange(num_rows, device=self.own.device)

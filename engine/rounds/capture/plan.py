@@ -23,15 +23,15 @@ from truedraft.engine.rounds.capture.head_passes import HeadPasses
 from truedraft.engine.rounds.capture.rows import DeviceRows
 from truedraft.engine.rounds.capture.shapes import Shape, max_drafts, plan_shapes, with_head
 
-# What the driver keeps for one pass of some thousand kernels: a guess, which has not been measured.
+# The driver keeps this much for one pass of some thousand kernels: a guess, which has not been measured.
 GRAPH_BYTES = 8 << 20
-# What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
-# by rounding up: a guess as well.
+# Libraries set this much aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common
+# pool by rounding up: a guess as well.
 FIXED_BYTES = 128 << 20
 # Graphs may take at most this share of the memory that is free once the models are loaded.
 MAX_SHARE = 0.25
-# Bytes of numbers that are alive together, for each position and token of the vocabulary, where they are
-# judged: two copies of the logits and, by a kernel, their distributions, or what torch's operations make.
+# Verdicts need this many bytes at once for each position and token of the vocabulary: two copies of the
+# logits and, by a kernel, their distributions, or the temporary tensors of torch's operations.
 KERNEL_BYTES, TORCH_BYTES = 12, 84
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def _tapped_bytes(target: Model, planned: list[Shape], taps: list[int]) -> int:
 def _affordable(
     model: Model, planned: list[Shape], max_drawn: int, judged_bytes: int, limit: int
 ) -> list[Shape]:
-    """Leaves out what needs most by itself, until the rest needs no more than ``limit`` bytes."""
+    """Leaves out the most expensive items, until the rest needs no more than ``limit`` bytes."""
     while planned and _memory(model, planned, max_drawn, judged_bytes) > limit:
         largest = max(planned, key=lambda shape: _own_bytes(model, shape, judged_bytes))
         planned = [shape for shape in planned if shape != largest]
@@ -151,14 +151,14 @@ def _own_bytes(model: Model, shape: Shape, judged_bytes: int) -> int:
     judged = shape.num_tokens * judged_bytes * model.vocab_size
     logits = 2 * shape.num_tokens * model.vocab_size * model.dtype.itemsize
     if isinstance(model, FusedDecoder) and model.is_quantised:
-        logits += 4 * shape.num_tokens * model.vocab_size  # products before they are joined
+        logits += 4 * shape.num_tokens * model.vocab_size  # These are products before they are joined.
     activations = 4 * shape.num_tokens * model.config.intermediate_size * model.dtype.itemsize
     return max(judged, int(logits + activations + shape.num_tokens * bytes_of_parts(model)))
 
 
 def _memory(model: Model, planned: list[Shape], max_drawn: int, judged_bytes: int) -> int:
-    """Returns bytes, from above: what lies next to the graphs, what drafts were drawn from,
-    the largest pass's tensors in the common pool, and what the driver keeps for each pass."""
+    """Returns an upper bound in bytes: memory next to the graphs, the drafts' distributions, the largest
+    pass's tensors in the common pool, and what the driver keeps for each pass."""
     if not planned:
         return 0
     num_tokens, max_rows = max(shape.num_tokens for shape in planned), max(shape.rows for shape in planned)

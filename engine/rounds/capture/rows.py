@@ -1,9 +1,9 @@
-"""The rows of captured passes as they lie on the device: what changes from pass to pass is one message.
+"""Keeps the rows of captured passes on the device: the changes from pass to pass are one message.
 
 A captured pass reads the same addresses again and again. So every row has its place in static tensors, block
-tables stay there from pass to pass, and what follows from fewer numbers (positions, slots) is computed there.
-The host sends a few integers a row and those entries of tables that are new. A draft's pass writes what its
-next one reads, for which nothing is sent.
+tables stay there from pass to pass, and numbers that follow from others (positions, slots) are computed
+there. The host sends a few integers a row and the new entries of tables. A draft's pass writes what its next
+one reads, for which nothing is sent.
 """
 
 from collections.abc import Sequence
@@ -50,14 +50,14 @@ class DeviceRows:
         self.tables = torch.zeros(2, max_rows, max_blocks, dtype=torch.int64, device=device)
         self.width = DRAFTS_AT + max_drafts
         self.sent = SentNumbers(max_rows * self.width, device, capture)
-        # Places in tables and their new entries.
+        # These are places in tables, and their new entries.
         self.changes = SentNumbers(2 * self.tables.numel(), device, capture)
         self.numbers = self.sent.numbers.view(max_rows, self.width)
         self._host = self.sent.host.view(max_rows, self.width).numpy()
-        self._known: dict[tuple[int, int], _KnownTable] = {}  # each is found by cache and row
+        self._known: dict[tuple[int, int], _KnownTable] = {}  # Each is found by cache and row.
         self._places: list[int] = []
         self._entries: list[int] = []
-        self._row_of: list[dict[BlockTable, int]] = [{}, {}]  # each cache has one
+        self._row_of: list[dict[BlockTable, int]] = [{}, {}]  # Each cache has one.
         self.num_messages = 0
 
     # The functions below run on the host.
@@ -82,8 +82,8 @@ class DeviceRows:
         self._entries.clear()
 
     def set_row(self, row: int, num_stored: int, token_ids: Sequence[int], num_skipped: int = 0) -> None:
-        """Says what a row's pass is over: ``token_ids`` begin with the one before the pending one, which
-        stands at ``num_stored``."""
+        """Sets the input of a row's pass: ``token_ids`` begin with the one before the pending one, at
+        position ``num_stored``."""
         host = self._host[row]
         host[: Field.STATE_SLOT] = num_stored, len(token_ids) - 2, 0, num_skipped
         host[IDS_AT : IDS_AT + len(token_ids)] = token_ids
@@ -118,7 +118,7 @@ class DeviceRows:
             self._entries += added
 
     def send(self, num_rows: int) -> None:
-        """The first ``num_rows``, before whatever is launched next."""
+        """Sends the first ``num_rows`` rows, before the next launch."""
         self.sent.send(num_rows * self.width)
         if self._places:
             half, end = len(self._places), 2 * len(self._places)
@@ -182,7 +182,7 @@ class DeviceRows:
         counts: torch.Tensor,
         num_tokens: int,
     ) -> StateRows:
-        """Returns what recurrences are told of a batch of ``num_tokens`` for each row."""
+        """Returns the ``StateRows`` of a batch of ``num_tokens`` for each row."""
         first = Field.STATE_SLOT + NUM_STATE_FIELDS * cache
         slots, before, after = self.numbers[: len(counts), first : first + NUM_STATE_FIELDS].unbind(1)
         return StateRows(
@@ -196,7 +196,7 @@ class DeviceRows:
         )
 
     def go_on(self, num_rows: int) -> None:
-        """Makes the rows of a draft's pass those of the next one, over one more token."""
+        """Turns the rows of a draft's pass into those of the next one, over one more token."""
         self.field(num_rows, Field.NUM_STORED).add_(1)
         self.field(num_rows, Field.NUM_SKIPPED).fill_(1)
         self.field(num_rows, Field.DRAFT_NUM_FOLDED).copy_(self.field(num_rows, Field.DRAFT_NUM_FOLDED_AFTER))

@@ -1,7 +1,7 @@
 """Plans which passes are captured, and finds the one that holds a batch: plain integers.
 
 A captured pass has one shape for ever, so a batch takes the smallest one that holds it and leaves the rest
-empty. How long the rows' texts are is no part of a shape: kernels stop where a row's keys end.
+empty. The lengths of the rows' texts are no part of a shape: kernels stop where a row's keys end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,8 +64,8 @@ def plan_shapes(max_rows: int, num_speculative_tokens: int | str, has_draft: boo
 
 
 def with_head(planned: Sequence[Shape], longest: int) -> list[Shape]:
-    """Returns the plan with a head in the draft model's place. After a round as many states wait as tokens
-    were accepted, and one: a first pass takes them all, if that is not too much for so many rows."""
+    """Returns the plan with a head in the draft model's place. After a round one state more waits than tokens
+    were accepted: a first pass takes all of them, if that is not too much for this many rows."""
     found: list[Shape] = []
     for shape in planned:
         if shape.queries is None:
@@ -85,7 +85,7 @@ def _column(queries: int | None, max_rows: int) -> list[Shape]:
 
 
 def holds(shape: Shape, rows: int, queries: int | None, fed: int = 1) -> bool:
-    """Returns whether a pass of this shape holds ``rows`` of ``queries`` tokens, or of ``fed`` ones."""
+    """Tells whether a pass of this shape holds ``rows`` of ``queries`` tokens, or of ``fed`` ones."""
     if (shape.queries is None) != (queries is None) or shape.rows < rows:
         return False
     return shape.fed >= fed if shape.queries is None or queries is None else shape.queries >= queries

@@ -15,8 +15,7 @@ from tests.engine.speculation.simulation import (
 )
 from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.step import ScheduledSequence
-from truedraft.engine.speculation.acceptance import Acceptance
-from truedraft.engine.speculation.group import Group
+from truedraft.engine.speculation.acceptance import Acceptance, Group
 from truedraft.engine.speculation.planner import SpeculationPlanner
 
 CHEAP, COSTLY = (Machine(f"a draft model of {cost}", PACKED_CPU, PACKED_CPU, cost) for cost in (0.05, 0.5))
