@@ -570,7 +570,7 @@ def test_planted_bugs_are_seen(
         "another model's": lambda: other_weights(models, tmp_path),
         "another key's": lambda: salts_stay_apart(dense.engine(tmp_path)),
         "used again": lambda: reused_while_written(models, tmp_path),
-        "another chain's": lambda: damage(dense.engine(tmp_path), dense, random.Random(1), 3),
+        "another chain's": longer_and_longer,
         "no key in files": lambda: damage(
             dense.engine(tmp_path), dense, random.Random(1), 20, [replace], 999
         ),

@@ -36,7 +36,7 @@ VALID: dict[str, dict[str, Any]] = {
 }
 # Routes that load and unload the model; tests of several models use them.
 ADAPTERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-COMMANDS = {"/models/load", "/models/unload", "/sleep", "/wake_up", *ADAPTERS}
+COMMANDS = {"/models/load", "/models/unload", "/sleep", "/wake_up", "/prefix_cache/clear", *ADAPTERS}
 # These ask a model that does not write text.
 OF_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score")
 JSON = {"content-type": "application/json"}
