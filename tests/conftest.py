@@ -58,6 +58,7 @@ SLOW = {
     "engine/test_positions.py",
     "engine/test_prefix_files.py",
     "engine/test_random_runs.py",
+    "engine/test_real_shapes.py",
     "engine/test_round_graphs.py",
     "engine/test_translated_draft.py",
     "engine/test_triton_attention.py",
