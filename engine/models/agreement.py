@@ -49,7 +49,7 @@ def first_that_agrees(
         if _agrees(model, expected):
             _choose_cache_dtype(model, expected, cache_dtype)
             return model
-        logger.warning("Not using %s: its logits differ from those of transformers' layers", name)
+        logger.warning("Not using %s: the logits differ from those of transformers' layers", name)
     return None
 
 
@@ -79,14 +79,14 @@ def _models(
     facts: ModelFacts, weights: DecoderWeights, library: ctypes.CDLL | None
 ) -> Iterator[tuple[str, FusedDecoder]]:
     if library is not None:
-        yield "The native kernels", FusedDecoder(facts, weights, NativeKernels(library))
+        yield "the native kernels", FusedDecoder(facts, weights, NativeKernels(library))
         return
     cuda = find_kernels(weights.attention, facts.dtype, facts.device, weights.recurrences)
     if cuda is not None:
         given = cuda, facts.dtype, facts.device, CUDA_TOLERANCES[facts.dtype]
         own = with_grouped_heads(grouped(weights, *given), *given)
-        yield "The CUDA kernels", FusedDecoder(facts, own, partial(TritonRun, cuda))
-    yield "The short forward", FusedDecoder(facts, weights)
+        yield "the CUDA kernels", FusedDecoder(facts, own, partial(TritonRun, cuda))
+    yield "the short forward", FusedDecoder(facts, weights)
 
 
 @torch.inference_mode()

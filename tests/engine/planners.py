@@ -19,9 +19,9 @@ from truedraft.engine.rounds.round import RoundRunner
 
 
 def phases_of(core: EngineCore) -> RoundRunner:
-    """The runner that takes rounds phase by phase, whether it is the engine's or its fallback."""
-    runner = core.runner
-    return runner if isinstance(runner, RoundRunner) else runner.phases  # type: ignore[attr-defined,no-any-return]
+    """Returns the engine's runner of rounds."""
+    assert isinstance(core.runner, RoundRunner)
+    return core.runner
 
 
 def loops_in_c(core: EngineCore) -> bool:

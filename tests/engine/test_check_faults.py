@@ -235,7 +235,7 @@ def test_a_wrong_snapshot_is_called(
 def test_a_state_with_rejected_drafts_is_called(
     hybrid: tuple[str, str], fresh_library: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = "scratch->num_certain[i] = row->num_computed + 1;\n        copy_ids"
+    right = "scratch->num_certain[i] = row->num_computed + 1;"
     planted = plant(compiler.SOURCES, right, right.replace("+ 1;", "+ 1 + row->num_drafts;"), tmp_path)
     fresh_library.setattr(compiler, "SOURCES", planted)
     assert verdict(hybrid, capsys).startswith("NOT EXACT")

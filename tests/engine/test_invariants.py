@@ -13,6 +13,8 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import StepPlan
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.rounds.round import RoundRunner
+from truedraft.engine.rows.drafts import Drafts
+from truedraft.engine.sampling.sampler import Sampler
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 3, [2, 2], [7, 1, 7]]
 
@@ -29,9 +31,10 @@ class CheckedCore:
         self.inner_score = runner._score
         runner._score = self.score  # type: ignore[method-assign]
 
-    def score(self, plan: StepPlan, drafted: list[list[int]], forward: Any) -> Any:
+    def score(self, plan: StepPlan, sampler: Sampler, drafts: Drafts) -> Any:
+        drafted = drafts.ids
         texts = [part.sequence.token_ids + ids for part, ids in zip(plan.rows, drafted, strict=True)]
-        scored = self.inner_score(plan, drafted, forward)
+        scored = self.inner_score(plan, sampler, drafts)
         logits = scored.logits
         start = 0
         for text, length in zip(texts, map(len, drafted), strict=True):

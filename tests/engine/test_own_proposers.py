@@ -280,7 +280,9 @@ def told(change: Callable[[Observation, Observation], Observation]) -> Callable[
     def plant(patch: pytest.MonkeyPatch) -> None:
         honest = one_round._standing
 
-        def standing(plan: StepPlan, scored: Any, verdicts: list[RowVerdict]) -> Iterator[Observation]:
+        def standing(
+            plan: StepPlan, scored: Any, drafts: Drafts, verdicts: list[RowVerdict]
+        ) -> Iterator[Observation]:
             lengths = [len(span.token_ids) for span in scored.spans]
             drafted = (
                 [
@@ -292,8 +294,8 @@ def told(change: Callable[[Observation, Observation], Observation]) -> Callable[
                 if len(plan.rows) == len(plan.scheduled)
                 else verdicts
             )
-            everything = honest(plan, scored, drafted)
-            return map(change, honest(plan, scored, verdicts), everything)
+            everything = honest(plan, scored, drafts, drafted)
+            return map(change, honest(plan, scored, drafts, verdicts), everything)
 
         patch.setattr(one_round, "_standing", standing)
 

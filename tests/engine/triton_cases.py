@@ -311,4 +311,4 @@ def test_a_kernel_that_is_given_wrong_rows_is_not_used(
     with caplog.at_level(logging.WARNING):
         core = make_engine(models.target, None, native_kernels=False)
     assert not reads_in_place(core.target)
-    assert "The CUDA kernels: the logits differ" in caplog.text
+    assert "the CUDA kernels: the logits differ" in caplog.text

@@ -144,7 +144,7 @@ def test_examples_of_the_document_work(server: Server) -> None:
     # Vectors and gaps are asked of other models; the last ones load and unload this one.
     left_out = {"/v1/embeddings", "/v1/rerank", "/v1/score", "/infill"}
     left_out |= {"/models/load", "/models/unload", "/sleep", "/wake_up", "/v1/load_lora_adapter"}
-    left_out |= {"/v1/unload_lora_adapter"}
+    left_out |= {"/v1/unload_lora_adapter", "/prefix_cache/clear"}
     assert left_out <= posts.keys()
     examples = [
         (path, name, example["value"])
