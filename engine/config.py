@@ -288,6 +288,7 @@ class BatchingSettings(BaseModel):
     )
     prefix_cache_disk: ByteSize = Field(
         ByteSize(10 << 30),
+        gt=0,
         description="Bytes that the files of prefix_cache_dir may take, such as '10GiB'. The oldest give "
         "way.",
     )

@@ -88,10 +88,12 @@ class EngineCore:
     def reset(self) -> None:
         """Forgets all requests and what the caches hold: a step has not come to its end."""
         self.scheduler.reset()
+        self.when_stepped()
 
     def forget_prefixes(self) -> None:
         """Forgets what earlier requests have left for later ones, in the caches and in files."""
         self.scheduler.forget_prefixes()
+        self.when_stepped()
 
     @property
     def has_work(self) -> bool:

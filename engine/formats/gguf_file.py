@@ -68,7 +68,7 @@ def read_gguf(path: str) -> GgufFile:
 
     Any part of a file in parts stands for all of them.
     """
-    first, *others = _part_names(path)
+    first, *others = part_names(path)
     file = _Reader(first).read()
     _check_part(file, file, 0)
     for number, name in enumerate(others, 1):
@@ -95,7 +95,7 @@ def _check_part(first: GgufFile, part: GgufFile, number: int) -> None:
             raise GgufError(f"{first.path} and {part.path} are not parts of one model: their {key} differs")
 
 
-def _part_names(path: str) -> list[str]:
+def part_names(path: str) -> list[str]:
     """Returns the paths of all parts in order; only ``path`` where the file is no part."""
     named = PART.search(path)
     if named is None:

@@ -71,7 +71,7 @@ class PrefixFolder:
             )
 
     def has(self, name: str) -> bool:
-        return (self.folder / name).exists()
+        return os.path.exists(self.folder / name)  # whatever is wrong with the folder
 
     def touch(self, name: str) -> bool:
         """Makes a file the newest one; returns False if it is not there."""
@@ -123,7 +123,8 @@ class PrefixFolder:
         """Writes a file, unless ``is_still`` says afterwards that ``parts`` have changed meanwhile."""
         num_bytes = sum(map(len, parts))
         size = HEADER.size + num_bytes + CHECKSUM_BYTES
-        if not self.is_writing or not self._has_room(size):
+        is_too_large = _taken(size) > self.quota - self.quota // PART
+        if not self.is_writing or is_too_large or not self._has_room(size):
             self.counts["dropped"] += 1
             return
         head = _header(number, num_bytes, key)
@@ -158,6 +159,8 @@ class PrefixFolder:
         room for ``size`` bytes."""
         found = []
         for folder in self.root.glob(FOLDERS):
+            if folder.is_symlink():
+                continue  # whatever it points to is not ours
             files = _files(folder)
             if GONE in folder.name:
                 for *_, path in files:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,10 @@ from truedraft.engine.layers.adapters import LowRank, Place
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # No config is longer.
 MOST_CONFIG_BYTES = 1 << 20
+# Neither are the names and shapes of an adapter's tensors.
+MOST_HEADER_BYTES = 8 << 20
+# A number in the config that is larger than a float can be is refused, as one that is not finite is.
+LARGEST = sys.float_info.max
 # What PEFT calls a model inside its own wrapper, and families with pictures their text part.
 WRAPPER = "base_model.model."
 TEXT_PART = re.compile(r"^(model\.)?language_model\.(?!lm_head)(model\.)?")
@@ -66,11 +71,18 @@ class AdapterFile:
 def read_adapter(name: str, path: str, places: Mapping[str, Sequence[Place]], max_rank: int) -> AdapterFile:
     """Reads the adapter at ``path`` for a model that has these modules; raises ``ModelLoadError``."""
     try:
-        config_bytes, weights = _read_files(Path(path).expanduser())
+        folder = Path(path).expanduser()
+        config_bytes = _read_config(folder)
         reader = _Reader(_config_of(config_bytes), places, max_rank)
+        weights = _read_weights(folder, _most_bytes(places, max_rank))
         modules = reader.modules(_tensors_of(weights))
     except _RefusedError as error:
         raise ModelLoadError(f"the LoRA adapter {name} cannot be loaded: {error}") from None
+    except (OSError, RuntimeError) as error:  # a folder that nobody may look into, or no such home
+        said = getattr(error, "strerror", None) or error
+        raise ModelLoadError(f"the LoRA adapter {name} cannot be loaded: {said}") from None
+    except MemoryError:
+        raise ModelLoadError(f"the LoRA adapter {name} cannot be loaded: no memory is left") from None
     digest = hashlib.sha256(b"%d/" % len(config_bytes) + config_bytes + weights).hexdigest()
     rank = max(len(low.down) for low in modules.values())
     return AdapterFile(digest, rank, reader.base, modules)
@@ -80,7 +92,7 @@ class _RefusedError(Exception):
     """Goes on from the adapter's name."""
 
 
-def _read_files(folder: Path) -> tuple[bytes, bytes]:
+def _read_config(folder: Path) -> bytes:
     if folder.suffix == ".gguf":
         raise _RefusedError(
             "GGUF adapters are not served: give the folder with PEFT's files that it was made of"
@@ -91,14 +103,26 @@ def _read_files(folder: Path) -> tuple[bytes, bytes]:
         raise _RefusedError(f"{folder} has no {CONFIG}, so it is no adapter of PEFT's")
     if not (folder / WEIGHTS).is_file():
         raise _RefusedError(f"{folder} has no {WEIGHTS}; a pickle is not read: save it as safetensors")
-    try:
-        with (folder / CONFIG).open("rb") as file:
-            config = file.read(MOST_CONFIG_BYTES + 1)
-        if len(config) > MOST_CONFIG_BYTES:
-            raise _RefusedError(f"its {CONFIG} is longer than {MOST_CONFIG_BYTES} bytes")
-        return config, (folder / WEIGHTS).read_bytes()
-    except OSError as error:
-        raise _RefusedError(f"its files cannot be read: {error.strerror}") from None
+    with (folder / CONFIG).open("rb") as file:
+        config = file.read(MOST_CONFIG_BYTES + 1)
+    if len(config) > MOST_CONFIG_BYTES:
+        raise _RefusedError(f"its {CONFIG} is longer than {MOST_CONFIG_BYTES} bytes")
+    return config
+
+
+def _read_weights(folder: Path, most: int) -> bytes:
+    """Reads the tensors, unless there are more than ``most`` bytes, which no adapter of this model has."""
+    with (folder / WEIGHTS).open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise _RefusedError(f"its {WEIGHTS} is longer than an adapter of this model can be: {most} bytes")
+    return data
+
+
+def _most_bytes(places: Mapping[str, Sequence[Place]], max_rank: int) -> int:
+    """Returns the most bytes that matrices of 64 bits for all modules take, with their header."""
+    sizes = sum(place.in_features + place.out_features for own in places.values() for place in own)
+    return 8 * max_rank * sizes + MOST_HEADER_BYTES
 
 
 def _config_of(data: bytes) -> dict[str, Any]:
@@ -161,7 +185,7 @@ class _Reader:
                 raise _RefusedError(
                     f"it has the tensor {name}, and only lora_A and lora_B of modules are served"
                 )
-            module = TEXT_PART.sub("model.", found["module"]).replace("language_model.lm_head", "lm_head")
+            module = _own_name(found["module"])
             self._check_module(module)
             if pairs.setdefault(module, {}).setdefault(found["kind"], tensor) is not tensor:
                 raise _RefusedError(f"it has two tensors of {module}")
@@ -221,7 +245,7 @@ class _Reader:
             return  # PEFT makes a list of them when it saves; a regular expression names what the file has
         if not all(isinstance(target, str) for target in targets):
             raise _RefusedError("its target_modules are not a list of names")
-        wanted = set(self._wanted(targets))
+        wanted = set(self._wanted([*map(_own_name, targets)]))
         if missing := sorted(wanted - made.keys()):
             raise _RefusedError(f"it has no tensors of {missing[0]}, which target_modules names")
         if others := sorted(made.keys() - wanted):
@@ -231,6 +255,7 @@ class _Reader:
         excluded = self.config.get("exclude_modules") or []
         if not isinstance(excluded, list) or not all(isinstance(each, str) for each in excluded):
             raise _RefusedError("its exclude_modules are not a list of names")
+        excluded = [*map(_own_name, excluded)]
         for module in self.places:
             layer = LAYER.search(module)
             is_left_out = self.layers is not None and (layer is None or int(layer[1]) not in self.layers)
@@ -239,7 +264,7 @@ class _Reader:
 
     def _layers(self) -> set[int] | None:
         given = self.config.get("layers_to_transform")
-        if given is None:
+        if given is None or given == []:  # PEFT takes both for all layers
             return None
         numbers = given if isinstance(given, list) else [given]
         most = max((int(found[1]) for each in self.places if (found := LAYER.search(each))), default=-1)
@@ -268,7 +293,7 @@ class _Reader:
             if not PLAIN_NAME.fullmatch(name):
                 raise _RefusedError(f"its {key} has {name!r}, and only names of modules are served there")
             _checked_number(f"{key} of {name}", value)
-        return given
+        return {_own_name(name): value for name, value in given.items()}
 
     @staticmethod
     def _of_pattern(pattern: Mapping[str, Any], module: str, otherwise: Any) -> Any:
@@ -277,9 +302,14 @@ class _Reader:
 
 
 def _checked_number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         raise _RefusedError(f"its {name} is {value!r}, where a finite number is needed")
     return float(value)
+
+
+def _own_name(module: str) -> str:
+    """Returns our name of a module, or of the end of one: that of a family with pictures has a text part."""
+    return TEXT_PART.sub("model.", module).replace("language_model.lm_head", "lm_head")
 
 
 def _is_named(module: str, names: Sequence[str]) -> bool:

@@ -5,6 +5,7 @@ An adapter that is unloaded stays until the last sequence that has it has ended.
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 from truedraft.engine.config import EngineConfig, adapter_entry
@@ -31,21 +32,28 @@ class AdapterTable:
         self._number_of: dict[str, int] = {}  # digests are the keys
         self._num_users: dict[int, int] = {}
         self._retired: set[int] = set()
+        self._ended: deque[int] = deque()  # the adapters of sequences that have ended
         self.named: list[Adapter] = []  # the settings name them
 
     @property
     def num_loaded(self) -> int:
         """Counts those that take memory, unloaded ones that are still in use included."""
+        self._settle()
         return len(self._num_users)
 
     def load(self, name: str, path: str) -> Adapter:
         """Loads an adapter, unless it is there; raises ``RequestError`` if that cannot be."""
+        self._settle()
         try:
             found = read_adapter(name, path, self._places, self._max_rank)
+            if is_new := found.digest not in self._number_of:
+                self._put(found)
         except ModelLoadError as error:
             raise RequestError("adapter_unavailable", str(error)) from error
-        if found.digest not in self._number_of:
-            self._put(found)
+        except (MemoryError, RuntimeError) as error:  # torch says so of memory
+            words = f"the LoRA adapter {name} does not fit into the memory: {error}"
+            raise RequestError("adapter_unavailable", words) from error
+        if is_new:
             own, base = (each.rstrip("/").rpartition("/")[2].lower() for each in (self._target, found.base))
             if base and base not in own and own not in base:
                 words = "its shapes fit, but if that is another model its answers mean nothing"
@@ -57,22 +65,26 @@ class AdapterTable:
         if number is None:
             return
         self._retired.add(number)
+        self._settle()
         self._free(number)
 
     def number_of(self, adapter: Adapter) -> int:
+        self._settle()
         if adapter.digest not in self._number_of:
             self._load_again(adapter)
         return self._number_of[adapter.digest]
 
     def _load_again(self, adapter: Adapter) -> None:
         """Loads an adapter for a request, whose client is not told where its files are."""
+        known = set(self._number_of)
         try:
             digest = self.load(adapter.name, adapter.path).digest
         except RequestError as error:
             logger.warning("%s", error)
             digest = ""
         if digest != adapter.digest:
-            self.unload(digest)
+            if digest not in known:
+                self.unload(digest)
             raise RequestError(
                 "adapter_unavailable",
                 f"the files of the LoRA adapter {adapter.name} are not those that were loaded: load it "
@@ -81,7 +93,8 @@ class AdapterTable:
 
     def keep_for(self, number: int, sequence: TokenSequence) -> None:
         self._num_users[number] += 1
-        weakref.finalize(sequence, self._release, number).atexit = False
+        # A sequence may end in any thread, as whoever lets go of it last does that.
+        weakref.finalize(sequence, self._ended.append, number).atexit = False
 
     def _put(self, found: AdapterFile) -> None:
         by_layer: dict[Linear, list[tuple[LowRank, Sequence[Place]]]] = {}
@@ -95,15 +108,18 @@ class AdapterTable:
         self._layers.put(number, {linear: joined(parts) for linear, parts in by_layer.items()})
         self._number_of[found.digest], self._num_users[number] = number, 0
 
-    def _release(self, number: int) -> None:
-        self._num_users[number] -= 1
-        self._free(number)
+    def _settle(self) -> None:
+        """Counts the sequences that have ended, and lets go of adapters that nobody has any more."""
+        while self._ended:
+            number = self._ended.popleft()
+            self._num_users[number] -= 1
+            self._free(number)
 
     def _free(self, number: int) -> None:
         if number in self._retired and not self._num_users[number]:
+            self._layers.drop(number)
             self._retired.remove(number)
             del self._num_users[number]
-            self._layers.drop(number)
 
 
 def load_adapters(model: Model, config: EngineConfig) -> AdapterTable | None:

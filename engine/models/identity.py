@@ -110,7 +110,9 @@ def _file_digest(path: Path) -> bytes:
 
 def weight_files(path: str, allow_pickle: bool) -> list[Path]:
     """Returns the files of weights at a path, which is one of them or their folder."""
-    if is_gguf(path) or Path(path).expanduser().is_file():
+    if is_gguf(path):
+        return [Path(part).expanduser() for part in part_names(path)]
+    if Path(path).expanduser().is_file():
         return [Path(path).expanduser()]
     checkpoint = Checkpoint.find(str(Path(path).expanduser()) if path.startswith("~") else path, allow_pickle)
     if checkpoint is not None:

@@ -26,7 +26,7 @@ from truedraft.engine.native.library import load_library
 # Publications, ends of texts and snapshots that may wait for the writer. What comes meanwhile is not kept.
 MOST_WAITING = 1024
 # Seconds that the end of an engine waits for the writer.
-CLOSING_SECONDS = 2.0
+CLOSING_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)

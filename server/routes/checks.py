@@ -107,6 +107,8 @@ def operated_model(name: str | None, request: Request, services: Services) -> Se
             "This key may not load or unload models, nor clear their prefix caches. The word 'operate' after "
             "a key in the file of api_key_file gives it that right."
         )
+    if name is not None and model.adapters.own_name(name) is not None:
+        raise InvalidRequestError(f"'{name}' is a LoRA adapter: name its model.", param="model")
     services.check_not_draining()
     return model
 

@@ -92,6 +92,15 @@ def test_some_layers_and_modules(tmp_path: Path) -> None:
 def test_names_of_models_with_pictures(tmp_path: Path) -> None:
     tensors = tensors_of([name.replace("model.", "model.language_model.", 1) for name in MODULES[:4]])
     assert {*saved(tmp_path, tensors).modules} == {*MODULES[:4]}
+    full = "model.language_model.layers.0.self_attn.q_proj"
+    found = saved(
+        tmp_path, tensors, alpha_pattern={full: 4}, target_modules=[full, "o_proj", "1.self_attn.q_proj"]
+    )
+    assert [float(found.modules[name].up[0, 0]) for name in MODULES[:2]] == [2.0 * 2, 3.0 * 3]
+
+
+def test_an_empty_list_of_layers_is_all(tmp_path: Path) -> None:
+    assert {*saved(tmp_path, layers_to_transform=[]).modules} == {*MODULES[:4]}
 
 
 def test_digests_are_of_both_files(tmp_path: Path) -> None:
@@ -136,6 +145,7 @@ def test_digests_are_of_both_files(tmp_path: Path) -> None:
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
         ({"lora_alpha": 1e39}, "not finite"),
+        ({"lora_alpha": 10**400}, "where a finite number is needed"),
         ({"rank_pattern": {"q_proj": 9}}, "above max_lora_rank"),
         ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern of q_proj is 2.5"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern of q_proj is 'x'"),
@@ -225,6 +235,16 @@ def test_places_that_are_refused(tmp_path: Path) -> None:
         assert words in refusal(tmp_path)
     config.write_bytes(b" " * (1 << 21))
     assert "longer than" in refusal(tmp_path)
+    for path in ("~nobody-has-this-name/x", "x" * 300, "/dev/null/x"):
+        assert "the LoRA adapter a cannot be loaded" in refusal(Path(path))
+
+
+def test_a_file_that_no_adapter_fills_is_not_read(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with (tmp_path / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    with pytest.raises(ModelLoadError, match="longer than an adapter of this model can be"):
+        read(tmp_path)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -128,3 +128,12 @@ def test_transformers_layers_say_so(
     monkeypatch.setattr("truedraft.engine.families.linear.MIN_NATIVE_WEIGHTS", 0)
     monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
     assert types(ready(save_family(tmp_path, "OLMo"), **way)) == (weights, "transformers' layers")
+
+
+def test_a_file_in_parts_is_all_of_them(tmp_path: Path) -> None:
+    """Only the second part has weights that differ."""
+    first, second = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
+    for number, part in enumerate((first, second)):
+        part.write_bytes(b"GGUF" + bytes([number]))
+    assert identity.weight_files(str(first), allow_pickle=False) == [first, second]
+    assert identity.weight_files(str(second), allow_pickle=False) == [first, second]
