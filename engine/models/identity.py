@@ -16,7 +16,7 @@ from truedraft.engine.cuda.blocks import PackedBlocks
 from truedraft.engine.cuda.quantised import PackedEmbeddings, PackedLinear
 from truedraft.engine.cuda.scaled import ScaledLinear
 from truedraft.engine.families.linear import LinearModule, ModuleLinear
-from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.formats.gguf_file import is_gguf, part_names
 from truedraft.engine.hub.folders import WEIGHTS
 from truedraft.engine.layers.linear import DenseEmbeddings, OneDnnLinear, TorchLinear
 from truedraft.engine.layers.quantised_blocks import TYPES

@@ -99,15 +99,18 @@ def check_model(name: str | None, request: Request, services: Services) -> Serve
     return models[0]
 
 
-def operated_model(name: str | None, request: Request, services: Services) -> ServedModel:
-    """Returns the model, unless the key has no right to load, unload and clear."""
+def operated_model(
+    name: str | None, request: Request, services: Services, *, by_adapter: bool = False
+) -> ServedModel:
+    """Returns the model, unless the key has no right to load, unload and clear. An adapter's name stands for
+    its model only with ``by_adapter``."""
     model = check_model(name, request, services)
     if not rights_of(request, services).may_operate:
         raise PermissionDeniedError(
             "This key may not load or unload models, nor clear their prefix caches. The word 'operate' after "
             "a key in the file of api_key_file gives it that right."
         )
-    if name is not None and model.adapters.own_name(name) is not None:
+    if name is not None and not by_adapter and model.adapters.own_name(name) is not None:
         raise InvalidRequestError(f"'{name}' is a LoRA adapter: name its model.", param="model")
     services.check_not_draining()
     return model

@@ -152,7 +152,7 @@ async def is_sleeping(request: Request, services: ServicesDep, model: Name = Non
 
 def _adaptable(name: str | None, request: Request, services: Services) -> ServedModel:
     """Returns the model whose adapters may be loaded and unloaded by this request."""
-    model = operated_model(name, request, services)
+    model = operated_model(name, request, services, by_adapter=True)
     if not model.settings.allow_lora_updating:
         raise PermissionDeniedError(
             "This server does not load LoRA adapters while it runs (setting allow_lora_updating)."
