@@ -156,6 +156,13 @@ def test_adapters_come_and_go(server: Server, folders: list[str], expected: list
     assert server.unload(BASE).status_code == 400
 
 
+def test_an_adapter_is_no_model_to_unload(server: Server) -> None:
+    """Whoever names one would unload, or clear, what others use."""
+    for path, body in (("/models/unload", {"model": "one"}), ("/prefix_cache/clear?model=one", {})):
+        answer = server.client.post(path, json=body)
+        assert (answer.status_code, "is a LoRA adapter" in answer.text) == (400, True)
+
+
 def test_an_adapter_of_the_settings_is_replaced_and_comes_back(
     server: Server, folders: list[str], expected: list[str]
 ) -> None:

@@ -662,3 +662,38 @@ def test_the_scheduler_shares_no_more_than_it_computes(models: Models, tmp_path:
     forgotten(core)
     core.add(Generate("r", PROMPTS[1], structs.replace(PARAMS[1], prompt_logprobs=0)))
     assert max(len(output.prompt_logprobs or []) for output in iter_outputs(core)) == len(PROMPTS[1])
+
+
+def test_a_piece_that_no_quota_holds_removes_nothing(tmp_path: Path) -> None:
+    def write(folder: PrefixFolder, name: str, size: int) -> None:
+        folder.write(name, bytes(48), 1, [memoryview(bytes(size))], lambda: True)
+
+    folder = PrefixFolder(tmp_path, bytes(32), 1 << 20)
+    write(folder, "0" * 32, 1000)
+    write(folder, "1" * 32, 2 << 20)
+    assert (folder.has("0" * 32), folder.has("1" * 32)) == (True, False)
+    assert folder.counts["dropped"] == 1
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """Others may put links into a folder that is shared."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / ("f" * 32)).write_bytes(b"mine")
+    root = tmp_path / "root"
+    folder = PrefixFolder(root, bytes(32), 1 << 20)
+    (root / "truedraft-x.gone-y").symlink_to(elsewhere)
+    folder.tidy()
+    assert (elsewhere / ("f" * 32)).exists()
+
+
+def test_a_folder_that_may_not_be_looked_into_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = PrefixFolder(tmp_path, bytes(32), 1 << 20)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert not folder.has("0" * 32)
