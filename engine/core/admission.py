@@ -289,8 +289,8 @@ class Admission:
         return sources, length, True
 
     def _sources(self, request: Generate) -> tuple[str, ...]:
-        """A client that sends a prediction wants it used, whichever other sources the server uses; a
-        method that it names itself comes first."""
+        """Returns the sources that may draft. A client that sends a prediction wants it used, whichever other
+        sources the server uses; a method that it names itself comes first."""
         method = request.params.method
         if method == "none":
             return ()

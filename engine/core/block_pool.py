@@ -33,7 +33,7 @@ SNAPSHOT_DISTANCE, SHARED_DISTANCE = 1024, 64
 
 
 class BlockPool:
-    """A fixed number of blocks; each is free, or used by one table, or shared by several.
+    """Owns a fixed number of blocks; each is free, or used by one table, or shared by several.
 
     ``states`` are the slots of a model with recurrent layers. What is stored of a token may depend on up to
     ``lookahead`` tokens after it, besides those before it. ``files`` keep what is published, if there are

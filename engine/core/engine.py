@@ -16,9 +16,9 @@ from truedraft.engine.messages import Adapter, Failed, Generate, Stats, TokenOut
 
 
 class EngineCore:
-    """``build`` makes the parts. ``target`` and ``draft`` are the models, for descriptions of the engine.
-    ``drafter`` is the setting ``draft`` that the draft amounts to, and ``tried`` says what was measured where
-    that was left to the engine."""
+    """Is the engine; ``build`` makes its parts. ``target`` and ``draft`` are the models, for descriptions of
+    the engine. ``drafter`` is the setting ``draft`` that the draft amounts to, and ``tried`` says what was
+    measured where that was left to the engine."""
 
     def __init__(
         self,

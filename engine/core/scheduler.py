@@ -99,7 +99,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=order)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forgets a sequence, running or waiting, and free its blocks."""
+        """Forgets a sequence, running or waiting, and frees its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -128,7 +128,7 @@ class Scheduler:
             proposer.reset()
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Forget what the caches hold beyond the first ``num_tokens`` tokens."""
+        """Forgets what the caches hold beyond the first ``num_tokens`` tokens."""
         for pool, table in self._shares(sequence):
             pool.truncate(table, num_tokens)
 
@@ -143,7 +143,7 @@ class Scheduler:
                 pool.keep_state(table, sequence.num_prompt_tokens)
 
     def settle(self, sequence: Sequence) -> None:
-        """After what it emitted: the caches keep all tokens but the pending one, and nothing of one that has
+        """Keeps in the caches all of a sequence's tokens but the pending one, and nothing of one that has
         ended."""
         self.truncate(sequence, len(sequence) - 1)
         self.publish(sequence)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class StateSlots:
-    """``copy`` copies what one slot holds to another, between two passes. ``files`` keep snapshots, if there
-    are some."""
+    """Owns the slots. ``copy`` copies what one slot holds to another, between two passes. ``files`` keep
+    snapshots, if there are some."""
 
     def __init__(self, num_slots: int, copy: Callable[[int, int], None]) -> None:
         self.num_slots = num_slots

@@ -1,4 +1,4 @@
-"""What a decoder is made of: layers of one or two branches, described once for every backend.
+"""Describes what a decoder is made of: layers of one or two branches, described once for every backend.
 
 A layer's first branch, the mixer, is how tokens see each other, the second one, the MLP, what becomes of each
 by itself. The descriptions are what torch's operations and Triton's kernels run through (``LayerRun``) and
@@ -27,8 +27,8 @@ from truedraft.engine.memory.recurrent_state import RecurrentCache
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Each token looks at those before it. ``qkv`` computes queries, keys and values; ``cache`` is what is
-    kept of each token."""
+    """Is a mixer in which each token looks at those before it. ``qkv`` computes queries, keys and values;
+    ``cache`` is what is kept of each token."""
 
     shape: AttentionShape
     qkv: Linear | LatentProjection
@@ -50,8 +50,8 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """Each token sees a running state of those before it. ``inputs`` computes what the recurrence gets, which
-    ``scales``, float32, multiply; ``cache`` is what is kept of each sequence."""
+    """Is a mixer in which each token sees a running state of those before it. ``inputs`` computes what the
+    recurrence gets, which ``scales``, float32, multiply; ``cache`` is what is kept of each sequence."""
 
     recurrence: Recurrence
     inputs: Linear
@@ -70,7 +70,7 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Two mixers get the same of each token, and what they compute is added."""
+    """Is two mixers that get the same input; their outputs are added."""
 
     mixers: tuple[Attention | Recurrent, Attention | Recurrent]
 
@@ -116,7 +116,7 @@ class TokenBranch:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Norms may stand before each branch, and after it, of what is added to the hidden states.
+    """Is one layer. Norms may stand before each branch, and after it, of what is added to the hidden states.
 
     ``is_parallel``: both branches get what the mixer's norm makes of the layer's input. ``mixer`` or ``mlp``
     is None where the other one is all there is. In the end hidden states are multiplied by ``scale``. With

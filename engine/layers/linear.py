@@ -1,4 +1,4 @@
-"""Linear layers and embeddings: what they are to a decoder, and those of torch.
+"""Defines linear layers and embeddings as a decoder sees them, and torch's own.
 
 A plain product of a few float32 rows on a CPU re-packs the whole weight at every call, which costs two to
 three times the one-row product and would eat what speculation gains. So weights are packed once: for the
@@ -33,7 +33,7 @@ class Linear(Protocol):
 
 
 class Embeddings(Protocol):
-    """Vectors of tokens."""
+    """Is the table of the tokens' vectors."""
 
     def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns the vectors [tokens, hidden size] in any floating type."""
@@ -59,7 +59,7 @@ class Linears(Protocol):
 
 
 class DenseEmbeddings:
-    """``weight`` [vocab, hidden size] in any floating type."""
+    """Keeps all vectors in ``weight`` [vocab, hidden size] of any floating type."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight

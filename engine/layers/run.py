@@ -1,4 +1,4 @@
-"""One forward pass as the layers see it: the operations between their weights, whatever computes them.
+"""Defines a forward pass as the layers see it: the operations between their weights, whatever computes them.
 
 ``TorchRun`` has torch's operations, ``engine.native.native_run`` kernels in C, for few rows on a CPU, and
 ``engine.cuda.triton_run`` kernels in Triton.

@@ -1,4 +1,4 @@
-"""The operations of a forward with torch, on any device: attention gathers its keys."""
+"""Runs the operations of a forward pass with torch, on any device: attention gathers its keys."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Linear layers in C (``linear.c``): weights in float32, float16 or bfloat16, float32 rows and sums.
+"""Runs linear layers in C (``linear.c``): weights in float32, float16 or bfloat16, float32 rows and sums.
 
 The libraries' calls take ten microseconds before they multiply anything, which is most of what a small
 layer takes for few rows; this one starts in three. Of large weights it keeps the memory busier than oneDNN
@@ -40,7 +40,8 @@ _pages = HugePages()
 
 
 def linear_library() -> ctypes.CDLL | None:
-    """The kernels, if they can be had and a small layer of theirs is torch's; else None, and a warning."""
+    """Returns the kernels, if they can be had and a small layer of theirs is torch's; else None, and a
+    warning."""
     library = load_library()
     if library is None or _agrees(library):
         return library
@@ -49,7 +50,7 @@ def linear_library() -> ctypes.CDLL | None:
 
 
 class NativeLinear:
-    """``weights`` [out features, in features] of any floating type are stacked, panel by panel. ``scale``:
+    """Stacks ``weights`` [out features, in features] of any floating type, panel by panel. ``scale``:
     float16 holds them all without loss times this power of two; None: keep float32. ``bf16``: in bfloat16,
     to which inputs are rounded, too, if the library ``multiplies_bfloat16``. ``multiplier`` is of all
     outputs, with the bias."""
@@ -163,7 +164,8 @@ def _agrees(library: ctypes.CDLL) -> bool:
 
 
 def half_scale(weights: Sequence[torch.Tensor]) -> float | None:
-    """The power of two times which float16 holds all of ``weights`` without loss; None if there is none."""
+    """Returns the power of two times which float16 holds all of ``weights`` without loss; None if there is
+    none."""
     largest = torch.stack([weight.abs().max().float() for weight in weights]).max()  # NaN if there is one
     if not largest.isfinite():
         return None
@@ -188,7 +190,7 @@ def _holds(weight: torch.Tensor, scale: float, largest: torch.Tensor | None) -> 
 
 
 def _parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Some rows at a time, in float32."""
+    """Yields some rows at a time, in float32."""
     for weight in weights:
         rows = max(1, CHUNK_WEIGHTS // weight.shape[1])
         yield from (part.float() for part in torch.split(weight, rows))
