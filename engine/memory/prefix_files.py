@@ -53,6 +53,7 @@ class PrefixFolder:
         self.read_seconds = 0.0
         self.counts: Counter[str] = Counter()
         self.is_writing = True
+        self.is_reading = True
         self._unscanned = quota  # bytes written since the folder was last looked through
         self._own, self._numbers = uuid.uuid4().hex[:8], count()
         self._last_use = 0
@@ -71,7 +72,8 @@ class PrefixFolder:
             )
 
     def has(self, name: str) -> bool:
-        return os.path.exists(self.folder / name)  # whatever is wrong with the folder
+        # Whatever is wrong with the folder, it has nothing then.
+        return self.is_reading and os.path.exists(self.folder / name)
 
     def touch(self, name: str) -> bool:
         """Makes a file the newest one; returns False if it is not there."""
@@ -87,6 +89,8 @@ class PrefixFolder:
         unchanged."""
         started = time.perf_counter()
         size = HEADER.size + num_bytes + CHECKSUM_BYTES
+        if not self.is_reading:
+            return None
         try:
             with open(self.folder / name, "rb", buffering=0) as file:
                 data = file.read() if os.fstat(file.fileno()).st_size == size else b""
@@ -146,13 +150,23 @@ class PrefixFolder:
             self._failed(error)
 
     def clear(self) -> None:
-        """Forgets all files of this identity. They are out of reach at once; ``tidy`` removes them."""
+        """Forgets all files of this identity. They are out of reach at once; ``tidy`` removes them. Where the
+        folder cannot be renamed, nothing of it is read any more."""
         try:
             self.folder.rename(f"{self.folder}{GONE}{uuid.uuid4().hex[:8]}")
             self._make()
             self._unscanned = self.quota
         except OSError as error:
-            self._failed(error)
+            if error.errno == errno.ENOENT:  # another server has just cleared it
+                self._failed(error)
+                return
+            self.counts["failed"] += 1
+            self.is_reading = self.is_writing = False
+            logger.warning(
+                "The files of prefix_cache_dir cannot be cleared, so they are neither read nor written until "
+                "the next start: %s",
+                error,
+            )
 
     def tidy(self, size: int = 0) -> None:
         """Looks through the folder, and removes what was cleared and the oldest files, until the quota has

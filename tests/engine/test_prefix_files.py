@@ -697,3 +697,16 @@ def test_a_folder_that_may_not_be_looked_into_is_a_miss(
 
     monkeypatch.setattr(os, "stat", refuse)
     assert not folder.has("0" * 32)
+
+
+def test_what_cannot_be_cleared_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PrefixFolder(tmp_path, bytes(32), 1 << 20)
+    folder.write("a" * 32, bytes(48), 7, [memoryview(b"one")], lambda: True)
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    folder.clear()
+    assert not folder.has("a" * 32)
+    assert folder.read("a" * 32, bytes(48), 3) is None
