@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,8 +23,11 @@ from truedraft.engine.commands.options import GenerateSettings, check_adapters
 from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
 from truedraft.engine.errors import ConfigError, ModelLoadError
 from truedraft.engine.llm import LLM, SamplingParams
+from truedraft.engine.messages import Adapter
 from truedraft.server.cli.launch import bind, http_config, make_app
 from truedraft.server.cli.settings_sources import load_settings
+from truedraft.server.errors import InvalidRequestError
+from truedraft.server.models.adapters import ServedAdapters
 from truedraft.server.services import Services
 from truedraft.server.settings import Settings
 
@@ -277,3 +281,49 @@ def test_commands_without_requests_refuse_adapters() -> None:
 def test_the_library_names_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="name=path is needed"):
         LLM(lora_modules=["x"])
+
+
+class Workers:
+    """Stands for an engine whose workers answer as given, and keeps what they are told to forget."""
+
+    def __init__(self, *answers: Adapter | BaseException) -> None:
+        self.answers = answers
+        self.unloaded: list[str] = []
+        self.state = SimpleNamespace(worker=None)
+
+    async def load_adapter(self, name: str, path: str) -> list[Adapter | BaseException]:
+        return list(self.answers)
+
+    def unload_adapter(self, digest: str) -> None:
+        self.unloaded.append(digest)
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "unloaded"),
+    [
+        (("d1", "d1"), None, []),
+        (("d1", "d2"), "have changed while they were read", ["d1", "d2"]),
+        (("d1", InvalidRequestError("It is full.")), "It is full", ["d1"]),
+    ],
+)
+async def test_workers_have_the_same_adapter_or_none(
+    answers: tuple[Any, ...], error: str | None, unloaded: list[str]
+) -> None:
+    adapters = ServedAdapters(Settings(max_loras=2))
+    workers: Any = Workers(*(Adapter("a", "/a", one, 1) if isinstance(one, str) else one for one in answers))
+    loading = adapters.load("a", "/a", workers, lambda: (), replaces=False)
+    if error is None:
+        assert (await loading).digest == "d1"
+    else:
+        with pytest.raises(InvalidRequestError, match=error):
+            await loading
+    assert workers.unloaded == unloaded
+    assert adapters.names == ([] if error else ["a"])
+
+
+async def test_a_name_that_another_model_gets_meanwhile_is_taken() -> None:
+    adapters, calls = ServedAdapters(Settings(max_loras=2)), iter([(), ("a",)])
+    workers: Any = Workers(Adapter("a", "/a", "d1", 1))
+    with pytest.raises(InvalidRequestError, match="already"):
+        await adapters.load("a", "/a", workers, lambda: next(calls), replaces=False)
+    assert (adapters.names, workers.unloaded) == ([], ["d1"])

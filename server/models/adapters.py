@@ -6,7 +6,7 @@ leaves the workers once the requests that use it have ended.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 
 from truedraft.engine.config import adapter_entry, check_adapter_name
 from truedraft.engine.messages import Adapter, Ready
@@ -67,22 +67,24 @@ class ServedAdapters:
         return give_back
 
     async def load(
-        self, name: str, path: str, engine: WorkerPool, taken: Sequence[str], *, replaces: bool
+        self,
+        name: str,
+        path: str,
+        engine: WorkerPool,
+        taken: Callable[[], Collection[str]],
+        *,
+        replaces: bool,
     ) -> Adapter:
-        """Has the workers load an adapter; ``taken`` are names of models and of other models' adapters. One
-        of the same name is an error unless it ``replaces`` that."""
+        """Has the workers load an adapter; ``taken`` returns the names of models and of other models'
+        adapters. One of the same name is an error unless it ``replaces`` that."""
         try:
             check_adapter_name(name)
         except ValueError as error:
             raise InvalidRequestError(f"{error}.", param="lora_name") from None
         async with self._loading:
             before = self._by_name.get(name)
-            if name in taken or (name in self._by_name and not replaces):
-                raise InvalidRequestError(
-                    f"There is a model or a LoRA adapter '{name}' already: choose another lora_name, or set "
-                    "load_inplace to replace an adapter.",
-                    param="lora_name",
-                )
+            if name in taken() or (name in self._by_name and not replaces):
+                raise _taken(name)
             if name not in self._by_name and len(self._by_name) >= self._settings.max_loras:
                 raise InvalidRequestError(
                     f"There are {len(self._by_name)} LoRA adapters, and max_loras is "
@@ -92,7 +94,22 @@ class ServedAdapters:
             if before is None and name in self._by_name:
                 worker = engine.state.worker
                 before = None if worker is None else self.find(name, worker)
-            self._by_name[name] = found = await engine.load_adapter(name, path)
+            answers = await engine.load_adapter(name, path)
+            loaded = {answer.digest: answer for answer in answers if isinstance(answer, Adapter)}
+            failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+            if failed is None and len(loaded) > 1:
+                failed = InvalidRequestError(
+                    f"The files of {path} have changed while they were read: load the adapter again.",
+                    param="lora_path",
+                )
+            if failed is None and name in taken():  # another model has got one of this name meanwhile
+                failed = _taken(name)
+            if failed is not None:
+                for digest in loaded:
+                    self._unload_unused(digest, engine)
+                raise failed
+            (found,) = loaded.values()
+            self._by_name[name] = found
             if before is not None:
                 self._unload_unused(before.digest, engine)
             return found
@@ -111,3 +128,11 @@ class ServedAdapters:
         if not self._num_uses[digest] and all(each.digest != digest for each in named):
             del self._num_uses[digest]
             engine.unload_adapter(digest)
+
+
+def _taken(name: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"There is a model or a LoRA adapter '{name}' already: choose another lora_name, or set "
+        "load_inplace to replace an adapter.",
+        param="lora_name",
+    )

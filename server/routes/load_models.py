@@ -70,8 +70,11 @@ async def load_lora_adapter(
     with that."""
     served = _adaptable(body.base_model_name, request, services)
     model = await use_model(served.name, request, services)
-    others = {name for each in services.models for name in each.adapters.names if each is not served}
-    taken = [*others, *(name for each in services.models for name in each.settings.served_names)]
+
+    def taken() -> set[str]:
+        others = {name for each in services.models for name in each.adapters.names if each is not served}
+        return others.union(*(each.settings.served_names for each in services.models))
+
     loading = served.adapters.load(
         body.lora_name, body.lora_path, model.engine, taken, replaces=body.load_inplace
     )

@@ -136,8 +136,9 @@ class WorkerPool:
             raise
         return stream
 
-    async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Has every worker that is ready load an adapter; others do so when they are asked for it."""
+    async def load_adapter(self, name: str, path: str) -> list[Adapter | BaseException]:
+        """Has every worker that is ready load an adapter; others do so when they are asked for it. Returns
+        what each of them has loaded, or why it has not."""
         if not (numbers := self._ready()):
             raise NotReadyError(self.state.reason)
         ids = {f"adapter-{uuid.uuid4().hex}": number for number in numbers}
@@ -147,8 +148,7 @@ class WorkerPool:
             self._asked[request_id] = number, answers[-1]
             self.workers[number].send(LoadAdapter(request_id, name, path))
         try:
-            first, *_ = await asyncio.gather(*answers)
-            return first
+            return await asyncio.gather(*answers, return_exceptions=True)
         finally:
             for request_id in ids:
                 self._asked.pop(request_id, None)
