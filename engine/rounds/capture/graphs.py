@@ -387,7 +387,9 @@ def _end(span: Span, num_last: int) -> Span:
 
 
 def _as_slice(places: list[int]) -> slice | None:
-    """Returns ``places`` as a slice, where they follow each other."""
+    """Returns ``places`` as a slice, where they follow each other. A piece of a prompt may have none."""
+    if not places:
+        return slice(0)
     first, end = places[0], places[0] + len(places)
     return slice(first, end) if places == [*range(first, end)] else None
 
