@@ -293,7 +293,10 @@ class _Reader:
             if not PLAIN_NAME.fullmatch(name):
                 raise _RefusedError(f"its {key} has {name!r}, and only names of modules are served there")
             _checked_number(f"{key} of {name}", value)
-        return {_own_name(name): value for name, value in given.items()}
+        own = {_own_name(name): value for name, value in given.items()}
+        if len(own) < len(given):
+            raise _RefusedError(f"its {key} names a module twice, with its text part and without")
+        return own
 
     @staticmethod
     def _of_pattern(pattern: Mapping[str, Any], module: str, otherwise: Any) -> Any:

@@ -151,6 +151,10 @@ def test_digests_are_of_both_files(tmp_path: Path) -> None:
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern of q_proj is 'x'"),
         ({"alpha_pattern": {"(a+)+": 2}}, "only names of modules"),
         ({"alpha_pattern": [1]}, "alpha_pattern is no object"),
+        (
+            {"alpha_pattern": {"model.language_model.layers.0.a": 1, "model.layers.0.a": 2}},
+            "names a module twice",
+        ),
         ({"layers_to_transform": [2]}, "layers_to_transform has 2, and this model has 2 layers"),
         ({"layers_to_transform": -1}, "layers_to_transform has -1"),
         ({"layers_to_transform": 0}, "layers.1.self_attn.o_proj, which layers_to_transform leaves out"),
