@@ -20,7 +20,7 @@ import psutil
 from benchmarks.common import STORY_OPENINGS, CpuWatch, Times, machine, note, print_table, warn_of_others
 from benchmarks.defaults import process_ids
 from benchmarks.online import running_server, until_ready
-from benchmarks.result_file import Figure, record
+from benchmarks.result_file import Figure, record, table_of
 from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.loadtest.client import BenchmarkError
 from truedraft.loadtest.command import find_model
@@ -134,10 +134,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         f"One request of {arguments.questions} questions about an input of {arguments.input_tokens:,} "
         f"tokens, and {arguments.questions} completions of one token with the same prompts"
     )
-    rows: dict[str, dict[str, Any]] = {one.row: {"questions, asked by": one.row} for one in figures}
-    for one in figures:
-        rows[one.row][one.column] = one.median
-    print_table([*rows.values()], what)
+    print_table(table_of(figures, "questions, asked by"), what)
     record(
         arguments.result,
         what=what,

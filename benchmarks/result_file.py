@@ -47,6 +47,14 @@ class Figure:
         return cls.of(row, column, [value / base for value, base in zip(values, bases, strict=True)])
 
 
+def table_of(figures: Iterable[Figure], rows: str) -> list[dict[str, Any]]:
+    """Returns the figures' medians as ``print_table`` takes them; ``rows`` names the first column."""
+    found: dict[str, dict[str, Any]] = {}
+    for figure in figures:
+        found.setdefault(figure.row, {rows: figure.row})[figure.column] = figure.median
+    return list(found.values())
+
+
 def _rounded(value: float) -> float:
     """Keeps five digits: more would be noise in every diff."""
     return float(f"{value:.5g}")

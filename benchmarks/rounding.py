@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.request import Request, urlopen
 
 from benchmarks.common import machine, note, print_table
-from benchmarks.result_file import Figure, record
+from benchmarks.result_file import Figure, record, table_of
 from truedraft.engine.llm import LLM, SamplingParams
 from truedraft.engine.messages import TokenLogprob
 
@@ -171,13 +171,7 @@ def main() -> None:
     if arguments.llama_cpp:
         server = LlamaServer(arguments.llama_cpp)
         found += figures("llama.cpp", reference, server.read_answers(prompts, answers))
-    print_table(
-        [
-            {"computed by": row} | {figure.column: figure.median for figure in found if figure.row == row}
-            for row in dict.fromkeys(figure.row for figure in found)
-        ],
-        "Rounding of layers' inputs to 8 bits",
-    )
+    print_table(table_of(found, "computed by"), "Rounding of layers' inputs to 8 bits")
     record(
         arguments.result,
         what=f"{len(prompts)} questions: greedy answers of the weights in float32, as the others read them",

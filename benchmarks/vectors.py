@@ -2,11 +2,11 @@
 
     python -m benchmarks.vectors --threads 2 [--result NAME]
 
-All have the same float32 weights, as many threads, and all texts of a run at one time, which they batch as
-they do: Truedraft by a request to /v1/embeddings, sentence-transformers by ``encode``, llama.cpp by what its
-server does for such a request, in the package xllamacpp. Its GGUF file is written here. One that is not
-installed is left out. The processors' time is a figure of its own, which other programs change less. Cosines
-tell that the vectors are the same.
+All have the same float32 weights and the same number of threads, and get all texts of a run at one time,
+which they batch in their own ways: Truedraft by a request to /v1/embeddings, sentence-transformers by
+``encode``, llama.cpp by what its server does for such a request, in the package xllamacpp. Its GGUF file is
+written here. One that is not installed is left out. The processors' time is a figure of its own, which other
+programs change less. Cosines tell that the vectors are the same.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -30,14 +29,14 @@ from transformers import AutoModel, AutoTokenizer
 from benchmarks.common import STORY_OPENINGS, CpuWatch, Times, machine, note, print_table, warn_of_others
 from benchmarks.encoder_gguf import save_encoder
 from benchmarks.online import START_SECONDS, running_server
-from benchmarks.result_file import Figure, record
+from benchmarks.result_file import Figure, record, table_of
 
 Vectors = npt.NDArray[np.float32]
 Embed = Callable[[list[str]], Vectors]
 
 MINILM = "all-MiniLM-L6-v2"
 OURS, PYTHON, LLAMA = "Truedraft", "sentence-transformers", "llama.cpp"
-# A run has so many texts, of so many words each.
+# Each entry has the number of texts of a run, and the least and the largest number of words of a text.
 TEXTS = {"short texts": (64, 8, 32), "long texts": (8, 120, 180)}
 
 
@@ -138,12 +137,9 @@ def measure(arguments: argparse.Namespace, folder: Path, name: str) -> None:
                     note(f"  {repeat + 1}, {kind}, {program}: {seconds[kind, program][-1]}")
         others = warn_of_others(watch)
     figures = list(figures_of(seconds))
-    rows: dict[str, dict[str, Any]] = {one.row: {"texts, program": one.row} for one in figures}
-    for one in figures:
-        rows[one.row][one.column] = one.median
     sizes = " and ".join(f"{number} of {least} to {most} words" for number, least, most in TEXTS.values())
     what = f"Vectors of texts, {sizes}, {arguments.threads} threads"
-    print_table([*rows.values()], what)
+    print_table(table_of(figures, "texts, program"), what)
     record(
         arguments.result,
         what=what,
