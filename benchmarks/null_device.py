@@ -1,8 +1,8 @@
 """A device that takes no time: what remains of a round over captured passes is the host's work.
 
 ``host_cost --device null`` measures with it. Nothing is computed: passes, draws and verdicts are empty, and
-every row is told that ``ACCEPTED`` of its drafts stand, as far as it has drafted. Copies of logits, which are
-the device's work, are small.
+every row is told that ``ACCEPTED`` of its drafts stand, or all of them if it has fewer. Copies of logits,
+which are the device's work, are small.
 """
 
 import time
@@ -84,7 +84,7 @@ def empty_forward(self: Model, spans: list[Span], *_: Any) -> ForwardOutput:
 
 @contextmanager
 def null_engine(num_sequences: int, num_drafts: int) -> Iterator[EngineCore]:
-    """An engine of the bundled pair whose rounds are captured on it."""
+    """Makes an engine of the bundled pair whose rounds are captured on it."""
     config = EngineConfig(
         target=str(BUNDLED_PAIR / "target"),
         draft=str(BUNDLED_PAIR / "draft") if num_drafts else "none",

@@ -1,7 +1,7 @@
 """Brings back from files what sequences that wait begin with, before they are admitted.
 
 Blocks come back as published ones that no table uses, and snapshots as snapshots: after that a prefix in
-files is a prefix in the cache, whoever takes it over. A thread reads ahead, and the engine's thread stores
+files is a prefix in the cache like any other. A thread reads ahead, and the engine's thread stores
 what has been read, for a bounded time between two steps. A sequence whose files take too long is computed
 instead.
 """
@@ -25,9 +25,9 @@ from truedraft.engine.messages import PrefixFileStats
 READ_AHEAD = 16
 # Seconds that the engine stores between two steps while sequences run, and while none does.
 BESIDE_SECONDS, ALONE_SECONDS = 0.005, 0.05
-# A sequence is computed if nothing has come from files for so many seconds.
+# After this many seconds without anything from files, a sequence is computed.
 TIMEOUT_SECONDS = 10.0
-# The reader looks so often whether what it has read is wanted, while there is no room for it.
+# Seconds between two looks of the reader, while there is no room, whether what it has read is still wanted.
 LOOK_SECONDS = 0.5
 
 
@@ -197,7 +197,7 @@ class Restoring:
         return length
 
     def _send(self, arrived: Arrived) -> None:
-        """Waits for room, as long as somebody waits for it."""
+        """Waits for room in the queue, as long as the load is wanted."""
         while arrived.load.is_wanted:
             with suppress(Full):
                 self._arrived.put(arrived, timeout=LOOK_SECONDS)

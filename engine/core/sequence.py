@@ -54,7 +54,7 @@ class Sequence:
     arrived: float = 0.0  # when, by the monotonic clock; set by the scheduler
     queue_seconds: float | None = None  # from there to the first step; None until then
     num_cached_tokens: int | None = None  # prompt tokens taken over; None until it is admitted
-    num_restored_tokens: int = 0  # its beginning has so many that were read from files
+    num_restored_tokens: int = 0  # the number of tokens of its beginning that were read from files
     is_looked_up: bool = False  # files have no more of its beginning than the cache
     target_blocks: BlockTable = field(default_factory=BlockTable)
     finish_reason: FinishReason | None = None

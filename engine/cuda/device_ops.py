@@ -1,4 +1,4 @@
-"""The operations of a round on a device, where the host reads once: when the verdict is there.
+"""Runs a round's operations on a device, where the host reads once: when the verdict is there.
 
 Draws and verdicts are kernels over the rows' columns, which are sent once a round, and say bit for bit what
 torch's operations do. How often penalised rows have said each token is counted on the device. Drafts are
@@ -23,7 +23,7 @@ from truedraft.engine.sampling.torch_ops import TorchOps, pad_rows
 
 
 class DeviceOps(TorchOps):
-    """``sampling`` draws and judges up to ``max_drafts`` drafts of a row; torch does what it does not."""
+    """Lets ``sampling`` draw and judge up to ``max_drafts`` drafts of a row; torch does the rest."""
 
     reads_drafts = False
 

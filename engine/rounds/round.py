@@ -40,8 +40,8 @@ SHARED = EVERY_NEED - {Need.PROMPT, Need.LONG_PROMPT, Need.PROPOSER, Need.CATCH_
 
 
 class RoundRunner:
-    """``proposers`` draft during a step. Other drafts are known when it is planned. No round begins that
-    would probably end later than ``step_seconds`` after the step's first one has begun.
+    """Runs the rounds of a step. ``proposers`` draft during it. Other drafts are known when it is planned. No
+    round begins that would probably end later than ``step_seconds`` after the step's first one has begun.
 
     ``graphs`` has the captured passes of a device, if any; then ``when_launched`` is called when the device
     is at work on a round's last pass, and the host would only wait for it.
@@ -115,7 +115,7 @@ class RoundRunner:
         return self._done(plan, sampler, drafts, scored.logits, verdicts, seconds)
 
     def _prefill(self, plan: StepPlan) -> PhaseSeconds:
-        """Proposers store prompts before they are rows of the loop."""
+        """Lets proposers store prompts before these are rows of the loop."""
         started = time.perf_counter()
         for proposer in self.proposers:
             proposer.prefill([part for part in plan.prompts if part.is_prefilled_by(proposer.name)])
@@ -177,7 +177,7 @@ class RoundRunner:
         )
 
     def _score(self, plan: StepPlan, sampler: Sampler, drafts: Drafts) -> "_Scored":
-        """The target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
+        """Runs the target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
         is_late = not self.ops.reads_drafts and drafts.known is None and any(drafts.lengths)
         if is_late and reads_drafts(sampler.rows, self.target.model.rules):
             drafts.send_early()
@@ -334,7 +334,7 @@ class HostMark:
         self.seconds = time.perf_counter()
 
     def elapsed_time(self, later: "HostMark") -> float:
-        """Milliseconds."""
+        """Returns milliseconds."""
         return 1000 * (later.seconds - self.seconds)
 
 

@@ -32,7 +32,7 @@ class Drafts:
 
     @cached_property
     def ids(self) -> list[list[int]]:
-        """Each row's drafted ids, without padding, in one copy from the device."""
+        """Returns each row's drafted ids, without padding, in one copy from the device."""
         if self.known is not None:
             return self.known
         if not any(self.lengths):

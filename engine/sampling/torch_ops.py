@@ -31,8 +31,8 @@ from truedraft.engine.sampling.verify import (
 
 
 class RoundOps(Protocol):
-    """The operations of a round. Logits of several positions are packed, row after row. ``reads_drafts``: the
-    host may read what is drawn before the target has scored it."""
+    """Is the interface of a round's operations. Logits of several positions are packed, row after row.
+    ``reads_drafts``: the host may read what is drawn before the target has scored it."""
 
     @property
     def reads_drafts(self) -> bool: ...

@@ -100,7 +100,7 @@ class Observed(NamedTuple):
     option: Option
     plan: StepPlan
     result: StepResult
-    experts: float | None = None  # a layer of the target read so many in a pass
+    experts: float | None = None  # the number that a layer of the target read in a pass
 
 
 @dataclass(slots=True)

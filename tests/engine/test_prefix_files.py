@@ -115,7 +115,7 @@ def forgotten(core: EngineCore) -> None:
 
 
 def killed(core: EngineCore, num_steps: int) -> None:
-    """Runs so many steps, and writes nothing any more."""
+    """Runs ``num_steps`` steps, and writes nothing any more."""
     pending = list(range(len(PROMPTS)))
     for step in range(num_steps):
         while pending and ARRIVALS[pending[0]] <= step:

@@ -424,7 +424,7 @@ MIXED = {
 def test_prompts_and_rows_share_a_pass(
     params: list[SamplingParams], pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
 ) -> None:
-    """In every step the target passes once, also when prompts arrive."""
+    """The target passes once in every step, also when prompts arrive."""
     expected = outputs(pair[1], params, LATE)
     # What earlier passes have left where no row of this one is must not matter.
     graphs_of(pair[0]).logits.fill_(torch.nan)

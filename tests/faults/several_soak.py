@@ -154,7 +154,7 @@ class Soak:
                 self.references[name, number] = ask(server, name, case | PLAIN, stream=False)
 
     def run(self, seconds: float, kill_every: float, num_clients: int) -> None:
-        """Sends requests for so many ``seconds``; those that are open then are finished."""
+        """Sends requests for ``seconds``; those that are open then are finished."""
         stop = threading.Event()
         clients = [
             threading.Thread(target=self._client, args=(random.Random(number), stop), daemon=True)

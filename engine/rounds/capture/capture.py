@@ -113,7 +113,8 @@ class CudaCapture:
 
 
 class SentNumbers:
-    """int64 ``numbers`` [size] in one place on the device, filled in ``host`` and sent without waiting."""
+    """Keeps int64 ``numbers`` [size] in one place on the device; they are filled in ``host`` and sent
+    without waiting."""
 
     def __init__(self, size: int, device: torch.device, capture: Capture) -> None:
         self.capture = capture
