@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from queue import Full, Queue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import TYPE_CHECKING
 
 from truedraft.engine.memory.block_table import BlockHash
@@ -48,7 +48,8 @@ class Background:
             self._queue.put(None, timeout=seconds)
         except Full:
             return
-        self._thread.join(seconds)
+        if self._thread is not current_thread():  # the garbage collector may close in any thread
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -56,6 +57,7 @@ class Background:
                 work()
             except Exception:
                 logger.exception("Something failed in the thread %s, which goes on", self._thread.name)
+            del work  # what it holds may be freed while the thread waits
 
 
 class CacheFiles:

@@ -7,6 +7,8 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +26,8 @@ from truedraft.engine.core import restoring
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.memory import prefix_files
-from truedraft.engine.memory.cache_files import CacheFiles
+from truedraft.engine.memory import cache_files, prefix_files
+from truedraft.engine.memory.cache_files import Background, CacheFiles
 from truedraft.engine.memory.prefix_files import PrefixFolder
 from truedraft.engine.messages import Generate, PrefixFileStats, SamplingParams
 from truedraft.engine.models import kept_prefixes
@@ -710,3 +712,27 @@ def test_what_cannot_be_cleared_is_not_read(tmp_path: Path, monkeypatch: pytest.
     folder.clear()
     assert not folder.has("a" * 32)
     assert folder.read("a" * 32, bytes(48), 3) is None
+
+
+def test_a_thread_keeps_nothing_of_what_it_has_done() -> None:
+    class Work:
+        def __call__(self) -> None:
+            done.set()
+
+    done, thread = threading.Event(), Background("test")
+    work = Work()
+    seen = weakref.ref(work)
+    thread.submit(work)
+    del work
+    assert done.wait(60)
+    until = time.monotonic() + 60
+    while seen() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert seen() is None
+    failed = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_files.logger, "exception", lambda *_: failed.set())
+        thread.submit(lambda: thread.close(60))
+        thread._thread.join(60)
+    assert not thread._thread.is_alive()
+    assert not failed.is_set()
