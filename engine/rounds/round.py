@@ -179,8 +179,9 @@ class RoundRunner:
     def _score(self, plan: StepPlan, sampler: Sampler, drafts: Drafts) -> "_Scored":
         """Runs the target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
         is_late = not self.ops.reads_drafts and drafts.known is None and any(drafts.lengths)
-        if is_late and reads_drafts(sampler.rows, self.target.model.rules):
-            drafts.send_early()
+        if not self.ops.reads_drafts and reads_drafts(sampler.rows, self.target.model.rules):
+            if is_late:
+                drafts.send_early()
             sampler.read_drafts = lambda: drafts.ids
         number, num_tokens = 0, 0
         spans, num_row_logits = [], []
