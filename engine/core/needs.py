@@ -1,11 +1,11 @@
-"""Names what the rows of a step need of a runner. Sets of names are quick to unite and to compare."""
+"""Names what the rows of a step need of whatever runs it. Sets of names are quick to unite and to compare."""
 
 from collections.abc import Set
 from enum import StrEnum, auto
 
 
 class Need(StrEnum):
-    """Names abilities that not every runner has. A row's needs never change; others arise from a step's
+    """Names abilities that the loop in C may lack. A row's needs never change; others arise from a step's
     plan."""
 
     PROMPT = auto()  # more known tokens than the pending one, or a piece of a prompt
@@ -25,6 +25,6 @@ class Need(StrEnum):
     TRACE = auto()
 
 
-# A runner executes a step if it supports all of the step's needs: ``needs <= supports``.
+# The loop in C runs a step if it supports all of the step's needs: ``needs <= supports``.
 Needs = Set[Need]
 EVERY_NEED: Needs = frozenset(Need)

@@ -127,8 +127,7 @@ class PrefixFolder:
         """Writes a file, unless ``is_still`` says afterwards that ``parts`` have changed meanwhile."""
         num_bytes = sum(map(len, parts))
         size = HEADER.size + num_bytes + CHECKSUM_BYTES
-        is_too_large = _taken(size) > self.quota - self.quota // PART
-        if not self.is_writing or is_too_large or not self._has_room(size):
+        if not self.is_writing or not self._has_room(size):
             self.counts["dropped"] += 1
             return
         head = _header(number, num_bytes, key)
@@ -193,6 +192,8 @@ class PrefixFolder:
 
     def _has_room(self, size: int) -> bool:
         size = _taken(size)
+        if size > self.quota - self.quota // PART:
+            return False  # everything else would be removed for it
         if self._unscanned > self.quota // PART or self.num_bytes + size > self.quota:
             try:
                 self.tidy(size)

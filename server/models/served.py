@@ -6,13 +6,12 @@ load may also end as failed. It knows nothing of other models: which of them are
 """
 
 import asyncio
-import functools
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from truedraft.engine.config import EngineConfig
@@ -381,7 +380,7 @@ def in_daemon_thread(load: Callable[[], T]) -> "asyncio.Future[T]":
     return future
 
 
-@functools.cache
+@cache
 def system_fingerprint(target: str, worker: str, generation_config: str) -> str:
     """Names what a seed's tokens depend on: ``worker`` stands for weights, arithmetic, kernels and hardware.
     Neither the draft model nor how it is used is part of that."""

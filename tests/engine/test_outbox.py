@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truedraft.engine.core.needs import EVERY_NEED
 from truedraft.engine.core.step import StepResult
 from truedraft.engine.messages import (
     Abort,
@@ -195,8 +194,6 @@ ONE, TWO, THREE = ([GENERATE, *[None] * number] for number in (1, 2, 3))
 
 class Launching:
     """Is a runner that launches."""
-
-    supports = EVERY_NEED
 
     def __init__(self) -> None:
         self.when_launched: Callable[[], None] = lambda: None
