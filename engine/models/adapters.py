@@ -6,13 +6,12 @@ An adapter that is unloaded stays until the last sequence that has it has ended.
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
 
 from truedraft.engine.config import EngineConfig, adapter_entry
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.sequence import Sequence as TokenSequence
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers.adapters import LowRank, Place, joined
+from truedraft.engine.layers.adapters import Part, Place, part_of
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.messages import Adapter
 from truedraft.engine.models.adapter_file import AdapterFile, read_adapter
@@ -97,15 +96,15 @@ class AdapterTable:
         weakref.finalize(sequence, self._ended.append, number).atexit = False
 
     def _put(self, found: AdapterFile) -> None:
-        by_layer: dict[Linear, list[tuple[LowRank, Sequence[Place]]]] = {}
+        by_layer: dict[Linear, list[Part]] = {}
         for module, low in found.modules.items():
             of_layer: dict[Linear, list[Place]] = {}
             for place in self._places[module]:
                 of_layer.setdefault(place.linear, []).append(place)
             for linear, places in of_layer.items():
-                by_layer.setdefault(linear, []).append((low, places))
+                by_layer.setdefault(linear, []).append(part_of(low, places))
         number = next(n for n in range(len(self._num_users) + 1) if n not in self._num_users)
-        self._layers.put(number, {linear: joined(parts) for linear, parts in by_layer.items()})
+        self._layers.put(number, by_layer)
         self._number_of[found.digest], self._num_users[number] = number, 0
 
     def _settle(self) -> None:

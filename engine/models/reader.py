@@ -92,7 +92,7 @@ class Reader:
         multiplier = logit_multiplier(module.config)
         output = self.linears.make([head], None, multiplier)
         rows, columns = head.shape
-        self.places[HEAD.removesuffix(".weight")] = [Place(output, 0, columns, rows, None, multiplier, rows)]
+        self.places[HEAD.removesuffix(".weight")] = [Place(output, 0, columns, rows, None, multiplier)]
         weights = DecoderWeights(
             embeddings,
             self.layers,

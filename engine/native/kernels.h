@@ -65,9 +65,17 @@ typedef struct {
     const int64_t *numbers;       /* [num_rows], or NULL: no row has one */
 } AdaptedRows;
 
-/* What one adapter adds to a linear layer's outputs: what ``up`` makes of what ``down`` makes of the inputs. */
+/* What an adapter of one module adds to a layer's outputs from ``first`` on: what ``up`` makes of what ``down`` makes of the
+ * inputs. */
 typedef struct {
-    const void *down, *up;        /* Linears, or NULL where the adapter leaves the layer as it is */
+    const void *down, *up;        /* Linears */
+    int64_t first;
+} LowRank;
+
+/* What one adapter adds to a linear layer, which may have several modules. */
+typedef struct {
+    const LowRank *parts;         /* [num_parts] */
+    int64_t num_parts;            /* 0 where the adapter leaves the layer as it is */
 } Adapter;
 
 /* A linear layer. ``type``: of its weights. */
