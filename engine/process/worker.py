@@ -134,6 +134,7 @@ class Worker:
         except EOFError:
             self.running = False
         if timeout == IDLE_POLL_MILLISECONDS and not self.is_trimmed:  # No message has come in all that time.
+            self.core.free_unused()
             trim_heap()
             self.is_trimmed = True
         for request, compiled, aborts in [*self.compiling.values()]:

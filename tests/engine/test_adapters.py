@@ -35,6 +35,7 @@ from truedraft.engine.llm import LLM
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Adapter, Generate, SamplingParams
 from truedraft.engine.models import adapters as models_adapters
+from truedraft.engine.models.adapters import AdapterTable
 from truedraft.engine.native.adapters import NativeAdapters
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
@@ -379,6 +380,23 @@ def test_adapters_come_and_go_while_others_run(base: str, modules: list[str], tm
     assert "/some" not in str(error.value)
     core.unload_adapter(again.digest)
     assert written(core, [(PROMPTS[0], again)], GREEDY)[0][0] == texts["new"]  # it is loaded anew
+
+
+@pytest.mark.parametrize("next_use", ["a request without an adapter", "a moment without work"])
+def test_memory_of_an_unloaded_adapter_is_free_soon(base: str, modules: list[str], next_use: str) -> None:
+    core = make_engine(base, None, lora_modules=modules, num_speculative_tokens=0)
+    (one, _), table = named(core), core.admission.adapters
+    assert isinstance(table, AdapterTable)
+    core.add(Generate("old", PROMPTS[0], GREEDY, adapter=one))
+    core.unload_adapter(one.digest)
+    while core.has_work:
+        core.step()
+    assert len(table._num_users) == 2
+    if next_use == "a moment without work":
+        core.free_unused()
+    else:
+        core.add(Generate("new", PROMPTS[0], GREEDY))
+    assert len(table._num_users) == 1
 
 
 def test_a_table_knows_its_adapter() -> None:
