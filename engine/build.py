@@ -49,7 +49,7 @@ from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
 from truedraft.engine.proposers.heads.proposer import LOOKAHEAD, HeadProposer
-from truedraft.engine.proposers.ngram import NgramProposer
+from truedraft.engine.proposers.ngram import NgramPool, NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
@@ -342,10 +342,11 @@ def make_core(
     """Puts planning, scheduling and admission around the ``runner``."""
     assert config.target is not None  # EngineConfig filled it in.
     target = models.target
+    pool = NgramPool(config.num_pool_tokens) if config.num_pool_tokens else None
     lookups: list[Lookup] = [
         GrammarProposer(),
         PredictionProposer(),
-        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
+        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice, pool),
     ]
     costs = _costs(config, models, memory, proposers, runner)
     length = _fixed_length(config)

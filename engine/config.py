@@ -18,6 +18,8 @@ from truedraft.engine.messages import DefaultMethod
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
 # This value leaves the choice of a draft to the engine.
 AUTO = "auto"
+# Tokens of finished answers that are kept for each salt, unless the settings say otherwise.
+DEFAULT_POOL_TOKENS = 32_768
 # These drafts are the target's own weights in fewer bits; each has its way of quantising.
 SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
 
@@ -152,6 +154,14 @@ class SpeculationSettings(BaseModel):
         "most_recent",
         description="What ngram drafts if the text has continued in several ways: the latest "
         "continuation, or the most frequent one.",
+    )
+    ngram_pool_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 24,
+        description="Last tokens of finished answers that ngram also looks in. Each API key has its own, and "
+        "so has each cache_salt; the 16 used last are kept, in about 40 bytes a token. 0: none. Default: "
+        "32768 with prefix_caching, else 0.",
     )
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | Literal["auto"] = Field(
         "auto",
@@ -333,6 +343,13 @@ class EngineConfig(BatchingSettings, AdapterSettings, SpeculationSettings, Model
         """Returns ``max_num_sequences``, or its default for a device of this kind."""
         return self.max_num_sequences or (32 if device_type == "cpu" else 128)
 
+    @property
+    def num_pool_tokens(self) -> int:
+        """Returns ``ngram_pool_tokens``, or its default: nothing is shared where beginnings are not."""
+        if self.ngram_pool_tokens is None:
+            return DEFAULT_POOL_TOKENS if self.prefix_caching else 0
+        return self.ngram_pool_tokens
+
     @model_validator(mode="after")
     def _resolve_models(self) -> Self:
         if self.target is None:
@@ -349,6 +366,11 @@ class EngineConfig(BatchingSettings, AdapterSettings, SpeculationSettings, Model
             )
         if self.prefix_cache_dir is not None and not self.prefix_caching:
             raise ValueError("prefix_cache_dir keeps what prefix_caching reuses: set both, or neither")
+        if self.ngram_pool_tokens and not self.prefix_caching:
+            raise ValueError(
+                "ngram_pool_tokens keeps texts for later requests, as prefix_caching keeps what it computed: "
+                "switch that on, or leave this out"
+            )
         self.target = _expanded(self.target)
         self.draft = None if self.draft is None else _expanded(self.draft)
         return self

@@ -321,7 +321,8 @@ class Scheduler:
             self.restoring.wait()
 
     def forget_prefixes(self) -> None:
-        """Forgets what the caches have published, and what files keep of it."""
+        """Forgets what the caches have published, what files keep of it, and texts that drafts come from."""
+        self.planner.forget_texts()
         pools = [self.target_pool, *self.draft_pools]
         if self.restoring is not None:
             self.restoring.forget_all()

@@ -32,6 +32,7 @@ class LLMSettings(TypedDict, total=False):
     ngram_min_match: int
     ngram_max_tokens: int
     ngram_choice: Literal["most_recent", "most_frequent"]
+    ngram_pool_tokens: int | None
     num_speculative_tokens: int | Literal["auto"]
     draft_vocab_size: int | Literal["auto", "full"]
     draft_vocab_file: str | None
