@@ -309,11 +309,16 @@ class BatchingSettings(BaseModel):
         "key. Needs the extra 'kv-events'.",
     )
     kv_events_topic: str = Field("", description="First frame of those messages, by which gateways choose.")
-    cache_dtype: Literal["auto", "float32", "float16"] = Field(
+    cache_dtype: Literal["auto", "float32", "float16", "int8"] = Field(
         "auto",
         description="What keys and values are kept in on a CPU. auto: float32 with dtype float32; else "
         "float16 where all linear layers of a fused model have weights of 16 bits or fewer, and the model's "
-        "own type otherwise, as on a GPU.",
+        "own type otherwise, as on a GPU. int8: 8 bits, with a scale for each token and head.",
+    )
+    draft_cache_dtype: Literal["auto", "float32", "float16", "int8"] = Field(
+        "auto",
+        description="What keys and values of the draft model or head are kept in on a CPU. auto: as "
+        "cache_dtype says.",
     )
     cache_memory: ByteSize | None = Field(
         None, description="Memory for both KV caches together, such as '2GiB'. Default: cache_memory_share."

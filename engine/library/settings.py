@@ -53,6 +53,7 @@ class LLMSettings(TypedDict, total=False):
     prefix_cache_disk: int | str
     kv_events_endpoint: str | None
     kv_events_topic: str
-    cache_dtype: Literal["auto", "float32", "float16"]
+    cache_dtype: Literal["auto", "float32", "float16", "int8"]
+    draft_cache_dtype: Literal["auto", "float32", "float16", "int8"]
     cache_memory: int | str | None
     cache_memory_share: float | None
