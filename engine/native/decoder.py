@@ -163,7 +163,7 @@ class NativeDecoder:
         ids_on_device: torch.Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns logits, and states if there are ``taps``; None if a span is too long."""
+        """Returns logits, and states if there are ``taps``; None if a span is too long, or has pictures."""
         if ids_on_device is not None:
             # C reads ids from the spans, and here the host is the device.
             for span, token_id in zip(spans, ids_on_device.tolist(), strict=True):
@@ -209,7 +209,9 @@ class NativeDecoder:
         return bool(self.decoder.num_state_slots)
 
     def holds(self, spans: Sequence[Span]) -> bool:
-        return all(len(span.token_ids) <= MAX_GROUPED_QUERIES for span in spans)
+        return all(
+            len(span.token_ids) <= MAX_GROUPED_QUERIES and span.table.pictures is None for span in spans
+        )
 
 
 class _Parts:
