@@ -229,8 +229,8 @@ class PictureSettings(BaseModel):
     max_images: int = Field(
         8,
         ge=0,
-        description="Largest number of pictures in a request to a model that sees. 0: its vision tower is not "
-        "loaded, and pictures are refused.",
+        description="Largest number of pictures in a request to a model that sees. 0: its vision tower is "
+        "not loaded, and pictures are refused.",
     )
     max_image_tokens: int = Field(
         2048,

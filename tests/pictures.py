@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tokenizers import AddedToken, Tokenizer
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.engine.messages import Generate, Picture, SamplingParams
 
 Pixels = npt.NDArray[np.uint8]
@@ -22,8 +24,8 @@ SIZES = [(3, 5), (1, 1), (4, 2), (2, 7)]
 
 
 def seeing_config(vocab_size: int = 96, marks: tuple[int, int, int] = (IMAGE, START, END)) -> Qwen3VLConfig:
-    """Returns the config of a model with two deepstack layers; ``marks`` are the ids of placeholder, start and
-    end."""
+    """Returns the config of a model with two deepstack layers. ``marks`` are the ids of placeholder, start
+    and end."""
     return Qwen3VLConfig(
         text_config={
             "vocab_size": vocab_size,
@@ -94,6 +96,27 @@ def pixels(number: int, size: tuple[int, int]) -> Pixels:
     """Returns a random picture of ``size`` in tiles."""
     shape = size[0] * TILE, size[1] * TILE, 3
     return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+
+
+CHAT_TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}\
+{% for part in message['content'] %}{% if part['type'] == 'image' %}\
+<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\
+<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+
+
+def save_seeing_chat(folder: Path, seed: int = 0) -> str:
+    """Saves a model as ``save_seeing`` does, with a tokenizer whose tokens are bytes and a chat template."""
+    write_tokenizer(folder, chat_template=CHAT_TEMPLATE)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    start, end, image = map(tokenizer.token_to_id, MARKS)
+    return save_seeing(folder, seed, seeing_config(272, (image, start, end)))
 
 
 class Shown:

@@ -36,8 +36,8 @@ NO_ADAPTERS = (
 )
 
 NO_PICTURES = (
-    "this model does not see pictures: that needs a Qwen3-VL checkpoint with its preprocessor_config.json on a "
-    "CPU, and max_images above 0 (docs/images.md)"
+    "this model does not see pictures: that needs a Qwen3-VL checkpoint with its preprocessor_config.json "
+    "on a CPU, and max_images above 0 (docs/images.md)"
 )
 
 

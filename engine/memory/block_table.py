@@ -36,3 +36,13 @@ class BlockTable:
         self.num_cuts = 0
         self.adapter = adapter
         self.pictures = pictures
+
+    @property
+    def is_past_pictures(self) -> bool:
+        """Tells whether what is not computed yet has no picture, so that positions are shifted indices."""
+        return self.pictures is None or self.num_computed_tokens >= self.pictures.end
+
+    @property
+    def shift(self) -> int:
+        """Returns what is added to the index of a token after the pictures for its position."""
+        return 0 if self.pictures is None else self.pictures.shift

@@ -1,4 +1,4 @@
-"""Holds what the target's passes need of the pictures in a prompt: what they look like, and where they stand."""
+"""Holds what the target's passes need of a prompt's pictures: what they look like, and where they stand."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
-"""Sees the pictures of prompts: runs the vision tower of a checkpoint, which is transformers' own module, in a
-thread of its own, so that no step waits for it.
+"""Sees the pictures of prompts: runs the vision tower of a checkpoint, which is transformers' own module,
+in a thread of its own, so that no step waits for it.
 
-Pictures come as pixels of the size that the tower is given. What it makes of one is a function of these alone,
-and is kept for a while: a conversation sends its pictures again with each request.
+Pictures come as pixels of the size that the tower is given. What it makes of one is a function of these
+alone, and is kept for a while: a conversation sends its pictures again with each request.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Pictures in the engine: transformers' answers, wherever chunks, prefixes, drafts and neighbours lie."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,10 +90,10 @@ def test_answers_are_those_of_transformers(target: str, oracle: Oracle, name: st
 
 
 def test_neighbours_and_seeds_change_nothing(target: str) -> None:
-    """Rows with other pictures, or none, stand beside each other; some begin later."""
+    """Rows with other pictures, or none, stand next to each other; some begin later."""
     params = SamplingParams(max_tokens=LENGTH, seed=7, logprobs=0)
     alone = [written(make_engine(target, None), [shown], params)[0] for shown in PROMPTS.values()]
-    assert written(make_engine(target, None), [*PROMPTS.values()], params) == alone
+    assert written(make_engine(target, None, step_seconds=0.05), [*PROMPTS.values()], params) == alone
     core = make_engine(target, None)
     outputs: dict[str, list[Any]] = {name: [] for name in PROMPTS}
     waiting = list(PROMPTS)
@@ -107,7 +106,25 @@ def test_neighbours_and_seeds_change_nothing(target: str) -> None:
     assert list(outputs.values()) == alone
 
 
-@pytest.mark.parametrize("num_tokens", (1, 3, 7, 40))
+def test_what_follows_pictures_is_computed_in_c(target: str) -> None:
+    """The loop in C adds to indices what positions are shifted by, each row's own."""
+    plain = make_engine(target, None, native_kernels=False)
+    params = SamplingParams(max_tokens=LENGTH, temperature=0)
+    expected = [
+        [id for output in each for id in output.token_ids]
+        for each in told(plain, [*PROMPTS.values()], params)
+    ]
+    for more in ({}, {"step_seconds": 0.05}):
+        core = make_engine(target, None, **more)
+        found = [
+            [id for output in each for id in output.token_ids]
+            for each in told(core, [*PROMPTS.values()], params)
+        ]
+        assert found == expected
+        assert core.snapshot().num_rows["c"] >= (LENGTH - 1) * len(PROMPTS)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 7, 40])
 def test_chunks_change_nothing(target: str, num_tokens: int) -> None:
     """A chunk may begin and end within a picture."""
     for method in ("none", "ngram"):
@@ -150,9 +167,9 @@ def test_preemption_sees_again(target: str) -> None:
     assert core.snapshot().num_preemptions
 
 
-@pytest.mark.parametrize("draft", (None, "self:int8"))
+@pytest.mark.parametrize("draft", [None, "self:int8"])
 def test_drafts_change_nothing(target: str, draft: str | None) -> None:
-    """Beside a draft model, which sees no pictures, n-grams draft for rows with some."""
+    """A draft model sees no pictures: n-grams draft for rows with some."""
     plain = make_engine(target, None, num_speculative_tokens=0)
     core = make_engine(target, draft, method="auto" if draft else "ngram", ngram_min_match=1)
     for params in (
