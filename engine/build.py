@@ -42,6 +42,7 @@ from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
 from truedraft.engine.models.plausibility import warn_if_misread
+from truedraft.engine.models.vision import Tower, load_vision
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.ops import NativeOps, native_ops
@@ -95,6 +96,7 @@ class Models:
     encoder_decoder: EncoderDecoderLimits | None
     max_model_len: int
     adapters: AdapterTable | None = None
+    vision: Tower | None = None
 
     @property
     def draft(self) -> Model | None:
@@ -192,6 +194,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
     target = load_model(config.target, options)
     warn_if_misread(target, config.target)
     adapters = load_adapters(target, config)  # before anything has caches over the target
+    vision = load_vision(target, config, options)
     num_threads = config.num_threads or _num_threads(target)
     if config.native_kernels and device.type == "cpu":
         set_num_threads(num_threads)
@@ -206,7 +209,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
             begin("what may draft")
             drafting = choose_draft(config, target)
     if not isinstance(target, EncoderDecoderModel):
-        return Models(target, drafting, None, _max_model_len(config, target), adapters)
+        return Models(target, drafting, None, _max_model_len(config, target), adapters, vision)
     limits = _encoder_decoder_limits(config, target, drafting.draft)
     longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
     return Models(target, drafting, limits, longest)
@@ -383,6 +386,7 @@ def make_core(
             encoder_decoder=models.encoder_decoder,
             has_rules=bool(target.rules),
             adapters=models.adapters,
+            vision=models.vision,
             grammars=Grammars(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
             ),

@@ -233,6 +233,23 @@ class AdapterSettings(BaseModel):
         return self
 
 
+class PictureSettings(BaseModel):
+    """Pictures"""
+
+    max_images: int = Field(
+        8,
+        ge=0,
+        description="Largest number of pictures in a request to a model that sees. 0: its vision tower is "
+        "not loaded, and pictures are refused.",
+    )
+    max_image_tokens: int = Field(
+        2048,
+        ge=1,
+        description="Largest number of tokens of a picture. Larger ones are scaled down, as they are to the "
+        "size that the model's preprocessor_config.json names.",
+    )
+
+
 def adapter_entry(entry: str) -> tuple[str, str]:
     """Returns the name and the path of an entry of ``lora_modules``."""
     name, equals, path = entry.partition("=")
@@ -339,7 +356,7 @@ def _expanded(model: str) -> str:
     return str(Path(model).expanduser()) if model.startswith("~") else model
 
 
-class EngineConfig(BatchingSettings, AdapterSettings, SpeculationSettings, ModelSettings):
+class EngineConfig(BatchingSettings, PictureSettings, AdapterSettings, SpeculationSettings, ModelSettings):
     """Holds the settings of one worker. ``target`` None means the bundled pair."""
 
     model_config = ConfigDict(extra="forbid")

@@ -141,7 +141,7 @@ class Scheduler:
         for pool, table in self._shares(sequence):
             if table.num_computed_tokens // pool.block_size > len(table.hashes):
                 end = table.num_computed_tokens + pool.lookahead
-                pool.publish(table, sequence.token_ids[:end], sequence.prefix_salt)
+                pool.publish(table, sequence.prefix_ids(end), sequence.prefix_salt)
                 pool.keep_state(table, sequence.num_prompt_tokens)
 
     def settle(self, sequence: Sequence) -> None:
@@ -348,7 +348,7 @@ class Scheduler:
         last, salt = _num_shareable(sequence), sequence.prefix_salt
         if not self._uses_prefix_cache(sequence) or last == 0:
             return [[] for _ in shares]
-        found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]
+        found = [(pool, pool.find(sequence.prefix_ids(last + pool.lookahead), salt)) for pool, _ in shares]
         for (pool, table), (_, hashes) in zip(shares, found, strict=True):
             pool.expect_shared(table, hashes, pool.usable(hashes))
         bound = {id(pool) for proposer in self._followers for pool in proposer.pools}

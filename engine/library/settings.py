@@ -42,6 +42,8 @@ class LLMSettings(TypedDict, total=False):
     allow_lora_updating: bool
     max_loras: int
     max_lora_rank: int
+    max_images: int
+    max_image_tokens: int
     max_num_sequences: int | None
     max_num_batched_tokens: int
     step_seconds: float

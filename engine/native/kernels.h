@@ -254,6 +254,7 @@ typedef struct {
     const int64_t *state_slot, *num_folded, *num_certain; /* [num_spans] as in Spans */
     const float *states;          /* [tokens, hidden_size] that come with them, where a decoder takes such; NULL: zeros */
     const int64_t *adapter;       /* [num_spans] each one's, or -1; NULL: none has one */
+    const int64_t *shift;         /* [num_spans] what is added to an index for its position; NULL: nothing */
 } NewTokens;
 
 /* Hidden states that a pass gives in addition to logits. */

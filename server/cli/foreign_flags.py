@@ -79,7 +79,9 @@ NONE: Mapping[str, str] = {
     "-ngl": DEVICE,
     "--n-gpu-layers": DEVICE,
     "--gpu-layers": DEVICE,
-    "--mmproj": "Images are not supported; the text part of a model is served without it.",
+    "--mmproj": "Pictures are read by models in transformers' form (docs/images.md); the text part of a GGUF "
+    "file is served without it.",
+    "--limit-mm-per-prompt": "--max-images is the largest number of pictures in a request.",
     "--enforce-eager": "CUDA graphs are taken where they help.",
 }
 
