@@ -26,7 +26,7 @@ from pydantic import Field
 from pydantic_settings import CliApp, SettingsConfigDict
 
 from benchmarks.common import OfflineRun, note, print_table
-from truedraft.engine.process.lifeline import end_with_parent
+from truedraft.engine.machine.lifeline import end_with_parent
 from truedraft.loadtest.client import BenchmarkError
 from truedraft.loadtest.command import Bench, Load, document, draw, loads, open_bench, show
 from truedraft.loadtest.generator import new_session

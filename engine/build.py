@@ -42,6 +42,7 @@ from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
 from truedraft.engine.models.plausibility import warn_if_misread
+from truedraft.engine.models.ranks import load_ranked
 from truedraft.engine.models.vision import Tower, load_vision
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.decoder import NativeDecoder
@@ -191,12 +192,15 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
         torch.backends.cuda.enable_cudnn_sdp(False)
     assert config.target is not None  # EngineConfig filled it in.
     begin("the target model")
-    target = load_model(config.target, options)
+    is_ranked = config.tensor_parallel_size > 1
+    target: Model = load_ranked(config) if is_ranked else load_model(config.target, options)
     warn_if_misread(target, config.target)
     adapters = load_adapters(target, config)  # before anything has caches over the target
     vision = load_vision(target, config, options)
     num_threads = config.num_threads or _num_threads(target)
-    if config.native_kernels and device.type == "cpu":
+    if is_ranked:
+        pass  # The ranks have divided the threads among them.
+    elif config.native_kernels and device.type == "cpu":
         set_num_threads(num_threads)
     else:
         torch.set_num_threads(num_threads)
@@ -296,7 +300,9 @@ def _trial(config: EngineConfig, models: Models) -> Trial:
 
 def allocate(config: EngineConfig, models: Models) -> Memory:
     """Allocates the caches, and captures passes as CUDA graphs where the device allows it."""
-    planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
+    planned = None
+    if config.tensor_parallel_size == 1:
+        planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
     others = (models.draft, None if models.head is None else models.head.model)
     loaded = [models.target, *(model for model in others if model is not None)]
     num_blocks, num_state_slots = _cache_sizes(config, loaded, models.max_model_len, planned)

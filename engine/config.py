@@ -55,6 +55,14 @@ class ModelSettings(BaseModel):
         description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one. A server may have several, "
         "such as cuda:0,1: a worker on each.",
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes on this machine, ranks, that compute the target together, each with a share "
+        "of its layers and caches: a worker then consists of so many. num_threads and the memory for caches "
+        "are divided among them. -tp for short. On GPUs, one for each rank, this has never run.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Number type of weights and activations. auto: bfloat16 on a GPU, or float16 on one "

@@ -16,6 +16,7 @@ class LLMSettings(TypedDict, total=False):
     task: Literal["auto", "generate", "embed", "rerank"]
     matryoshka: bool
     device: str
+    tensor_parallel_size: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None
     trust_remote_code: bool

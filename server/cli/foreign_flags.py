@@ -71,11 +71,8 @@ USE: Mapping[str, str] = {
 }
 
 # Flags without an equivalent: what stands in their place, as a sentence of its own.
-BY_LAYERS = "Tensors are not split over GPUs; --device-map auto puts layers on several."
 DEVICE = "--device decides where the whole model runs."
 NONE: Mapping[str, str] = {
-    "--tensor-parallel-size": BY_LAYERS,
-    "-tp": BY_LAYERS,
     "-ngl": DEVICE,
     "--n-gpu-layers": DEVICE,
     "--gpu-layers": DEVICE,
