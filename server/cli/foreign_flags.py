@@ -76,6 +76,7 @@ NONE: Mapping[str, str] = {
     "--n-gpu-layers": DEVICE,
     "--gpu-layers": DEVICE,
     "--mmproj": "Images are not supported; the text part of a model is served without it.",
+    "--api-server-count": "The front end is one process; for more there are replicas (docs/scaling.md).",
     "--enforce-eager": "CUDA graphs are taken where they help.",
 }
 
