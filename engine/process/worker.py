@@ -12,6 +12,7 @@ import gc
 import signal
 import sys
 import time
+from collections import deque
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -61,6 +62,8 @@ from truedraft.engine.process.outbox import Outbox
 IDLE_POLL_MILLISECONDS = 1000
 # The worker waits this long while a grammar is compiled.
 COMPILING_POLL_MILLISECONDS = 1
+# After so many seconds a disk that is to forget prefixes does not answer.
+CLEARING_SECONDS = 10.0
 # While there is work, reports of the state of speculation are this many seconds apart.
 STATE_SECONDS = 0.5
 
@@ -84,6 +87,8 @@ class Worker:
         self.is_trimmed = False  # True once the memory that passes freed has been returned to the system.
         # Each entry is a request, its grammar while that is compiled, and the sequences aborted meanwhile.
         self.compiling: dict[str, tuple[Generate, Future[Any], list[Abort]]] = {}
+        # What has become of files that are to be forgotten, and how long that is waited for.
+        self.clearing: deque[tuple[Future[str], float]] = deque()
 
     def run(self) -> None:
         try:
@@ -125,7 +130,8 @@ class Worker:
 
     def _drain_inbox(self) -> None:
         """Handles the messages that have arrived; with nothing to do, waits for one, but not for ever."""
-        timeout = COMPILING_POLL_MILLISECONDS if self.compiling else IDLE_POLL_MILLISECONDS
+        is_waited_for = self.compiling or self.clearing
+        timeout = COMPILING_POLL_MILLISECONDS if is_waited_for else IDLE_POLL_MILLISECONDS
         if self.core.has_work:
             timeout = 0
         try:
@@ -136,6 +142,7 @@ class Worker:
         if timeout == IDLE_POLL_MILLISECONDS and not self.is_trimmed:  # No message has come in all that time.
             trim_heap()
             self.is_trimmed = True
+        self._tell_of_clearing()
         for request, compiled, aborts in [*self.compiling.values()]:
             if compiled.done():
                 del self.compiling[request.request_id]
@@ -152,6 +159,22 @@ class Worker:
             self._add(request)
         else:
             self.compiling[request.request_id] = request, compiled, []
+
+    def _clear(self) -> None:
+        cleared = self.core.forget_prefixes()
+        if cleared is None:
+            self.connection.send(Cleared())
+        else:
+            self.clearing.append((cleared, time.monotonic() + CLEARING_SECONDS))
+
+    def _tell_of_clearing(self) -> None:
+        """Answers in the order in which it was asked."""
+        while self.clearing:
+            cleared, until = self.clearing[0]
+            if not cleared.done() and time.monotonic() < until:
+                return
+            self.clearing.popleft()
+            self.connection.send(Cleared(cleared.result() if cleared.done() else "the disk does not answer"))
 
     def _add(self, request: Generate) -> None:
         try:
@@ -189,8 +212,7 @@ class Worker:
             case UnloadAdapter():
                 self.core.unload_adapter(message.digest)
             case ClearPrefixes():
-                self.core.forget_prefixes()
-                self.connection.send(Cleared())
+                self._clear()
             case Shutdown():
                 self.running = False
 
