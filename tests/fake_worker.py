@@ -259,7 +259,7 @@ class FakeWorker:
                         self.embeds.append(message)
                     case ClearPrefixes():
                         self.known_prompts.clear()
-                        self.send(Cleared())
+                        self.send(Cleared("the disk refuses" if self.order() == "keep the files" else ""))
                     case Abort():
                         self.embeds = [each for each in self.embeds if each.request_id != message.request_id]
                         self.abort(message)

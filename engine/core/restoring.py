@@ -141,7 +141,7 @@ class Restoring:
             if load.has_files is False:
                 self._end(load)
             elif load.has_files and not load.is_read:
-                must_wait = must_wait or not self._begin(load)
+                must_wait = must_wait or not self._begin(load, is_alone=is_alone)
             elif now - max(load.since, self._heard) > TIMEOUT_SECONDS:
                 self._hangs = True
                 self._end(load)
@@ -187,17 +187,20 @@ class Restoring:
         load.heard.set()
         self._news.set()
 
-    def _begin(self, load: Load) -> bool:
-        """Begins to read, unless that would take the place of what others wait for."""
-        others = [one for one in self._loads.values() if one.is_read and one is not load]
-        for pool in {id(part.pool): part.pool for part in load.parts}.values():
-            kept = set[BlockHash]().union(*(one.blocks_in(pool) for one in others))
-            if kept and pool.num_unused(kept | load.blocks_in(pool)) > pool.num_free:
+    def _begin(self, load: Load, *, is_alone: bool) -> bool:
+        """Begins to read, unless there is no room for all of it beside what others wait for, and run with."""
+        others = [one for one in self._loads.values() if one.is_read]
+        for part in load.parts:
+            kept = {each for one in others for each in one.blocks_in(part.pool)}
+            must_fit = others or not is_alone
+            if must_fit and part.pool.num_unused(kept.union(part.hashes)) > part.pool.num_free:
                 return False
         # The cache may have more of the text than when it was looked at first, or less.
         load.parts = [_part(part.pool, part.hashes) for part in load.parts]
         for part in load.parts:
-            part.pool.use_again(part.hashes[: part.num_found])
+            found = part.hashes[: part.num_found]
+            part.pool.use_again(found)
+            del part.hashes[len(found) + part.pool.num_free_beside(found) :]
         load.is_read, load.since = True, time.monotonic()
         self._reader.submit(partial(self._read, load))
         return True
@@ -295,14 +298,13 @@ def stats_of(folder: PrefixFolder, num_hits: int) -> PrefixFileStats:
 
 
 def _part(pool: BlockPool, hashes: list[BlockHash]) -> Part:
-    """Notes what a pool's cache has of a text, no further than there are blocks for."""
+    """Notes what a pool's cache has of a text."""
     assert pool.files is not None
     held = {each for each in hashes if pool.has(each)}
     num_found = next((place for place, each in enumerate(hashes) if each not in held), len(hashes))
     states = pool.states
     snapshots = set() if states is None else {each for each in hashes if states.has(each)}
-    most = num_found + pool.num_free_beside(hashes[:num_found])
-    return Part(pool, pool.files, hashes[:most], num_found, held, snapshots)
+    return Part(pool, pool.files, list(hashes), num_found, held, snapshots)
 
 
 def _lacks_something(part: Part) -> bool:

@@ -428,6 +428,9 @@ class Told:
     def removed(self, block_hash: bytes) -> None:
         self.tokens.pop(block_hash, None)
 
+    def cleared(self) -> None:
+        self.tokens.clear()
+
 
 def test_gateways_hear_of_restored_blocks(models: Models, tmp_path: Path) -> None:
     core = make_engine(models.target, None, prefix_cache_dir=tmp_path)
