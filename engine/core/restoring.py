@@ -104,9 +104,9 @@ class Restoring:
             return True
         if sequence.request_id in self._loads:
             return False
+        salt = sequence.prefix_salt
         parts = [
-            _part(pool, pool.remembered(table, sequence.token_ids[: num_tokens + pool.lookahead], salt))
-            for salt in (sequence.prefix_salt,)
+            _part(pool, pool.remembered(table, sequence.prefix_ids(num_tokens + pool.lookahead), salt))
             for pool, table in shares
             if pool.files is not None
         ]
@@ -216,7 +216,7 @@ class Restoring:
                 part.pool.states.restore(block_hash, arrived.num_folded, arrived.data)
             return
         size, sequence = part.pool.block_size, load.sequence
-        token_ids = sequence.token_ids[place * size : (place + 1) * size]
+        token_ids = sequence.prefix_ids((place + 1) * size, place * size)
         chain = part.hashes[max(0, place - 1) : place + 1]
         part.pool.restore(chain, token_ids, sequence.prefix_salt, arrived.data)
         if part is load.parts[0]:

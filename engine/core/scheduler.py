@@ -109,6 +109,7 @@ class Scheduler:
                 self.restoring.forget(sequence)
         self._release(sequence)
         self.planner.forget(sequence)
+        sequence.hold = None
 
     def abort(self, request_ids: Set[str], index: int | None = None) -> None:
         """Forgets the sequences of requests, or one of each; unknown ones are ignored."""
@@ -120,6 +121,7 @@ class Scheduler:
         """Forgets all sequences and what the caches hold, whatever state a broken step has left."""
         for sequence in [*self.running, *self.waiting]:
             self.planner.forget(sequence)
+            sequence.hold = None
         self.running.clear()
         self.waiting.clear()
         if self.restoring is not None:
@@ -140,7 +142,7 @@ class Scheduler:
         for pool, table in self._shares(sequence):
             if table.num_computed_tokens // pool.block_size > len(table.hashes):
                 end = table.num_computed_tokens + pool.lookahead
-                pool.publish(table, sequence.token_ids[:end], sequence.prefix_salt)
+                pool.publish(table, sequence.prefix_ids(end), sequence.prefix_salt)
                 pool.keep_state(table, sequence.num_prompt_tokens)
 
     def settle(self, sequence: Sequence) -> None:
@@ -322,8 +324,9 @@ class Scheduler:
             self.restoring.wait()
 
     def forget_prefixes(self) -> Future[str] | None:
-        """Forgets what the caches have published, and what files keep of it. The result says why files could
-        not be forgotten; None if there are none."""
+        """Forgets what the caches have published, what files keep of it, and texts that drafts come from. The
+        result says why files could not be forgotten; None if there are none."""
+        self.planner.forget_texts()
         pools = [self.target_pool, *self.draft_pools]
         if self.restoring is not None:
             self.restoring.forget_all()
@@ -350,7 +353,7 @@ class Scheduler:
         if not self._uses_prefix_cache(sequence) or last == 0:
             return [[] for _ in shares]
         found = [
-            (pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt, table.beginning))
+            (pool, pool.find(sequence.prefix_ids(last + pool.lookahead), salt, table.beginning))
             for pool, table in shares
         ]
         for (pool, table), (_, hashes) in zip(shares, found, strict=True):

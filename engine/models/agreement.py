@@ -22,6 +22,7 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.options import CACHE_DTYPES
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.native.native_run import NativeKernels
+from truedraft.engine.parallel.group import is_agreed
 
 # A logit may deviate by this share of the largest logit. Tiny random models round to 2e-6, 5e-3 and 4e-2 of
 # it; a wrong mask or position makes 0.3 and more.
@@ -55,7 +56,8 @@ def first_that_agrees(
 
 
 def _agrees(model: FusedDecoder, expected: Sequence[torch.Tensor]) -> bool:
-    return all(map(_comparison(model), packed_logits(model, probe_texts(model.facts)), expected))
+    agrees = all(map(_comparison(model), packed_logits(model, probe_texts(model.facts)), expected))
+    return is_agreed(model.weights.group, agrees, model.device)
 
 
 def _choose_cache_dtype(model: FusedDecoder, expected: Sequence[torch.Tensor], asked: str) -> None:
@@ -84,7 +86,9 @@ def _models(
         yield "the native kernels", FusedDecoder(facts, weights, NativeKernels(library))
         return
     cuda = find_kernels(weights.attention, facts.dtype, facts.device, weights.recurrences)
-    if cuda is not None:
+    if cuda is not None and weights.group is not None:
+        yield "the CUDA kernels", FusedDecoder(facts, weights, partial(TritonRun, cuda))
+    elif cuda is not None:
         given = cuda, facts.dtype, facts.device, CUDA_TOLERANCES[facts.dtype]
         own = with_grouped_heads(grouped(weights, *given), *given)
         yield "the CUDA kernels", FusedDecoder(facts, own, partial(TritonRun, cuda))

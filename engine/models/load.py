@@ -132,6 +132,11 @@ def _is_faster(model: FusedDecoder, options: LoadOptions) -> bool:
 
 def _check_unfused(found: Architecture, skeleton: Any, options: LoadOptions) -> None:
     """Refuses settings that only our layers could honour, and logs where their speed is missed."""
+    if options.group is not None:
+        raise ModelLoadError(
+            f"{found.path} is not divided among {options.group.size} ranks: that needs a model of a fused "
+            "family (docs/models.md); set tensor_parallel_size to 1"
+        )
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(found.path))
     if skeleton is not None and not _has_experts_on_a_gpu(skeleton, options):

@@ -6,6 +6,7 @@ import torch
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.parallel.group import Group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
@@ -22,7 +23,8 @@ class LoadOptions:
     ``bf16_linears`` lets linear layers round their weights and inputs to bfloat16, in kernels that multiply
     in it. ``self_check`` refuses a model whose results over our cache deviate from its own. ``quantize`` is
     fp8, int8, int4 or ``none``. ``cache_dtype`` is as in ``BatchingSettings``. ``max_model_len`` is the
-    longest text that will be served, in tokens; None: the model's context.
+    longest text that will be served, in tokens; None: the model's context. With a ``group`` a rank's share
+    is loaded.
     """
 
     dtype: torch.dtype = torch.float32
@@ -37,6 +39,7 @@ class LoadOptions:
     quantize: str = "none"
     cache_dtype: str = "auto"
     max_model_len: int | None = None
+    group: Group | None = None
 
     @property
     def is_on_cpu(self) -> bool:

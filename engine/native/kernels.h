@@ -66,9 +66,17 @@ typedef struct {
     const int64_t *numbers;       /* [num_rows], or NULL: no row has one */
 } AdaptedRows;
 
-/* What one adapter adds to a linear layer's outputs: what ``up`` makes of what ``down`` makes of the inputs. */
+/* What an adapter of one module adds to a layer's outputs from ``first`` on: what ``up`` makes of what ``down`` makes of the
+ * inputs. */
 typedef struct {
-    const void *down, *up;        /* Linears, or NULL where the adapter leaves the layer as it is */
+    const void *down, *up;        /* Linears */
+    int64_t first;
+} LowRank;
+
+/* What one adapter adds to a linear layer, which may have several modules. */
+typedef struct {
+    const LowRank *parts;         /* [num_parts] */
+    int64_t num_parts;            /* 0 where the adapter leaves the layer as it is */
 } Adapter;
 
 /* A linear layer. ``type``: of its weights. */
@@ -246,6 +254,7 @@ typedef struct {
     const int64_t *state_slot, *num_folded, *num_certain; /* [num_spans] as in Spans */
     const float *states;          /* [tokens, hidden_size] that come with them, where a decoder takes such; NULL: zeros */
     const int64_t *adapter;       /* [num_spans] each one's, or -1; NULL: none has one */
+    const int64_t *shift;         /* [num_spans] what is added to an index for its position; NULL: nothing */
 } NewTokens;
 
 /* Hidden states that a pass gives in addition to logits. */

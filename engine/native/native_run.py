@@ -97,14 +97,16 @@ class NativeRun:
         num_spans, num_tokens = len(batch.spans), batch.offsets[-1]
         start = address(self.numbers, INTEGER, (len(self.numbers),))
         end = max((span.end for span in batch.spans), default=0)
-        if rotary.table is None:
+        if batch.axes is not None:
+            self.angles = (*rotary.mixed(batch.axes), torch.arange(num_tokens))
+        elif rotary.table is None:
             self.angles = (*rotary.compute(batch.positions[0]), torch.arange(num_tokens))
         else:
             rotary.reach(end)
             self.angles = (*rotary.table, batch.positions[0].contiguous())
         cos, sin, rows = self.angles
         kinds, num_angles, size = angles = shape_of(cos, 3)
-        if rotary.table is not None and end > num_angles:
+        if rotary.table is not None and batch.axes is None and end > num_angles:
             raise PointerError(f"there are {num_angles} angles for {end} positions")
         self.rotary = kinds, size
         # Keys and values must reach as far as the last block and slot.

@@ -186,7 +186,7 @@ class _Reader:
             return self._linear("lm_head.weight", (num_drafted, size), None)
         if num_drafted != self.target.vocab_size or self.target.config.hidden_size != size:
             raise ModelLoadError(f"{self.config.path} has no lm_head, and the target's has another shape")
-        return self.target.weights.head
+        return self.target.weights.whole_head
 
     def _token_ids(self) -> torch.Tensor | None:
         """Returns the target's ids of the drafted tokens, which the file has as offsets; None: all ids in
