@@ -188,7 +188,7 @@ class Restoring:
         self._news.set()
 
     def _begin(self, load: Load, *, is_alone: bool) -> bool:
-        """Begins to read, unless there is no room for all of it beside what others wait for, and run with."""
+        """Begins to read, unless all of it has no room next to what others wait for, and run with."""
         others = [one for one in self._loads.values() if one.is_read]
         for part in load.parts:
             kept = {each for one in others for each in one.blocks_in(part.pool)}

@@ -1,4 +1,4 @@
-"""What happens beside the engine while texts wait for their files: it asks the disk for nothing itself, and
+"""Threads work while texts wait for their files: the engine asks the disk for nothing itself, and
 prompts leave each other what has been read for them."""
 
 import threading
@@ -147,7 +147,7 @@ def test_nothing_is_read_while_it_is_cleared(models: Models, tmp_path: Path) -> 
 
 
 def prompts_leave_each_other_what_is_read(models: Models, folder: Path) -> None:
-    """Of many prompts that wait, each one's files are read once, and all that they have is found."""
+    """Files of many prompts that wait are read once each, and all that they have is found."""
     prompts = [text(number, 101) for number in range(5, 11)]
     params = SamplingParams(max_tokens=4, temperature=0)
     plain = make_engine(models.target, None, prefix_cache_dir=folder)
@@ -286,7 +286,7 @@ def said_to_be_cleared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheFiles, "clear", lambda files: (honest(files), "")[1])
 
 
-def patience_is_endless(patch: pytest.MonkeyPatch) -> None:
+def no_timeout_is_heard_of(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(restoring.Restoring, "_hangs", property(lambda _: False, lambda *_: None), raising=False)
 
 
@@ -311,7 +311,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., Non
         lambda patch: patch.setattr(restoring.Arrived, "num_bytes", 1),
         reading_ahead_is_bounded,
     ),
-    "patience has no end": (patience_is_endless, hanging_disk_is_left_alone),
+    "there is no timeout": (no_timeout_is_heard_of, hanging_disk_is_left_alone),
     "a reset is not told": (
         lambda patch: patch.setattr(Told, "cleared", lambda _: None),
         gateways_hear_of_a_reset,
