@@ -379,7 +379,9 @@ class SpeculationState(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):
-    """A ``ClearPrefixes`` is done."""
+    """A ``ClearPrefixes`` is done, or ``error`` says why files could not be forgotten."""
+
+    error: str = ""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -103,6 +103,16 @@ def test_ranks_have_the_bits_of_one_process(tmp_path: Path, kind: str) -> None:
         assert all(map(torch.equal, ours, one))
 
 
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("kind", EXACT)
+def test_ranks_have_the_bits_of_one_process_with_caches_in_int8(tmp_path: Path, kind: str) -> None:
+    path, options = save_random(tmp_path, *EXACT[kind]), LoadOptions(cache_dtype="int8")
+    one = logits_of(path, options)
+    assert not all(map(torch.equal, one, logits_of(path, LoadOptions())))
+    for ours in logits_on_ranks(path, 2, options):
+        assert all(map(torch.equal, ours, one))
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_families_are_divided_or_refused(tmp_path: Path, family: str) -> None:
     """Every family has the logits of one process up to rounding, or is refused by name."""
