@@ -42,6 +42,7 @@ from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
 from truedraft.engine.models.plausibility import warn_if_misread
+from truedraft.engine.models.ranks import load_ranked
 from truedraft.engine.models.vision import Tower, load_vision
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.decoder import NativeDecoder
@@ -50,7 +51,7 @@ from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
 from truedraft.engine.proposers.heads.proposer import LOOKAHEAD, HeadProposer
-from truedraft.engine.proposers.ngram import NgramProposer
+from truedraft.engine.proposers.ngram import NgramPool, NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
@@ -191,12 +192,15 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
         torch.backends.cuda.enable_cudnn_sdp(False)
     assert config.target is not None  # EngineConfig filled it in.
     begin("the target model")
-    target = load_model(config.target, options)
+    is_ranked = config.tensor_parallel_size > 1
+    target: Model = load_ranked(config) if is_ranked else load_model(config.target, options)
     warn_if_misread(target, config.target)
     adapters = load_adapters(target, config)  # before anything has caches over the target
     vision = load_vision(target, config, options)
     num_threads = config.num_threads or _num_threads(target)
-    if config.native_kernels and device.type == "cpu":
+    if is_ranked:
+        pass  # The ranks have divided the threads among them.
+    elif config.native_kernels and device.type == "cpu":
         set_num_threads(num_threads)
     else:
         torch.set_num_threads(num_threads)
@@ -296,7 +300,9 @@ def _trial(config: EngineConfig, models: Models) -> Trial:
 
 def allocate(config: EngineConfig, models: Models) -> Memory:
     """Allocates the caches, and captures passes as CUDA graphs where the device allows it."""
-    planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
+    planned = None
+    if config.tensor_parallel_size == 1:
+        planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
     others = (models.draft, None if models.head is None else models.head.model)
     loaded = [models.target, *(model for model in others if model is not None)]
     num_blocks, num_state_slots = _cache_sizes(config, loaded, models.max_model_len, planned)
@@ -345,10 +351,11 @@ def make_core(
     """Puts planning, scheduling and admission around the ``runner``."""
     assert config.target is not None  # EngineConfig filled it in.
     target = models.target
+    pool = NgramPool(config.num_pool_tokens) if config.num_pool_tokens else None
     lookups: list[Lookup] = [
         GrammarProposer(),
         PredictionProposer(),
-        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
+        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice, pool),
     ]
     costs = _costs(config, models, memory, proposers, runner)
     length = _fixed_length(config)

@@ -262,7 +262,7 @@ class RoundOrigin(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int  # all of them: one more may follow the accepted ones
 
 
-class TokenOutput(msgspec.Struct, frozen=True):
+class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """Holds what one step gave one sequence: in each round 1 to k + 1 tokens."""
 
     request_id: str

@@ -69,6 +69,10 @@ class Adapters(Protocol):
         """Keeps the adapter at least as long as the sequence."""
         ...
 
+    def free_unused(self) -> None:
+        """Frees the memory of unloaded adapters whose last sequence has ended."""
+        ...
+
 
 class Vision(Protocol):
     """Sees pictures for the target."""
@@ -208,6 +212,8 @@ class Admission:
         return found
 
     def _adapter(self, request: Generate) -> int:
+        if self.adapters is not None:
+            self.adapters.free_unused()
         if request.adapter is None:
             return -1
         if self.adapters is None:

@@ -83,6 +83,11 @@ class EngineCore:
         if self.admission.adapters is not None:
             self.admission.adapters.unload(digest)
 
+    def free_unused(self) -> None:
+        """Frees what sequences have left that have ended. Calls now and then are enough."""
+        if self.admission.adapters is not None:
+            self.admission.adapters.free_unused()
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forgets a request's sequences, or one of them; unknown ones are ignored."""
         self.scheduler.abort({request_id}, index)

@@ -108,6 +108,7 @@ class Scheduler:
                 self.restoring.forget(sequence)
         self._release(sequence)
         self.planner.forget(sequence)
+        sequence.hold = None
 
     def abort(self, request_ids: Set[str], index: int | None = None) -> None:
         """Forgets the sequences of requests, or one of each; unknown ones are ignored."""
@@ -119,6 +120,7 @@ class Scheduler:
         """Forgets all sequences and what the caches hold, whatever state a broken step has left."""
         for sequence in [*self.running, *self.waiting]:
             self.planner.forget(sequence)
+            sequence.hold = None
         self.running.clear()
         self.waiting.clear()
         if self.restoring is not None:
@@ -319,7 +321,8 @@ class Scheduler:
             self.restoring.wait()
 
     def forget_prefixes(self) -> None:
-        """Forgets what the caches have published, and what files keep of it."""
+        """Forgets what the caches have published, what files keep of it, and texts that drafts come from."""
+        self.planner.forget_texts()
         pools = [self.target_pool, *self.draft_pools]
         if self.restoring is not None:
             self.restoring.forget_all()

@@ -51,6 +51,7 @@ class Sequence:
     forced_end: bool = False  # the last token that fits is forced to be a stop token; it says nothing
     cache_salt: str = ""  # shares only with sequences of the same salt and adapter
     adapter: str = ""  # the digest of the target's adapter; empty without one
+    hold: object = None  # what is kept for it until the scheduler forgets it
     arrival: int = 0  # set by the scheduler
     arrived: float = 0.0  # when, by the monotonic clock; set by the scheduler
     queue_seconds: float | None = None  # from there to the first step; None until then

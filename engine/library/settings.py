@@ -16,6 +16,7 @@ class LLMSettings(TypedDict, total=False):
     task: Literal["auto", "generate", "embed", "rerank"]
     matryoshka: bool
     device: str
+    tensor_parallel_size: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None
     trust_remote_code: bool
@@ -32,6 +33,7 @@ class LLMSettings(TypedDict, total=False):
     ngram_min_match: int
     ngram_max_tokens: int
     ngram_choice: Literal["most_recent", "most_frequent"]
+    ngram_pool_tokens: int | None
     num_speculative_tokens: int | Literal["auto"]
     draft_vocab_size: int | Literal["auto", "full"]
     draft_vocab_file: str | None
@@ -54,6 +56,7 @@ class LLMSettings(TypedDict, total=False):
     prefix_cache_disk: int | str
     kv_events_endpoint: str | None
     kv_events_topic: str
-    cache_dtype: Literal["auto", "float32", "float16"]
+    cache_dtype: Literal["auto", "float32", "float16", "int8"]
+    draft_cache_dtype: Literal["auto", "float32", "float16", "int8"]
     cache_memory: int | str | None
     cache_memory_share: float | None

@@ -32,6 +32,7 @@ from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.native_run import NativeKernels
 from truedraft.engine.native.quantised import QuantisedLinear
+from truedraft.engine.parallel.group import is_agreed
 
 
 class FusedDecoder(Model):
@@ -87,7 +88,8 @@ class FusedDecoder(Model):
         sizes = [linear.in_features * linear.out_features for linear in linears]
         wide = [linear.struct.type == WEIGHT_TYPES[torch.float32] for linear in linears]
         is_all = self.is_native and len(linears) == sum(1 for _ in self.weights.linears)
-        return is_all and 10 * sum(compress(sizes, wide)) <= sum(sizes)
+        is_so = is_all and 10 * sum(compress(sizes, wide)) <= sum(sizes)
+        return is_agreed(self.weights.group, is_so, self.device)
 
     def keep_cache_in(self, dtype: torch.dtype) -> None:
         """Sets the type of keys and values, for caches that are made later."""
@@ -158,6 +160,8 @@ class FusedDecoder(Model):
         """Returns passes over a few tokens as one call of C; None without the kernels, or without a table of
         angles."""
         if not isinstance(self.begin, NativeKernels) or self.rotary.table is None:
+            return None
+        if self.weights.group is not None:  # Ranks gather between two layers, which C does not.
             return None
         if not all(isinstance(linear, NativeLinear) for linear in self.weights.linears):
             return None

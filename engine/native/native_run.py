@@ -15,7 +15,7 @@ from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch
-from truedraft.engine.memory.kv_cache import KVCache
+from truedraft.engine.memory.kv_cache import KVCache, stored_size
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.native.library import Heads, Spans
 from truedraft.engine.native.mlp import NativeExperts
@@ -26,7 +26,11 @@ from truedraft.engine.native.shared import WeightType
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 576
 FLOAT, INTEGER = torch.float32, torch.int64
 # A cache has one of these types.
-CACHE_TYPES = {torch.float32: WeightType.FLOAT32, torch.float16: WeightType.FLOAT16}
+CACHE_TYPES = {
+    torch.float32: WeightType.FLOAT32,
+    torch.float16: WeightType.FLOAT16,
+    torch.int8: WeightType.WHOLE8,
+}
 
 
 def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
@@ -258,7 +262,7 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
     query_norm, key_norm = shape.whole_norms or (None, None)
     if (value_norm := shape.value_norm) is not None and (norm is None or value_norm.eps != norm.eps):
         raise PointerError("C norms values where it norms queries and keys, with the same eps")
-    stored = len(keys), kv_heads, size
+    stored = len(keys), kv_heads, stored_size(size, keys.dtype)
     return Heads(
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -54,10 +54,12 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.models.identity import fingerprint, weight_bytes, weight_types
+from truedraft.engine.models.ranks import LeadingDecoder
 from truedraft.engine.native.threads import set_num_threads, thread_limit, usual_num_threads
+from truedraft.engine.parallel.group import RankLostError
 from truedraft.engine.process import embed_worker
 from truedraft.engine.process.connection import Connection, drain
-from truedraft.engine.process.heartbeat import Heartbeats
+from truedraft.engine.process.heartbeat import LOST_RANK_EXIT_CODE, Heartbeats, lost_rank
 from truedraft.engine.process.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
@@ -150,6 +152,7 @@ class Worker:
         except EOFError:
             self.running = False
         if timeout == IDLE_POLL_MILLISECONDS and not self.is_trimmed:  # No message has come in all that time.
+            self.core.free_unused()
             trim_heap()
             self.is_trimmed = True
         for begun in [*self.preparing.values()]:
@@ -303,21 +306,38 @@ def main() -> int:
         assert config.target is not None
         task = task_of(config.target) if config.task == "auto" else config.task
         if task != "generate":
+            if config.tensor_parallel_size > 1:
+                raise ModelLoadError(
+                    f"tensor_parallel_size is for models that write text, not for task {task}"
+                )
             return _serve_vectors(config, task, connection, heartbeat)
         core = build_engine(config, lambda stage: connection.send(Loading(stage)))
         ready = describe(core, config)
     except ModelLoadError as error:
         connection.send(Failed(request_id="", code="model_load_failed", message=str(error)))
         return 2
+    except RankLostError as error:
+        return _without_rank(connection, str(error))
     keep_loaded()
     heartbeat.files.watch()
+    if isinstance(core.target.model, LeadingDecoder):
+        heartbeat.ranks = core.target.model.followers.fault
     connection.send(ready)
     worker = Worker(core, connection, Outbox(config.stream_interval))
     worker.heartbeat = heartbeat
     if core.admission.grammars is not None:
         core.admission.grammars.preload()
-    worker.run()
+    try:
+        worker.run()
+    except RankLostError as error:
+        return _without_rank(connection, str(error))
     return 0
+
+
+def _without_rank(connection: Connection, reason: str) -> int:
+    """Tells why the worker cannot go on, and returns its exit code."""
+    connection.send(lost_rank(reason))
+    return LOST_RANK_EXIT_CODE
 
 
 if __name__ == "__main__":

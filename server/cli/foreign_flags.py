@@ -52,6 +52,10 @@ USE: Mapping[str, str] = {
     "--cache-type-v": "--cache-dtype",
     "-ctv": "--cache-dtype",
     "--kv-cache-dtype": "--cache-dtype",
+    "--cache-type-k-draft": "--draft-cache-dtype",
+    "-ctkd": "--draft-cache-dtype",
+    "--cache-type-v-draft": "--draft-cache-dtype",
+    "-ctvd": "--draft-cache-dtype",
     "--tool-call-parser": "no flag: the chat template tells how tools are called",
     "--enable-auto-tool-choice": "no flag: tools are always on",
     "--reasoning-parser": "no flag: the chat template tells how reasoning is marked",
@@ -67,11 +71,8 @@ USE: Mapping[str, str] = {
 }
 
 # Flags without an equivalent: what stands in their place, as a sentence of its own.
-BY_LAYERS = "Tensors are not split over GPUs; --device-map auto puts layers on several."
 DEVICE = "--device decides where the whole model runs."
 NONE: Mapping[str, str] = {
-    "--tensor-parallel-size": BY_LAYERS,
-    "-tp": BY_LAYERS,
     "-ngl": DEVICE,
     "--n-gpu-layers": DEVICE,
     "--gpu-layers": DEVICE,
