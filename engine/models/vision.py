@@ -35,7 +35,8 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 
-PREPROCESSOR = "preprocessor_config.json"
+# One of these files says how pictures are prepared.
+PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
 # What the tower has made of pictures takes at most this for open requests, and for later ones.
 MOST_OPEN_BYTES, MOST_KEPT_BYTES = 1 << 30, 1 << 28
 
@@ -201,12 +202,13 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
     architecture = read_architecture(path, options)
     if architecture.config.model_type not in FAMILIES:
         return None
-    if not isinstance(model, FusedDecoder) or model.device.type != "cpu":
+    if not isinstance(model, FusedDecoder) or model.device.type != "cpu" or config.tensor_parallel_size > 1:
         where = "on a GPU" if model.device.type != "cpu" else f"by {model.way}"
+        where = "by several ranks" if config.tensor_parallel_size > 1 else where
         logger.warning("%s is served without its vision tower: its text part is run %s", path, where)
         return None
-    if not (Path(path) / PREPROCESSOR).is_file():
-        logger.warning("%s is served without its vision tower: it has no %s", path, PREPROCESSOR)
+    if not any((Path(path) / name).is_file() for name in PREPROCESSORS):
+        logger.warning("%s is served without its vision tower: it has no %s", path, PREPROCESSORS[0])
         return None
     with stage(path, "vision tower"):
         return _load(path, architecture.config, model, config, options)
@@ -215,13 +217,13 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
 def _load(path: str, config: Any, model: FusedDecoder, settings: EngineConfig, options: LoadOptions) -> Tower:
     processor = Qwen2VLImageProcessorPil.from_pretrained(path)
     if not processor.do_resize:
-        raise ModelLoadError(f"{path}: do_resize of {PREPROCESSOR} is false, but pictures are scaled here")
+        raise ModelLoadError(f"{path}: do_resize of its preprocessor is false, but pictures are scaled here")
     family = FAMILIES[config.model_type]
     vision, size = config.vision_config, dict(processor.size)
     given = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     needed = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
     if given != needed:
-        raise ModelLoadError(f"{path}: {PREPROCESSOR} cuts pictures by {given}, and the tower by {needed}")
+        raise ModelLoadError(f"{path}: its preprocessor cuts pictures by {given}, and the tower by {needed}")
     if (written := getattr(vision, family.size)) != config.text_config.hidden_size:
         raise ModelLoadError(
             f"{path}: the tower writes {written} numbers a token, and the text part reads "
