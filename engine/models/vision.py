@@ -202,9 +202,10 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
     architecture = read_architecture(path, options)
     if architecture.config.model_type not in FAMILIES:
         return None
-    if not isinstance(model, FusedDecoder) or model.device.type != "cpu" or config.tensor_parallel_size > 1:
+    is_ranked = config.tensor_parallel_size > 1
+    if not isinstance(model, FusedDecoder) or model.device.type != "cpu" or is_ranked:
         where = "on a GPU" if model.device.type != "cpu" else f"by {model.way}"
-        where = "by several ranks" if config.tensor_parallel_size > 1 else where
+        where = "in several processes (tensor_parallel_size)" if is_ranked else where
         logger.warning("%s is served without its vision tower: its text part is run %s", path, where)
         return None
     if not any((Path(path) / name).is_file() for name in PREPROCESSORS):
