@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -169,7 +170,9 @@ def prompt_pictures(
     """Describes the pictures of a prompt. The tokens of a picture all have the position after the last one
     before it, in the first dimension, plus their row in the second and their column in the third; what
     follows has the position after the largest of these."""
-    places, identities, axes = [], [], []
+    places: list[npt.NDArray[np.int64]] = []
+    axes: list[npt.NDArray[np.int64]] = []
+    identities: list[int] = []
     index = position = 0
     for picture, digest in zip(pictures, digests, strict=True):
         text = picture.first - index
