@@ -360,12 +360,7 @@ def make_core(
     ]
     costs = _costs(config, models, memory, proposers, runner)
     length = _fixed_length(config)
-    planner = SpeculationPlanner(
-        costs,
-        lookups,
-        proposers,
-        is_fixed=length is not None,
-    )
+    planner = SpeculationPlanner(costs, lookups, proposers, is_fixed=length is not None)
     return EngineCore(
         target=memory.target,
         draft=memory.draft,

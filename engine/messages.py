@@ -166,7 +166,6 @@ class VisionFacts(msgspec.Struct, frozen=True):
     max_pixels: int
     resample: int  # Pillow's number of the filter that scales pictures
     max_images: int  # a prompt may have so many
-    has_axes: bool = True  # true if tokens of a picture have positions by row and column
 
     def num_tokens(self, height: int, width: int) -> int:
         return (height // self.tile) * (width // self.tile)

@@ -109,7 +109,7 @@ class Scheduler:
                 self.restoring.forget(sequence)
         self._release(sequence)
         self.planner.forget(sequence)
-        sequence.hold = None
+        sequence.let_go()
 
     def abort(self, request_ids: Set[str], index: int | None = None) -> None:
         """Forgets the sequences of requests, or one of each; unknown ones are ignored."""
@@ -121,7 +121,7 @@ class Scheduler:
         """Forgets all sequences and what the caches hold, whatever state a broken step has left."""
         for sequence in [*self.running, *self.waiting]:
             self.planner.forget(sequence)
-            sequence.hold = None
+            sequence.let_go()
         self.running.clear()
         self.waiting.clear()
         if self.restoring is not None:
