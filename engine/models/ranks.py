@@ -284,7 +284,8 @@ def load_ranked(
 def check_ranks(config: EngineConfig) -> None:
     """Raises ``ModelLoadError`` for settings that ranks cannot honour."""
     refused = {
-        "lora_modules": config.takes_adapters,
+        "lora_modules": bool(config.lora_modules),
+        "allow_lora_updating": config.allow_lora_updating,
         "prefix_cache_dir": config.prefix_cache_dir is not None,
         "device_map": config.device_map is not None,
     }

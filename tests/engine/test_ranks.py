@@ -264,7 +264,12 @@ def sizes(path: str, options: LoadOptions) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("setting", "named"),
-    [({"lora_modules": ["a=/tmp"]}, "lora_modules"), ({"prefix_cache_dir": "/tmp/x"}, "prefix_cache_dir")],
+    [
+        ({"lora_modules": ["a=/tmp"]}, "lora_modules"),
+        ({"allow_lora_updating": True}, "allow_lora_updating"),
+        ({"prefix_cache_dir": "/tmp/x"}, "prefix_cache_dir"),
+        ({"device_map": "auto"}, "device_map"),
+    ],
 )
 def test_settings_of_one_process_are_refused(setting: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelLoadError, match=f"tensor_parallel_size is 2, and {named} is for a model in one"):
