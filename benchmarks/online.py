@@ -88,6 +88,9 @@ def running_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    if "ngram_pool_tokens" in (checkout / "engine" / "config.py").read_text(encoding="utf-8"):
+        # The same prompts come again and again: what they were answered must not help.
+        settings = {"ngram_pool_tokens": 0, **settings}
     flags = [
         f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}"
         for name, value in settings.items()

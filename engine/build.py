@@ -43,6 +43,7 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
 from truedraft.engine.models.plausibility import warn_if_misread
 from truedraft.engine.models.ranks import load_ranked
+from truedraft.engine.models.vision import Tower, load_vision
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.ops import NativeOps, native_ops
@@ -50,7 +51,7 @@ from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
 from truedraft.engine.proposers.heads.proposer import LOOKAHEAD, HeadProposer
-from truedraft.engine.proposers.ngram import NgramProposer
+from truedraft.engine.proposers.ngram import NgramPool, NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
@@ -96,6 +97,7 @@ class Models:
     encoder_decoder: EncoderDecoderLimits | None
     max_model_len: int
     adapters: AdapterTable | None = None
+    vision: Tower | None = None
 
     @property
     def draft(self) -> Model | None:
@@ -194,6 +196,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
     target: Model = load_ranked(config) if is_ranked else load_model(config.target, options)
     warn_if_misread(target, config.target)
     adapters = load_adapters(target, config)  # before anything has caches over the target
+    vision = load_vision(target, config, options)
     num_threads = config.num_threads or _num_threads(target)
     if is_ranked:
         pass  # The ranks have divided the threads among them.
@@ -210,7 +213,7 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
             begin("what may draft")
             drafting = choose_draft(config, target)
     if not isinstance(target, EncoderDecoderModel):
-        return Models(target, drafting, None, _max_model_len(config, target), adapters)
+        return Models(target, drafting, None, _max_model_len(config, target), adapters, vision)
     limits = _encoder_decoder_limits(config, target, drafting.draft)
     longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
     return Models(target, drafting, limits, longest)
@@ -348,10 +351,11 @@ def make_core(
     """Puts planning, scheduling and admission around the ``runner``."""
     assert config.target is not None  # EngineConfig filled it in.
     target = models.target
+    pool = NgramPool(config.num_pool_tokens) if config.num_pool_tokens else None
     lookups: list[Lookup] = [
         GrammarProposer(),
         PredictionProposer(),
-        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
+        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice, pool),
     ]
     costs = _costs(config, models, memory, proposers, runner)
     length = _fixed_length(config)
@@ -388,6 +392,7 @@ def make_core(
             encoder_decoder=models.encoder_decoder,
             has_rules=bool(target.rules),
             adapters=models.adapters,
+            vision=models.vision,
             grammars=Grammars(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
             ),

@@ -139,12 +139,17 @@ class FusedDecoder(Model):
             states = torch.zeros_like(hidden) if batch.states is None else batch.states
             hidden, joined = weights.joint(hidden, states, run)
         tapped = {}
+        if batch.pictures is not None:
+            rows, features = batch.pictures
+            hidden[rows] = features[:, 0]
         given = None
         if weights.layer_inputs is not None:
             given = weights.layer_inputs(batch.token_ids[0], hidden, run)
         for index, layer in enumerate(weights.layers):
             of_layer = None if given is None else given[:, index]
             hidden = layer(hidden, run, None if index else joined, of_layer)
+            if batch.pictures is not None and index + 1 < features.shape[1]:
+                hidden.index_add_(0, rows, features[:, index + 1])
             if index in taps:
                 tapped[index] = hidden.clone()  # Layers may add to this tensor in place.
         if len(weights.layers) in taps:

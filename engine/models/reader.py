@@ -103,7 +103,7 @@ class Reader:
         rows, columns = head.shape
         if self.group is None:
             output = self.linears.make([head], None, multiplier)
-            place = Place(output, 0, columns, rows, None, multiplier, rows)
+            place = Place(output, 0, columns, rows, None, multiplier)
             self.places[HEAD.removesuffix(".weight")] = [place]
         else:
             whole = PendingLinears(self.linears).make([head], None, multiplier)

@@ -52,6 +52,10 @@ USE: Mapping[str, str] = {
     "--cache-type-v": "--cache-dtype",
     "-ctv": "--cache-dtype",
     "--kv-cache-dtype": "--cache-dtype",
+    "--cache-type-k-draft": "--draft-cache-dtype",
+    "-ctkd": "--draft-cache-dtype",
+    "--cache-type-v-draft": "--draft-cache-dtype",
+    "-ctvd": "--draft-cache-dtype",
     "--tool-call-parser": "no flag: the chat template tells how tools are called",
     "--enable-auto-tool-choice": "no flag: tools are always on",
     "--reasoning-parser": "no flag: the chat template tells how reasoning is marked",
@@ -72,7 +76,9 @@ NONE: Mapping[str, str] = {
     "-ngl": DEVICE,
     "--n-gpu-layers": DEVICE,
     "--gpu-layers": DEVICE,
-    "--mmproj": "Images are not supported; the text part of a model is served without it.",
+    "--mmproj": "Pictures are read by models in transformers' form (docs/images.md); the text part of a GGUF "
+    "file is served without it.",
+    "--limit-mm-per-prompt": "--max-images is the largest number of pictures in a request.",
     "--enforce-eager": "CUDA graphs are taken where they help.",
 }
 
