@@ -187,6 +187,12 @@ class LeadingCache(KVCache):
         finalize(self, model.dropped.append, self.number)
         super().__init__(model.caches, num_blocks, block_size, num_state_slots)
 
+    def shared(self, places: Sequence[int]) -> KVCache:
+        raise ModelLoadError(
+            "a draft that reads the target's own keys and values cannot read those of other ranks: set "
+            "tensor_parallel_size to 1, or take another draft"
+        )
+
     def copy_state(self, source: int, target: int) -> None:
         self.followers.send(CopyState(self.number, source, target))
         super().copy_state(source, target)

@@ -195,6 +195,9 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
         where = "on a GPU" if model.device.type != "cpu" else f"by {model.way}"
         logger.warning("%s is served without its vision tower: its text part is run %s", path, where)
         return None
+    if config.tensor_parallel_size > 1:
+        logger.warning("%s is served without its vision tower: tensor_parallel_size is above 1", path)
+        return None
     if not (Path(path) / PREPROCESSOR).is_file():
         logger.warning("%s is served without its vision tower: it has no %s", path, PREPROCESSOR)
         return None
