@@ -38,6 +38,7 @@ from truedraft.engine.models.heads.mtp import has_mtp
 from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.kept_prefixes import Cached, keep_prefixes
+from truedraft.engine.models.lengths import limits_of, max_model_len_of
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
@@ -213,8 +214,8 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
             begin("what may draft")
             drafting = choose_draft(config, target)
     if not isinstance(target, EncoderDecoderModel):
-        return Models(target, drafting, None, _max_model_len(config, target), adapters, vision)
-    limits = _encoder_decoder_limits(config, target, drafting.draft)
+        return Models(target, drafting, None, max_model_len_of(config, target), adapters, vision)
+    limits = limits_of(config, target, drafting.draft)
     longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
     return Models(target, drafting, limits, longest)
 
@@ -525,41 +526,6 @@ def _method(config: EngineConfig, proposers: Sequence[Proposer]) -> Method:
         if config.method == name and name not in names:
             raise ModelLoadError(f"method is {name}, but {what} is given")
     return config.method
-
-
-def _max_model_len(config: EngineConfig, target: Model) -> int:
-    context = target.max_position
-    if config.max_model_len is None:
-        if context is None:
-            raise ModelLoadError("the target does not say how long its context is; set max_model_len")
-        return context
-    if context is not None and config.max_model_len > context:
-        raise ModelLoadError(f"max_model_len is {config.max_model_len}, the target's context only {context}")
-    return config.max_model_len
-
-
-def _encoder_decoder_limits(
-    config: EngineConfig, target: EncoderDecoderModel, draft: Model | None
-) -> EncoderDecoderLimits:
-    """Returns the limits of both texts: ``max_model_len`` bounds the prompt and the output, each; with
-    relative positions any length is possible."""
-    context = config.max_model_len or target.max_position or target.usual_length
-    if context is None:
-        raise ModelLoadError(
-            "the target does not say how long prompts and outputs may be; set max_model_len, for each"
-        )
-    for name, model in (("target", target), ("draft", draft)):
-        if model is not None and model.max_position is not None and context > model.max_position:
-            raise ModelLoadError(
-                f"prompt and output may have {context} tokens each (max_model_len), "
-                f"the {name} reads and writes only {model.max_position}"
-            )
-    return EncoderDecoderLimits(
-        start_ids=tuple(target.start_ids),
-        max_prompt_len=context,
-        max_output_len=context - len(target.start_ids),
-        forced_eos_token_id=target.rules.forced_eos_token_id,
-    )
 
 
 def _cache_sizes(

@@ -191,8 +191,10 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
     architecture = read_architecture(path, options)
     if architecture.config.model_type != "qwen3_vl":
         return None
-    if not isinstance(model, FusedDecoder) or model.device.type != "cpu":
+    is_ranked = config.tensor_parallel_size > 1
+    if not isinstance(model, FusedDecoder) or model.device.type != "cpu" or is_ranked:
         where = "on a GPU" if model.device.type != "cpu" else f"by {model.way}"
+        where = "in several processes (tensor_parallel_size)" if is_ranked else where
         logger.warning("%s is served without its vision tower: its text part is run %s", path, where)
         return None
     if config.tensor_parallel_size > 1:
