@@ -1,4 +1,9 @@
-"""Says where one sequence's keys, values and states are: plain integers, no tensors."""
+"""Says where one sequence's keys, values and states are: plain integers, no tensors of its own."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from truedraft.engine.memory.pictures import PromptPictures
 
 BlockHash = bytes
 
@@ -14,9 +19,12 @@ class BlockTable:
     states covers the first ``num_kept_tokens``. Another text shares the first ``num_shared_tokens``; 0 if
     there is a snapshot near by. Blocks have been taken away ``num_cuts`` times; others are only added at the
     end. ``adapter`` is the number of the adapter that the model has for the sequence; -1 if it has none.
+    ``pictures`` are those that the model sees in the sequence's prompt, if there are some.
     """
 
-    def __init__(self, num_encoder_tokens: int = 0, adapter: int = -1) -> None:
+    def __init__(
+        self, num_encoder_tokens: int = 0, adapter: int = -1, pictures: "PromptPictures | None" = None
+    ) -> None:
         self.num_encoder_tokens = num_encoder_tokens
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
@@ -27,3 +35,14 @@ class BlockTable:
         self.num_shared_tokens = 0
         self.num_cuts = 0
         self.adapter = adapter
+        self.pictures = pictures
+
+    @property
+    def is_past_pictures(self) -> bool:
+        """Tells whether what is not computed yet has no picture, so that positions are shifted indices."""
+        return self.pictures is None or self.num_computed_tokens >= self.pictures.end
+
+    @property
+    def shift(self) -> int:
+        """Returns what is added to the index of a token after the pictures for its position."""
+        return 0 if self.pictures is None else self.pictures.shift

@@ -23,7 +23,7 @@ class ModelRunner:
     @classmethod
     def build(cls, model: Model, num_blocks: int, block_size: int, num_state_slots: int = 0) -> "ModelRunner":
         """Makes a runner over a new cache, with the fast pass that the model provides."""
-        cache = KVCache(model.caches, num_blocks, block_size, num_state_slots)
+        cache = model.make_cache(num_blocks, block_size, num_state_slots)
         return cls(model, cache, model.fast_pass(cache))
 
     def forward(

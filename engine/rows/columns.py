@@ -100,6 +100,7 @@ class Field(IntEnum):
     NUM_DRAFT_BLOCKS = INTEGER, "entries of draft_blocks"
     DRAFT_BLOCKS = IDS, "the draft model's block table, with room for all rounds"
     ADAPTER = INTEGER, "the number of the target's adapter; -1: none"
+    SHIFT = INTEGER, "what is added to an index for its position in the target's passes, after pictures"
 
 
 WIDTH = len(Field)
