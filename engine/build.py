@@ -238,6 +238,11 @@ def load_draft(config: EngineConfig, target: Model) -> Drafting:
             f"draft_vocab_size and draft_vocab_file are of heads, and {config.draft} is none: leave them out"
         )
     if drafting_method(source) == ASSISTANT:
+        if config.tensor_parallel_size > 1:
+            raise ModelLoadError(
+                f"{config.draft} is an assistant, which looks at keys and values that no rank has whole: "
+                "leave out tensor_parallel_size, or take a draft model"
+            )
         return Drafting(config.draft, assistant=load_assistant(source, target, options))
     draft = load_model(source, options)
     if config.draft not in SELF_DRAFTS:

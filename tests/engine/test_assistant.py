@@ -1,6 +1,7 @@
 """Gemma 4's assistants draft what transformers drafts with them, and what is emitted is the target's."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-from tests.assistants import SHAPES, Pair, fit, save_assistant, save_gguf, save_pair
+from tests.assistants import FULL, SHAPES, Pair, Shape, fit, save_assistant, save_gguf, save_pair
 from tests.engine.gates import PROMPTS
 from tests.engine.grammars import END, VOCAB_SIZE, enumerated
 from tests.engine.head_runs import traces_of
@@ -21,9 +22,10 @@ from tests.engine.test_mtp_law import KINDS, RULES, Enumerated, law_is_the_targe
 from tests.engine.test_replay import traced
 from tests.engine.test_replay_heads import reports_of
 from tests.models import make_engine, run_engine, save_random_llama, stepped
-from truedraft.engine.build import drafting_method
+from truedraft.engine.build import drafting_method, load_draft
 from truedraft.engine.commands import check
 from truedraft.engine.commands.replay_round import Outcome
+from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.proposer import Observation
 from truedraft.engine.errors import ModelLoadError
@@ -383,6 +385,39 @@ def test_who_drafts_is_known_from_the_folder(fitted: Pair) -> None:
         make_engine(fitted.target, None, method="assistant")
     with pytest.raises(ModelLoadError, match="draft_vocab_size and draft_vocab_file are of heads"):
         engine(fitted, draft_vocab_size=20)
+
+
+def test_ranks_are_refused_before_weights_are_read(fitted: Pair) -> None:
+    settings = EngineConfig(target=fitted.target, draft=fitted.path, device="cpu", tensor_parallel_size=2)
+    target = load_model(fitted.target, EXACT)
+    with pytest.raises(ModelLoadError, match="no rank has whole: leave out tensor_parallel_size"):
+        load_draft(settings, target)
+
+
+def test_one_that_lies_next_to_the_target_is_tried(fitted: Pair, tmp_path: Path) -> None:
+    """It is measured as it drafts."""
+    target, drafter = tmp_path / "gemma-4-tiny", tmp_path / "gemma-4-tiny-assistant"
+    shutil.copytree(fitted.target, target)
+    save_assistant(drafter, fitted.target, Shape({}, (FULL,), hidden=16))  # smaller than its target
+    core = make_engine(str(target), "auto", method="auto", num_speculative_tokens="auto")
+    (line,) = [line for line in core.tried if line.startswith(f"{drafter}: ")]
+    assert "times the speed" in line
+    assert "not tried" not in "".join(core.tried)
+    if core.drafter is not None:
+        assert proposer_of(core).runner.vocab_size == 48
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8"])
+def test_caches_of_fewer_bits(fitted: Pair, cache_dtype: str) -> None:
+    """What is stored is read as the target reads it; greedy text stays the target's."""
+    core = engine(fitted, cache_dtype=cache_dtype, dtype="auto")
+    plain = make_engine(fitted.target, None, cache_dtype=cache_dtype, dtype="auto")
+    assert core.target.model.cache_dtype == plain.target.model.cache_dtype != torch.float32
+    found = run_engine(core, TEXTS, GREEDY)
+    assert found == run_engine(plain, TEXTS, structs.replace(GREEDY, method=None))
+    drafts = core.stats.drafts["assistant"]
+    assert drafts.num_accepted_tokens > 0.1 * drafts.num_draft_tokens > 0
 
 
 # --- GGUF files --------------------------------------------------------------------------------------------
