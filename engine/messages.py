@@ -26,12 +26,13 @@ Task = Literal["generate", "embed", "rerank"]
 DRAFT_MODEL: Final = "draft_model"
 EAGLE: Final = "eagle"
 MTP: Final = "mtp"
-HEADS: Final = (EAGLE, MTP)
+ASSISTANT: Final = "assistant"
+HEADS: Final = (EAGLE, MTP, ASSISTANT)
 WITH_DRAFT: Final = (DRAFT_MODEL, *HEADS)
-Source = Literal["draft_model", "eagle", "mtp", "ngram", "prediction", "grammar", "none"]
+Source = Literal["draft_model", "eagle", "mtp", "assistant", "ngram", "prediction", "grammar", "none"]
 Method = Literal["auto"] | Source
 # The settings name one of these; predictions and grammars come with requests instead.
-DefaultMethod = Literal["auto", "draft_model", "eagle", "mtp", "ngram", "none"]
+DefaultMethod = Literal["auto", "draft_model", "eagle", "mtp", "assistant", "ngram", "none"]
 NgramChoice = Literal["most_recent", "most_frequent"]
 # A head drafts with the output layer that it was loaded with, or with a copy of it in 4 bits.
 HeadOutput = Literal["own", "int4"]

@@ -200,7 +200,7 @@ def open_gguf(path: str) -> GgufCheckpoint:
         check_place(name, place)
     vocabulary = read_vocabulary(file)
     config = gguf_config(file, vocabulary)
-    file, names = _named(file, config)
+    file, names = named(file, config)
     return GgufCheckpoint(file, config, names, vocabulary)
 
 
@@ -241,7 +241,7 @@ def open_gguf_head(path: str, config: Any) -> tuple[GgufCheckpoint, int]:
         )
     number = file.metadata.get(f"{file.architecture}.block_count", 0) - further
     block = f"model.layers.{number}."
-    file, found = _named(file, config, number)
+    file, found = named(file, config, number)
     names = {name: stored for name, stored in found.items() if name.startswith(block)}
     for ours, theirs in OF_HEADS.items():
         if (stored := f"blk.{number}.nextn.{theirs}.weight") in file.tensors:
@@ -292,7 +292,7 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
     )
 
 
-def _named(file: GgufFile, config: Any, first: int = 0) -> tuple[GgufFile, dict[str, str]]:
+def named(file: GgufFile, config: Any, first: int = 0) -> tuple[GgufFile, dict[str, str]]:
     """Returns the file with its joined tensors taken apart, and its name for each of transformers' tensors,
     whose layers are numbered from ``first`` on."""
     with torch.device("meta"):
