@@ -111,7 +111,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     torch.manual_seed(3)
     base, config = str(folder / "base"), CONFIGS[architecture]
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
-    adapter = save_adapter(folder / "adapter", base, [*TARGETS], 1)  # of rank 4 and alpha 8
+    adapter = save_adapter(folder / "adapter", base, [*TARGETS], 1)  # its alpha is 8
     tensors = converted(Path(adapter), architecture, config)
     return base, adapter, write(folder / "adapter.gguf", architecture, tensors)
 
