@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from benchmarks import synthetic_pair as synthetic
@@ -50,10 +51,12 @@ def engine_on_device(
 
 
 def save_folders(pair: synthetic.PairShape, folder: Path) -> None:
-    """Writes configurations and tokenizers of ``target`` and ``draft``, without weights."""
+    """Writes configurations and tokenizers of ``target`` and ``draft``. Their weights are a lone number: a
+    server starts with no folder that has none."""
     for name in ("target", "draft"):
         config_of(pair, name).save_pretrained(folder / name)
         save_tokenizer(folder / name, pair.vocab_size)
+        save_file({"drawn": torch.zeros(1)}, folder / name / "model.safetensors")
 
 
 def drawing(pair: synthetic.PairShape, acceptance: float) -> Callable[[str, LoadOptions], Model]:

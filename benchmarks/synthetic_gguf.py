@@ -1,4 +1,4 @@
-"""Writes random GGUF pairs in the shapes of hybrids and mixtures of experts, with a dialled acceptance.
+"""Writes random GGUF pairs in the shapes of published models, with a dialled acceptance.
 
     python -m benchmarks.synthetic_gguf --shape qwen3.5-0.8b --type Q4_0 --out /tmp/pair
 
@@ -52,6 +52,8 @@ SHAPES = {
     "qwen3.5-4b": Shape("qwen35", 2560, 32, 16, 4, 256, 9216, 248320, interval=4, value_heads=32),
     "lfm2-1.2b": Shape("lfm2", 2048, 16, 32, 8, 64, 8192, 65536, attention=(2, 5, 8, 10, 12, 14)),
     "gemma3-270m": Shape("gemma3", 640, 18, 4, 1, 256, 2048, 262144),
+    "llama-290m": Shape("llama", 1024, 24, 16, 8, 64, 2816, 8192),
+    "llama-8b": Shape("llama", 4096, 32, 32, 8, 128, 14336, 128256),
     # Qwen3-30B-A3B has 48 such layers and 151,936 tokens.
     "a3b": Shape("qwen3moe", 2048, 4, 32, 4, 128, 768, 4096, experts=(128, 8)),
 }

@@ -378,12 +378,7 @@ def make_core(
     ]
     costs = _costs(config, models, memory, proposers, runner)
     length = _fixed_length(config)
-    planner = SpeculationPlanner(
-        costs,
-        lookups,
-        proposers,
-        is_fixed=length is not None,
-    )
+    planner = SpeculationPlanner(costs, lookups, proposers, is_fixed=length is not None)
     return EngineCore(
         target=memory.target,
         draft=memory.draft,
@@ -502,7 +497,9 @@ def _ops(config: EngineConfig, memory: Memory) -> RoundOps:
     """Returns what adjusts, draws and judges in every round."""
     target, rules = memory.target, memory.target.model.rules
     if memory.graphs is not None:
-        return DeviceOps(memory.sampling, memory.graphs.rows.max_drafts, target.device, rules)
+        # A captured pass scores no more positions, and memory is reserved for the verdicts on these.
+        max_drafts, max_judged = memory.graphs.rows.max_drafts, len(memory.graphs.logits)
+        return DeviceOps(memory.sampling, max_drafts, max_judged, target.device, rules)
     native = native_ops(rules) if config.native_kernels and target.device.type == "cpu" else None
     return native or TorchOps(rules)
 

@@ -167,7 +167,6 @@ class VisionFacts(msgspec.Struct, frozen=True):
     max_pixels: int
     resample: int  # Pillow's number of the filter that scales pictures
     max_images: int  # a prompt may have so many
-    has_axes: bool = True  # true if tokens of a picture have positions by row and column
 
     def num_tokens(self, height: int, width: int) -> int:
         return (height // self.tile) * (width // self.tile)
@@ -380,7 +379,9 @@ class SpeculationState(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):
-    """A ``ClearPrefixes`` is done."""
+    """A ``ClearPrefixes`` is done, or ``error`` says why files could not be forgotten."""
+
+    error: str = ""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

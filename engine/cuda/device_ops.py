@@ -6,7 +6,7 @@ drawn without adjustments, for which the host would have to see them one by one;
 knows what they were drawn from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,16 +23,23 @@ from truedraft.engine.sampling.torch_ops import TorchOps, pad_rows
 
 
 class DeviceOps(TorchOps):
-    """Lets ``sampling`` draw and judge up to ``max_drafts`` drafts of a row; torch does the rest."""
+    """Lets ``sampling`` draw and judge up to ``max_drafts`` drafts of a row, and ``max_judged`` positions at
+    a time, padding included; torch does the rest."""
 
     reads_drafts = False
 
     def __init__(
-        self, sampling: Sampling, max_drafts: int, device: torch.device, rules: GenerationRules = NO_RULES
+        self,
+        sampling: Sampling,
+        max_drafts: int,
+        max_judged: int,
+        device: torch.device,
+        rules: GenerationRules = NO_RULES,
     ) -> None:
         super().__init__(rules)
         self.sampling = sampling
         self.max_drafts = max_drafts
+        self.max_judged = max_judged
         self.places = torch.arange(max_drafts + 1, device=device)[:, None].unbind()
         self._counts: WeakKeyDictionary[Row, _Counts] = WeakKeyDictionary()
 
@@ -62,10 +69,15 @@ class DeviceOps(TorchOps):
             numbers[:, Field.NUM_DRAFTS : Field.NUM_DRAWN + 1] = counts.T
         if drafts.known is None or numbers is step.columns:
             numbers[:, DRAFTS_AT : DRAFTS_AT + width] = drafts.token_ids
-        padded = pad_rows(logits.float(), drafts.lengths, width + 1).contiguous()
-        probs = padded.new_zeros(num_rows, 0, step.vocab_size) if drafts.probs is None else drafts.probs
+        probs = logits.new_zeros(num_rows, 0, step.vocab_size) if drafts.probs is None else drafts.probs
+        probs = probs.float().contiguous()
         verdicts = numbers.new_zeros(num_rows, 3 + self.max_drafts)
-        self.sampling.judge(padded, probs.contiguous(), numbers, verdicts)
+        end = 0
+        for some in slices(drafts.lengths, self.max_judged):
+            lengths = drafts.lengths[some]
+            first, end = end, end + sum(lengths) + len(lengths)
+            padded = pad_rows(logits[first:end].float(), lengths, max(lengths) + 1).contiguous()
+            self.sampling.judge(padded, probs[some], numbers[some], verdicts[some])
         found = verdicts.tolist()
         drafts.ids = [row[3 : 3 + length] for row, length in zip(found, drafts.lengths, strict=True)]
         return [RowVerdict(kept, token_id, bool(failed)) for kept, token_id, failed, *_ in found]
@@ -87,6 +99,19 @@ class DeviceOps(TorchOps):
         for line, ids in zip(numbers, known, strict=False):
             line[DRAFTS_AT : DRAFTS_AT + len(ids)] = ids
         return send(torch.from_numpy(numbers), step.device)
+
+
+def slices(lengths: Sequence[int], most: int) -> Iterator[slice]:
+    """Yields slices of neighbouring rows with drafts of these ``lengths``: each row with one position more
+    than the longest draft of its slice, they have up to ``most`` positions together. A row that has more is
+    alone."""
+    first = longest = 0
+    for row, length in enumerate(lengths):
+        longest = max(longest, length)
+        if row > first and (row + 1 - first) * (longest + 1) > most:
+            yield slice(first, row)
+            first, longest = row, length
+    yield slice(first, len(lengths))
 
 
 class _Counts:

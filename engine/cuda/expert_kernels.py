@@ -108,6 +108,7 @@ def multiply_tile(
     output,  # [pairs, out features]
     x,  # [pairs / PAIRS_OF_ROW, inputs]
     addresses,  # int64 [parts, TENSORS, experts]: of weights [outputs, inputs], or of PackedBlocks' tensors
+    bias,  # [experts, out features], if HAS_BIAS
     pairs,  # int32 [experts, tokens]
     counts,  # int32 [experts]
     multiplier,
@@ -123,6 +124,7 @@ def multiply_tile(
     KIND: tl.constexpr,  # KIND is one of the kinds of blocks, or DENSE.
     ROWS: tl.constexpr,
     BLOCKS_AT_A_TIME: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     expert, first = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * ROWS
     count = tl.load(counts + expert)
@@ -169,7 +171,13 @@ def multiply_tile(
                     is_input = is_row[None, :] & (number + block * BLOCK < NUM_INPUTS)[:, None]
                     inputs = tl.load(start + block * BLOCK, mask=is_input, other=0.0)
                     product = tl.dot(w.to(x.dtype.element_ty), inputs, product, input_precision="ieee")
-        at = pair[None, :] * out_features + (first_output + part * num_outputs + out)[:, None]
+        number_of_output = first_output + part * num_outputs + out
+        if HAS_BIAS:
+            added = tl.load(
+                bias + expert * out_features + number_of_output, mask=out < num_outputs, other=0.0
+            )
+            product += added.to(tl.float32)[:, None]
+        at = pair[None, :] * out_features + number_of_output[:, None]
         tl.store(
             output + at,
             (product * multiplier).to(output.dtype.element_ty),

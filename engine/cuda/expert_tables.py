@@ -71,8 +71,7 @@ def are_right(name: str, checks: Iterator[bool]) -> bool:
 
 
 def _group(experts: Experts, dtype: torch.dtype) -> GroupedExperts | None:
-    """Makes the tables of experts; returns None if the kernels do not serve them, as with biases or
-    scales."""
+    """Makes the tables of experts; returns None if the kernels do not serve them, as with scales."""
     gate_up = grouped_linear([mlp.gate_up for mlp in experts.experts], dtype)
     down = grouped_linear([mlp.down for mlp in experts.experts], dtype)
     is_plain = all(mlp.scales is None for mlp in experts.experts)
@@ -92,20 +91,25 @@ def grouped_linear(linears: Sequence[Linear], dtype: torch.dtype) -> GroupedLine
     """Returns the table of linear layers; None if they are not alike."""
     columns: list[list[_Matrix]] = []
     for linear in linears:
-        if isinstance(linear, TorchLinear) and linear.bias is None and linear.weight.dtype == dtype:
+        if isinstance(linear, TorchLinear) and linear.weight.dtype == dtype:
             rows, in_features = linear.weight.shape
             columns.append([_Matrix(rows, in_features, None, (linear.weight,))])
-        elif isinstance(linear, PackedLinear) and linear.bias is None:
+        elif isinstance(linear, PackedLinear):
             columns.append([_Matrix.of(part) for part in linear.parts])
         else:
             return None
-    multipliers = {linear.multiplier for linear in linears if isinstance(linear, TorchLinear | PackedLinear)}
+    served = [linear for linear in linears if isinstance(linear, TorchLinear | PackedLinear)]
+    multipliers = {linear.multiplier for linear in served}
+    biases = [linear.bias for linear in served if linear.bias is not None]
     parts = [_part(matrices) for matrices in zip(*columns, strict=False)]
     wanted = [part for part in parts if part is not None]
     if len({len(column) for column in columns}) > 1 or len(multipliers) > 1 or len(wanted) < len(parts):
         return None
+    if len(biases) not in (0, len(linears)):
+        return None
     out_features = sum(part.rows for part in wanted)
-    return GroupedLinear(_alike(wanted), tuple(linears), out_features, multipliers.pop())
+    bias = torch.stack(biases) if biases else None
+    return GroupedLinear(_alike(wanted), tuple(linears), out_features, multipliers.pop(), bias)
 
 
 def _alike(parts: Sequence[ExpertMatrices]) -> tuple[ExpertMatrices, ...]:
@@ -148,7 +152,8 @@ def _shape(experts: GroupedExperts) -> tuple[Any, ...]:
     router, linears = experts.router, (experts.gate_up, experts.down)
     parts = [(part.rows, part.in_features, part.type) for linear in linears for part in linear.parts]
     kind = router.scoring, router.renormalises, router.choice_bias is None, router.groups
-    return experts.activation, router.num_experts, router.num_chosen, *kind, *parts
+    has_bias = tuple(linear.bias is not None for linear in linears)
+    return experts.activation, router.num_experts, router.num_chosen, *kind, *has_bias, *parts
 
 
 @torch.inference_mode()

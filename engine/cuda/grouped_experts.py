@@ -26,12 +26,13 @@ class ExpertMatrices:
 @dataclass(frozen=True, slots=True)
 class GroupedLinear:
     """Is a linear layer of each expert, whose ``parts`` give outputs one after the other. ``linears`` keep
-    the weights alive."""
+    the weights alive. ``bias`` is [experts, out features]; None: there is none."""
 
     parts: tuple[ExpertMatrices, ...]
     linears: tuple[Linear, ...]
     out_features: int
     multiplier: float
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,12 @@ def _with_table(heads: HeadLinears, dtype: torch.dtype) -> HeadLinears:
 
 def _shape(heads: GroupedHeads) -> tuple[object, ...]:
     """Returns the sizes for which programs are compiled."""
-    return len(heads.linears), *((each.rows, each.in_features, each.type) for each in heads.table.parts)
+    has_bias = heads.table.bias is not None
+    return (
+        len(heads.linears),
+        has_bias,
+        *((each.rows, each.in_features, each.type) for each in heads.table.parts),
+    )
 
 
 @torch.inference_mode()

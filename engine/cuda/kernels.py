@@ -1,11 +1,11 @@
-"""Has the kernels of a decoder's layer in Triton: attention over the paged cache, rotary embedding with the
-write to it, RMSNorm, and the MLP's gate; recurrences are in ``recurrent_kernels``.
+"""Has the kernels of a decoder's layer in Triton: attention over the paged cache. The other kernels have
+modules of their own, and can be called by their names here, too.
 
-Attention gathers nothing. One program takes a row, one key-value head and a share of the row's keys, and
-computes all query heads that share them, with a running softmax in float32 (FlashAttention-2, arXiv
-2307.08691). Few rows with many keys are split over more programs (https://pytorch.org/blog/flash-decoding),
-and a second kernel joins their shares. How many there are depends on shapes alone, so that a CUDA graph can
-hold it.
+Attention gathers nothing. A row's keys are divided into pieces by their number alone, so that a long row does
+not keep the others waiting (https://pytorch.org/blog/flash-decoding). As many programs as fill the device, a
+number that a CUDA graph can hold, take the pieces of all rows and key-value heads in turn. They compute all
+query heads that share the key-value head, with a running softmax in float32 (FlashAttention-2, arXiv
+2307.08691). A second kernel joins the pieces of rows that have several.
 
 Importing this module imports triton, which is no dependency: ``triton_run`` does where it has a use.
 """
@@ -22,36 +22,73 @@ from truedraft.engine.cuda.launch_experts import group_tokens as group_tokens
 from truedraft.engine.cuda.launch_experts import join_experts as join_experts
 from truedraft.engine.cuda.launch_experts import multiply_experts as multiply_experts
 from truedraft.engine.cuda.launch_recurrent import recur as recur
-from truedraft.engine.cuda.multiprocessors import NORMED_BY_A_WARP, num_multiprocessors
+from truedraft.engine.cuda.multiprocessors import num_multiprocessors
+from truedraft.engine.cuda.pointwise_kernels import gated_silu as gated_silu
+from truedraft.engine.cuda.pointwise_kernels import rms_norm as rms_norm
+from truedraft.engine.cuda.pointwise_kernels import rotate_and_store as rotate_and_store
 from truedraft.engine.memory.batch import PagedRows
 
-# A program multiplies this many rows of queries x shared heads, and keys, at a time: tl.dot wants 16 of each,
-# and 64 rows of float32 numbers, which are not multiplied by matrix units, do not fit into registers.
-MIN_TILE, MAX_TILE = 16, 64
+LOG2_OF_E = tl.constexpr(math.log2(math.e))
+
+# A program multiplies this many rows of queries x shared heads at a time, and this many keys: tl.dot wants 16
+# of each. More rows, or float32 numbers, which are not multiplied by matrix units, do not fit into registers.
+MIN_TILE, MAX_TILE, MAX_KEY_TILE = 16, 32, 64
 # A tile of keys has this many bytes, and one of values as many. Keys wait for their entry in the table, so
 # stages are shared by two loads (https://github.com/triton-lang/triton/issues/4721): from five on the
 # compiler gives keys and values a second buffer, and loads the next tile while this one is computed.
 KEY_TILE_BYTES, NUM_STAGES = 8 << 10, 5
 # A share below this many keys is not worth a program; each multiprocessor gets at most this many programs.
 MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
+# Each multiprocessor gets this many programs that take pieces of rows. The outputs of all pieces take at most
+# this many bytes, but a row may always have two pieces.
+PROGRAMS_OF_PIECES, BYTES_OF_PIECES = 4, 32 << 20
+# A program looks for its pieces among this many rows; further rows have a launch of their own.
+ROWS_LOOKED_AT = 256
 
 # Latent vectors are long: more rows of queries would not fit into registers, nor a larger tile of keys into
 # the least shared memory there is. In float32 there is no second buffer of keys.
 MAX_LATENT_TILE, LATENT_KEY_TILE, LATENT_ROWS_OF_WARP = 32, 16, 4
 
-# One warp turns this many numbers of a head.
-TURNED_BY_A_WARP = 256
-# One program gates this many numbers of the MLP.
-GATE_TILE = 1024
+
+@triton.jit
+def pieces_of(
+    row,
+    is_row,
+    first_tokens,
+    counts,
+    positions,
+    keys_of_piece,
+    most_pieces,
+    WINDOW: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """Returns, for rows or for one row, where the keys begin and end that any of its queries sees, how many
+    keys each piece has, and how many pieces there are."""
+    first = tl.load(first_tokens + row, mask=is_row, other=0)
+    count = tl.load(counts + row, mask=is_row, other=0)
+    is_there = is_row & (count > 0)
+    end = tl.load(positions + first + count - 1, mask=is_there, other=-1).to(tl.int32) + 1
+    begin = 0 * end
+    if WINDOW > 0:
+        begin = tl.maximum(tl.load(positions + first, mask=is_there, other=0).to(tl.int32) - WINDOW + 1, 0)
+    num_keys = end - begin
+    wanted = tl.minimum(tl.cdiv(num_keys, keys_of_piece), most_pieces)
+    share = tl.cdiv(tl.cdiv(num_keys, tl.maximum(wanted, 1)), KEY_TILE) * KEY_TILE
+    return begin, end, share, tl.cdiv(num_keys, tl.maximum(share, 1))
 
 
-@triton.jit(do_not_specialize=VARIES)
+_VARIES = (*VARIES, "num_rows", "keys_of_piece", "most_pieces")
+
+
+@triton.jit(do_not_specialize=_VARIES)
 def attend_share(
-    output,  # [tokens, heads, size]; split: float32 [rows, max_queries, heads, splits, size]
-    log_sums,  # split: float32 [rows, max_queries, heads, splits], of exponentials, base 2
+    output,  # [tokens, heads, size]
+    shares,  # float32 [rows, max_queries, heads, most pieces, size]
+    log_sums,  # float32 [rows, max_queries, heads, most pieces], of exponentials, base 2
     query,  # [tokens, heads, size], QUERY_STRIDE numbers from one token to the next
     keys,  # [slots, kv heads, size]
     values,
+    sinks,  # float32 [heads], if HAS_SINKS
     tables,  # int64 [rows, max_blocks]
     first_tokens,  # int64 [rows]
     counts,  # int64 [rows]
@@ -61,6 +98,9 @@ def attend_share(
     max_blocks,
     max_queries,
     num_tiles,
+    num_rows,
+    keys_of_piece,
+    most_pieces,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -69,89 +109,149 @@ def attend_share(
     WINDOW: tl.constexpr,  # 0: none
     TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     SHARED: tl.constexpr = HEADS // KV_HEADS
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1) // num_tiles
-    split, num_splits = tl.program_id(2), tl.num_programs(2)
-    place = tl.program_id(1) % num_tiles * TILE + tl.arange(0, TILE)
-    index = place // SHARED  # counts the tokens of a row
-    head = kv_head * SHARED + place % SHARED
-    is_query = index < tl.load(counts + row)
-    token = tl.load(first_tokens + row) + index
-    position = tl.load(positions + token, mask=is_query, other=-1).to(tl.int32)
     number = tl.arange(0, PADDED_SIZE)
     is_number = number < SIZE
-    q = tl.load(
-        query + (token * QUERY_STRIDE + head * SIZE)[:, None] + number[None, :],
-        mask=is_query[:, None] & is_number[None, :],
-        other=0.0,
+    rows = tl.arange(0, ROWS)
+    _, _, _, pieces = pieces_of(
+        rows, rows < num_rows, first_tokens, counts, positions, keys_of_piece, most_pieces, WINDOW, KEY_TILE
     )
-
-    # These queries see the keys up to here; this program takes its share of them.
-    end = tl.max(position, 0) + 1
-    begin = tl.zeros_like(end)
-    if WINDOW > 0:
-        begin = tl.maximum(tl.min(tl.where(is_query, position, end), 0) - WINDOW + 1, 0)
-    share = tl.cdiv(tl.cdiv(end - begin, num_splits), KEY_TILE) * KEY_TILE
-    begin += split * share
-    end = tl.minimum(begin + share, end)
-
-    largest = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    attended = tl.zeros([TILE, PADDED_SIZE], tl.float32)
-    for start in range(begin, end, KEY_TILE):
-        key = start + tl.arange(0, KEY_TILE)
-        # Memory beyond a row's keys may hold anything, even NaN, so it is not loaded.
-        is_key = key < end
-        block = tl.load(tables + row * max_blocks + key // block_size, mask=is_key, other=0)
-        stored = ((block * block_size + key % block_size) * KV_HEADS + kv_head) * SIZE
-        k = tl.load(
-            keys + stored[None, :] + number[:, None], mask=is_key[None, :] & is_number[:, None], other=0.0
+    ends = tl.cumsum(pieces, 0)
+    parts = KV_HEADS * num_tiles
+    for part in range(tl.program_id(0), tl.sum(pieces, 0) * parts, tl.num_programs(0)):
+        piece, kv_head = part // parts, part % parts // num_tiles
+        place = part % num_tiles * TILE + tl.arange(0, TILE)
+        index = place // SHARED  # counts the tokens of a row
+        head = kv_head * SHARED + place % SHARED
+        row = tl.sum((ends <= piece).to(tl.int32), 0)
+        split = piece - tl.sum(tl.where(rows < row, pieces, 0), 0)
+        begin, end, share, num_splits = pieces_of(
+            row, row >= 0, first_tokens, counts, positions, keys_of_piece, most_pieces, WINDOW, KEY_TILE
         )
-        v = tl.load(
-            values + stored[:, None] + number[None, :], mask=is_key[:, None] & is_number[None, :], other=0.0
+        is_query = index < tl.load(counts + row)
+        token = tl.load(first_tokens + row) + index
+        position = tl.load(positions + token, mask=is_query, other=-1).to(tl.int32)
+        q = tl.load(
+            query + (token * QUERY_STRIDE + head * SIZE)[:, None] + number[None, :],
+            mask=is_query[:, None] & is_number[None, :],
+            other=0.0,
         )
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        sees = is_key[None, :] & (key[None, :] <= position[:, None])
+
+        # The piece ends where these queries see no further key.
+        begin += split * share
+        end = tl.minimum(tl.minimum(begin + share, end), tl.max(position, 0) + 1)
         if WINDOW > 0:
-            sees = sees & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(sees, scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A query that has seen no key yet: minus infinity less itself is no number.
-        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(weights, 1)
-        attended = attended * shrink[:, None]
-        attended = tl.dot(weights.to(v.dtype), v, attended, input_precision="ieee")
-        largest = new_largest
+            seen = tl.min(tl.where(is_query, position, end), 0) - WINDOW + 1
+            begin = tl.maximum(begin, seen // KEY_TILE * KEY_TILE)
 
-    has_seen = total > 0
-    total = tl.where(has_seen, total, 1.0)
-    if IS_SPLIT:
-        at = ((row * max_queries + index) * HEADS + head) * num_splits + split
-        log_sum = tl.where(has_seen, largest + tl.log2(total), float("-inf"))
-        tl.store(log_sums + at, log_sum, mask=is_query)
-    else:
-        at = token * HEADS + head
-    tl.store(
-        output + at[:, None].to(tl.int64) * SIZE + number[None, :],
-        (attended / total[:, None]).to(output.dtype.element_ty),
-        mask=is_query[:, None] & is_number[None, :],
-    )
+        largest = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        if HAS_SINKS:
+            # The sink is one more score of each head, which the first piece counts.
+            is_counted = split == 0
+            sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * LOG2_OF_E
+            largest = tl.where(is_counted, sink, largest)
+            total = tl.where(is_counted, 1.0, total)
+        attended = tl.zeros([TILE, PADDED_SIZE], tl.float32)
+        for start in range(begin, end, KEY_TILE):
+            key = start + tl.arange(0, KEY_TILE)
+            # Memory beyond a row's keys may hold anything, even NaN, so it is not loaded.
+            is_key = key < end
+            block = tl.load(tables + row * max_blocks + key // block_size, mask=is_key, other=0)
+            stored = ((block * block_size + key % block_size) * KV_HEADS + kv_head) * SIZE
+            k = tl.load(
+                keys + stored[None, :] + number[:, None],
+                mask=is_key[None, :] & is_number[:, None],
+                other=0.0,
+            )
+            v = tl.load(
+                values + stored[:, None] + number[None, :],
+                mask=is_key[:, None] & is_number[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(q, k, input_precision="ieee") * scale
+            sees = is_key[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                sees = sees & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(sees, scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            # A query that has seen no key yet: minus infinity less itself is no number.
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(largest - base)
+            total = total * shrink + tl.sum(weights, 1)
+            attended = attended * shrink[:, None]
+            attended = tl.dot(weights.to(v.dtype), v, attended, input_precision="ieee")
+            largest = new_largest
+
+        has_seen = total > 0
+        total = tl.where(has_seen, total, 1.0)
+        attended = attended / total[:, None]
+        is_stored = is_query[:, None] & is_number[None, :]
+        if num_splits > 1:
+            at = ((row * max_queries + index) * HEADS + head) * most_pieces + split
+            log_sum = tl.where(has_seen, largest + tl.log2(total), float("-inf"))
+            tl.store(log_sums + at, log_sum, mask=is_query)
+            tl.store(shares + at[:, None].to(tl.int64) * SIZE + number[None, :], attended, mask=is_stored)
+        else:
+            own = (token * HEADS + head)[:, None].to(tl.int64) * SIZE + number[None, :]
+            tl.store(output + own, attended.to(output.dtype.element_ty), mask=is_stored)
 
 
-@triton.jit(do_not_specialize=("first_tokens", "counts", "max_queries", "num_splits"))
-def join_shares(
+@triton.jit(
+    do_not_specialize=("first_tokens", "counts", "positions", "max_queries", "keys_of_piece", "most_pieces")
+)
+def join_pieces(
     output,  # [tokens, heads, size]
-    shares,  # float32 [rows, max_queries, heads, splits, size]
-    log_sums,  # float32 [rows, max_queries, heads, splits]
+    shares,  # float32 [rows, max_queries, heads, most pieces, size]
+    log_sums,  # float32 [rows, max_queries, heads, most pieces]
+    first_tokens,
+    counts,
+    positions,
+    max_queries,
+    keys_of_piece,
+    most_pieces,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    row = tl.program_id(0) // max_queries
+    _, _, _, num_splits = pieces_of(
+        row, row >= 0, first_tokens, counts, positions, keys_of_piece, most_pieces, WINDOW, KEY_TILE
+    )
+    if num_splits > 1:
+        join_one(
+            output,
+            shares,
+            log_sums,
+            first_tokens,
+            counts,
+            max_queries,
+            num_splits,
+            most_pieces,
+            HEADS,
+            SIZE,
+            PADDED_SIZE,
+            MOST_SPLITS,
+        )
+
+
+@triton.jit
+def join_one(
+    output,
+    shares,
+    log_sums,
     first_tokens,
     counts,
     max_queries,
     num_splits,
+    most_splits,  # there is place for
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
@@ -162,7 +262,7 @@ def join_shares(
     if index < tl.load(counts + row):
         split = tl.arange(0, MOST_SPLITS)
         is_split = split < num_splits
-        at = (place * HEADS + head) * num_splits + split
+        at = (place * HEADS + head) * most_splits + split
         number = tl.arange(0, PADDED_SIZE)
         is_number = number < SIZE
         log_sum = tl.load(log_sums + at, mask=is_split, other=float("-inf"))
@@ -182,6 +282,36 @@ def join_shares(
         )
 
 
+@triton.jit(do_not_specialize=("first_tokens", "counts", "max_queries", "num_splits"))
+def join_shares(
+    output,  # [tokens, heads, size]
+    shares,  # float32 [rows, max_queries, heads, splits, size]
+    log_sums,  # float32 [rows, max_queries, heads, splits]
+    first_tokens,
+    counts,
+    max_queries,
+    num_splits,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+):
+    join_one(
+        output,
+        shares,
+        log_sums,
+        first_tokens,
+        counts,
+        max_queries,
+        num_splits,
+        num_splits,
+        HEADS,
+        SIZE,
+        PADDED_SIZE,
+        MOST_SPLITS,
+    )
+
+
 def attend_rows(
     output: torch.Tensor,
     query: torch.Tensor,
@@ -193,56 +323,112 @@ def attend_rows(
     scaling: float,
     sliding_window: int | None,
     num_splits: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Writes to ``output`` [tokens, heads, size], contiguous, the attention of the tokens of ``rows``.
 
     ``query`` is like ``output``, its heads and numbers contiguous; ``keys`` and ``values`` are [slots, kv
     heads, size], contiguous; ``positions`` are int64 [tokens]: a token sees its row's keys up to its own
-    position. ``num_splits``, up to ``MAX_SPLITS``, is chosen by the shapes unless given.
+    position. ``sinks`` float32 [heads] are those of ``AttentionCall``. A row is divided into at most
+    ``num_splits`` pieces, however few keys they have; by default pieces have ``MIN_KEYS_OF_SPLIT`` or more.
     """
+    for start in range(0, len(rows.counts), ROWS_LOOKED_AT):
+        some = slice(start, start + ROWS_LOOKED_AT)
+        part = PagedRows(rows.tables[some], rows.first_tokens[some], rows.counts[some], rows.queries)
+        _attend(
+            output,
+            query,
+            keys,
+            values,
+            part,
+            positions,
+            block_size,
+            scaling,
+            sliding_window,
+            num_splits,
+            sinks,
+        )
+
+
+def _attend(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows,
+    positions: torch.Tensor,
+    block_size: int,
+    scaling: float,
+    sliding_window: int | None,
+    num_splits: int | None,
+    sinks: torch.Tensor | None,
+) -> None:
     _, heads, size = query.shape
     kv_heads = keys.shape[1]
     num_rows, max_blocks = rows.tables.shape
     places = rows.queries * (heads // kv_heads)
     tile = tile_size(places, query.dtype)
     num_tiles = triton.cdiv(places, tile)
-    if num_splits is None:
-        longest = min(max_blocks * block_size, (sliding_window or 1 << 30) + rows.queries)
-        num_splits = splits(num_rows * kv_heads * num_tiles, longest, query.device)
     padded_size = max(16, triton.next_power_of_2(size))
     key_tile = key_tile_size(padded_size, keys.dtype)
-    target, log_sums = _shares(output, rows, num_splits)
+    longest = min(max_blocks * block_size, (sliding_window or 1 << 30) + rows.queries)
+    numbers = num_rows * rows.queries * heads * size
+    most = most_pieces(longest, numbers) if num_splits is None else num_splits
+    sizes = {"HEADS": heads, "SIZE": size, "PADDED_SIZE": padded_size}
+    tiles = {"WINDOW": sliding_window or 0, "KEY_TILE": key_tile}
+    keys_of_piece = MIN_KEYS_OF_SPLIT if num_splits is None else 1
+    shares, log_sums = _shares(output, rows, most)
+    filling = PROGRAMS_OF_PIECES * num_multiprocessors(query.device)
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        attend_share[num_rows, kv_heads * num_tiles, num_splits](
-            target,
+        attend_share[(min(num_rows * most * kv_heads * num_tiles, filling),)](
+            output,
+            shares,
             log_sums,
             query,
             keys,
             values,
+            log_sums if sinks is None else sinks,
             rows.tables,
             rows.first_tokens,
             rows.counts,
             positions,
-            scaling * math.log2(math.e),
+            scaling * LOG2_OF_E.value,
             block_size,
             max_blocks,
             rows.queries,
             num_tiles,
-            HEADS=heads,
+            num_rows,
+            keys_of_piece,
+            most,
             KV_HEADS=kv_heads,
-            SIZE=size,
-            PADDED_SIZE=padded_size,
             QUERY_STRIDE=query.stride(0),
-            WINDOW=sliding_window or 0,
             TILE=tile,
-            KEY_TILE=key_tile,
-            IS_SPLIT=num_splits > 1,
+            ROWS=ROWS_LOOKED_AT,
+            HAS_SINKS=sinks is not None,
             num_warps=4,
             num_stages=NUM_STAGES,
             enable_fp_fusion=True,
+            **sizes,
+            **tiles,
         )
-        _join(output, target, log_sums, rows, num_splits)
+        if most > 1:
+            join_pieces[num_rows * rows.queries, heads](
+                output,
+                shares,
+                log_sums,
+                rows.first_tokens,
+                rows.counts,
+                positions,
+                rows.queries,
+                keys_of_piece,
+                most,
+                MOST_SPLITS=MAX_SPLITS,
+                num_warps=4,
+                enable_fp_fusion=True,
+                **sizes,
+                **tiles,
+            )
 
 
 def attend_latents(
@@ -330,165 +516,6 @@ def _join(
     )
 
 
-@triton.jit(do_not_specialize=("slots",))
-def rotate_and_store_head(
-    query_key,  # [tokens, heads + kv heads, size], QUERY_STRIDE numbers from one token to the next
-    value,  # [tokens, kv heads, size], VALUE_STRIDE from one to the next, if there are programs for it
-    cos,  # [tokens, ROTATED]: the first ROTATED numbers of a head are turned
-    sin,  # likewise, negative in the first half
-    slots,  # int64 [tokens]
-    keys,  # [slots, kv heads, size]
-    values,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    QUERY_STRIDE: tl.constexpr,
-    VALUE_STRIDE: tl.constexpr,
-):
-    # Tokens times their numbers may not fit into 32 bits.
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    number = tl.arange(0, PADDED_SIZE)
-    is_number = number < SIZE
-    if head < HEADS + KV_HEADS:
-        start = query_key + token * QUERY_STRIDE + head * SIZE
-        x = tl.load(start + number, mask=is_number, other=0.0).to(tl.float32)
-        is_turned = number < ROTATED
-        half: tl.constexpr = ROTATED // 2
-        other_half = tl.where(number < half, number + half, number - half)
-        swapped = tl.load(start + other_half, mask=is_turned, other=0.0).to(tl.float32)
-        c = tl.load(cos + token * ROTATED + number, mask=is_turned, other=1.0).to(tl.float32)
-        s = tl.load(sin + token * ROTATED + number, mask=is_turned, other=0.0).to(tl.float32)
-        rotated = (x * c + swapped * s).to(query_key.dtype.element_ty)
-        if head < HEADS:
-            # Other threads of the program may still have to read what is overwritten.
-            tl.debug_barrier()
-            tl.store(start + number, rotated, mask=is_number)
-        else:
-            slot = tl.load(slots + token)
-            place = keys + (slot * KV_HEADS + head - HEADS) * SIZE
-            tl.store(place + number, rotated, mask=is_number)
-    else:
-        kv_head = head - HEADS - KV_HEADS
-        slot = tl.load(slots + token)
-        v = tl.load(value + token * VALUE_STRIDE + kv_head * SIZE + number, mask=is_number)
-        tl.store(values + (slot * KV_HEADS + kv_head) * SIZE + number, v, mask=is_number)
-
-
-def rotate_and_store(
-    query_key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Rotates the queries of ``query_key`` [tokens, heads + kv heads, size] in place, and writes its rotated
-    keys and ``value`` [tokens, kv heads, size] to ``slots`` int64 [tokens] of ``keys`` and ``values`` [slots,
-    kv heads, size]; without heads of values only keys are written. ``cos`` and ``sin`` [tokens, n] are as in
-    ``Rotary``, and the first n numbers of each head are rotated. Sums are in float32; heads and numbers of
-    the first two tensors are contiguous, the other tensors wholly."""
-    tokens, heads, size = query_key.shape
-    kv_heads = keys.shape[1]
-    padded_size = triton.next_power_of_2(size)
-    with torch.cuda.device_of(query_key):  # type: ignore[no-untyped-call]
-        rotate_and_store_head[tokens, heads + value.shape[1]](
-            query_key,
-            value,
-            cos,
-            sin,
-            slots,
-            keys,
-            values,
-            HEADS=heads - kv_heads,
-            KV_HEADS=kv_heads,
-            SIZE=size,
-            PADDED_SIZE=padded_size,
-            ROTATED=cos.shape[1],
-            QUERY_STRIDE=query_key.stride(0),
-            VALUE_STRIDE=value.stride(0),
-            num_warps=max(1, padded_size // TURNED_BY_A_WARP),
-        )
-
-
-@triton.jit
-def gated_silu_part(output, gate_up, SIZE: tl.constexpr, TILE: tl.constexpr):
-    token = tl.program_id(0)
-    number = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_number = number < SIZE
-    start = gate_up + token.to(tl.int64) * 2 * SIZE
-    gate = tl.load(start + number, mask=is_number, other=0.0).to(tl.float32)
-    up = tl.load(start + SIZE + number, mask=is_number, other=0.0).to(tl.float32)
-    gated = gate / (1 + tl.exp(-gate)) * up
-    place = output + token.to(tl.int64) * SIZE + number
-    tl.store(place, gated.to(output.dtype.element_ty), mask=is_number)
-
-
-def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Returns silu(gate) * up, [tokens, size], of ``gate_up`` [tokens, 2 * size]; computes in float32."""
-    gate_up = gate_up.contiguous()
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    grid = tokens, triton.cdiv(size, GATE_TILE)
-    with torch.cuda.device_of(gate_up):  # type: ignore[no-untyped-call]
-        gated_silu_part[grid](output, gate_up, SIZE=size, TILE=GATE_TILE, num_warps=4)
-    return output
-
-
-@triton.jit
-def rms_norm_row(
-    output,  # [tokens, heads, size]
-    x,  # [tokens, heads, size], X_STRIDE numbers from one token to the next
-    weight,  # [heads, size]
-    residual,  # like output, if HAS_RESIDUAL
-    eps,
-    X_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    number = tl.arange(0, PADDED_SIZE)
-    is_number = number < SIZE
-    row = tl.load(x + token * X_STRIDE + head * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
-    scale = tl.load(weight + head * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
-    normed = row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps) * scale
-    place = (token * HEADS + head) * SIZE + number
-    if HAS_RESIDUAL:
-        normed += tl.load(residual + place, mask=is_number, other=0.0).to(tl.float32)
-    tl.store(output + place, normed.to(output.dtype.element_ty), mask=is_number)
-
-
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Returns the RMSNorm of ``x`` [tokens, size], contiguous, by ``weight`` [size], or of [tokens, heads,
-    size], heads and numbers contiguous, by [heads, size]; plus ``residual``, if there is one, contiguous and
-    of the same shape. Sums are in float32."""
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tokens, size = len(x), x.shape[-1]
-    heads = weight.numel() // size
-    padded_size = triton.next_power_of_2(size)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        rms_norm_row[tokens, heads](
-            output,
-            x,
-            weight,
-            x if residual is None else residual,
-            eps,
-            X_STRIDE=heads * size if x.dim() == 2 else x.stride(0),
-            HEADS=heads,
-            SIZE=size,
-            PADDED_SIZE=padded_size,
-            HAS_RESIDUAL=residual is not None,
-            num_warps=min(8, max(1, padded_size // NORMED_BY_A_WARP)),
-        )
-    return output
-
-
 def tile_size(places: int, dtype: torch.dtype) -> int:
     """Rows of queries x shared heads that one program takes, of ``places``."""
     largest = MIN_TILE if dtype == torch.float32 else MAX_TILE
@@ -506,7 +533,13 @@ def latent_stages(dtype: torch.dtype) -> int:
 
 def key_tile_size(padded_size: int, dtype: torch.dtype) -> int:
     """Keys that one program multiplies at a time."""
-    return min(MAX_TILE, max(MIN_TILE, KEY_TILE_BYTES // (padded_size * dtype.itemsize)))
+    return min(MAX_KEY_TILE, max(MIN_TILE, KEY_TILE_BYTES // (padded_size * dtype.itemsize)))
+
+
+def most_pieces(num_keys: int, numbers: int) -> int:
+    """Returns the most pieces of a row of up to ``num_keys``, where the output of all rows is ``numbers``."""
+    fitting = max(2, BYTES_OF_PIECES // (numbers * torch.float32.itemsize))
+    return max(1, min(triton.cdiv(num_keys, MIN_KEYS_OF_SPLIT), fitting, MAX_SPLITS))
 
 
 def splits(num_programs: int, num_keys: int, device: torch.device) -> int:

@@ -82,6 +82,7 @@ def multiply_experts(
                 output,
                 x,
                 part.addresses,
+                output if linear.bias is None else linear.bias,
                 groups.pairs,
                 groups.counts,
                 linear.multiplier,
@@ -97,6 +98,7 @@ def multiply_experts(
                 KIND=DENSE if part.type is None else KINDS[part.type].constants,
                 ROWS=rows,
                 BLOCKS_AT_A_TIME=DENSE_BLOCKS if part.type is None else BLOCKS_AT_A_TIME,
+                HAS_BIAS=linear.bias is not None,
                 num_warps=4,
                 num_stages=DENSE_STAGES if part.type is None else stages_of(rows),
             )

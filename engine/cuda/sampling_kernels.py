@@ -347,7 +347,8 @@ def draw(target, draft, scale, end, certain, uniform, total, VOCAB: tl.constexpr
     return tl.min(tl.where(is_beyond, start + tl.arange(0, TILE), _NO_ID), 0)
 
 
-@triton.jit
+# Rows of columns may begin anywhere, and are read number by number.
+@triton.jit(do_not_specialize_on_alignment=["numbers", "place_of_draft"])
 def draw_row(
     logits,  # float32 [rows, NUM_LOGITS]: tokens from there to the vocabulary's end cannot be drawn
     probs,  # float32 [rows, VOCAB]
@@ -381,7 +382,7 @@ def draw_row(
         tl.store(row + _DRAFTS + number, drawn.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["found", "numbers"])
 def judge_position(
     probs,  # float32 [rows, queries, VOCAB]
     kept,  # float32 [rows, queries, TILE]
@@ -413,7 +414,10 @@ def judge_position(
         tl.store(found + 2, is_broken.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["queries", "most_drawn"])  # they change from round to round
+@triton.jit(
+    do_not_specialize=["queries", "most_drawn"],  # they change from round to round
+    do_not_specialize_on_alignment=["verdicts", "found", "numbers"],
+)
 def judge_row(
     # int64 [rows, VERDICT_WIDTH]: number of accepted drafts, next token, whether it failed, the drafts
     verdicts,

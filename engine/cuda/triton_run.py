@@ -74,6 +74,7 @@ class AttendRows(Protocol):
         scaling: float,
         sliding_window: int | None,
         num_splits: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None: ...
 
 
@@ -142,6 +143,7 @@ class InPlaceAttention:
                 batch.block_size,
                 call.scaling,
                 call.sliding_window,
+                sinks=call.sinks,
             )
         for first, end, group in self._long(call.sliding_window):
             output[first:end] = attend_group(group, cache, call, query[first:end])
@@ -253,7 +255,7 @@ def find_kernels(
             # Each is the largest number of new tokens for one size of program.
             queries = {tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
             heads = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.norm is None
-            look = *heads, shape.scaling, shape.sliding_window, shape.value_start
+            look = *heads, shape.scaling, shape.sliding_window, shape.value_start, shape.sinks is None
             if look in checked:
                 continue
             checked.add(look)
@@ -291,7 +293,7 @@ def _is_served(shape: AttentionShape) -> bool:
         and not shape.norm_after_rotary
         and shape.softcap is None
         and shape.whole_norms is None
-        and shape.sinks is None
+        and (shape.sinks is None or not shape.values_are_keys)
         and shape.value_norm is None
         and shape.source is None
         and (_is_latent(shape) if shape.values_are_keys else shape.head_size <= MAX_HEAD_SIZE)
@@ -341,6 +343,8 @@ def is_right(
     query = torch.randn(len(batch.slots), shape.num_heads + others, shape.head_size, generator=generator)
     # Some keys matter much more than others, so that none can be missed.
     query = (query * (4 / (shape.scaling * shape.head_size**0.5))).to(device, dtype)[:, : shape.num_heads]
+    if shape.sinks is not None:  # They matter as much as the largest scores, and differ from head to head.
+        shape = replace(shape, sinks=torch.linspace(6, 14, shape.num_heads, device=device))
     outputs = []
     for used in (dtype, torch.float64):
         kept = AttentionCache(heads, None if shape.values_are_keys else heads, used, device)
@@ -348,7 +352,7 @@ def is_right(
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, stored, *(x.to(used) for x in context))
-        call = AttentionCall(0, shape.scaling, window)
+        call = replace(shape, layer=0, source=None).call
         q, k, v = (x.to(used) for x in (query, *new))  # This view stays as it is in its own dtype.
         if used == dtype:
             cache.write(0, batch.slots, k, v)

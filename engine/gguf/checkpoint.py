@@ -23,12 +23,13 @@ from truedraft.engine.gguf.config import LONG_FACTORS, MODEL_TYPES, SHORT_FACTOR
 from truedraft.engine.gguf.experts import LAYER, stack_of, tensor_of
 from truedraft.engine.gguf.gemma4 import other_tensors
 from truedraft.engine.gguf.hybrids import (
-    PAIRED,
     TILED,
     from_file,
     from_file_shape,
+    is_paired,
     predicts_further,
     rows_by_key_head,
+    rows_of_halves,
     stored_shapes,
     tensors_of,
 )
@@ -177,16 +178,10 @@ class GgufCheckpoint(Checkpoint):
         return data.reshape(-1, size // math.prod(place.shape[:-1]))
 
     def _order(self, name: str) -> npt.NDArray[np.int64] | None:
-        """Returns the order of rows that undoes llama.cpp's: it rotates pairs of neighbours where
-        transformers rotates halves, and reorders the rows for that in the files of these architectures
-        only."""
-        config = self.config
-        if self.file.architecture not in PAIRED or not (".q_proj." in name or ".k_proj." in name):
-            return rows_by_key_head(name, config)
-        is_query = ".q_proj." in name
-        heads = config.num_attention_heads if is_query else config.num_key_value_heads
-        rows = self.file.tensors[self.names[name]].shape[0]
-        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+        """Returns the order of rows that undoes llama.cpp's; None if it is the same."""
+        if is_paired(self.file.architecture, name):
+            return rows_of_halves(name, self.file.tensors[self.names[name]].shape[0], self.config)
+        return rows_by_key_head(name, self.config)
 
 
 def open_gguf(path: str) -> GgufCheckpoint:

@@ -81,10 +81,11 @@ def merge_drafts(
     probs = torch.zeros(num_rows, width, vocab_size, device=device)
     for part in drafting:
         drew = on_device([row for row, length in enumerate(part.lengths) if length], device)
-        part_probs = part.probs
-        if part_probs is None:
-            part_probs = F.one_hot(part.token_ids, vocab_size).float()
-        probs[drew, : part_probs.shape[1]] = part_probs[drew]
+        num_drafts = part.token_ids.shape[1]
+        if part.probs is None:
+            probs[drew[:, None], torch.arange(num_drafts, device=device), part.token_ids[drew]] = 1.0
+        else:
+            probs[drew, :num_drafts] = part.probs[drew]
     return Drafts(token_ids, probs, lengths)
 
 

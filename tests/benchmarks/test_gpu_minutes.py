@@ -42,6 +42,7 @@ def test_correctness_comes_first_and_all_fits_a_command() -> None:
         ("products", "gate, up"),
         ("engine:tiny", "VERDICT greedy, 1 rows, 0 drafts: weights to copy"),
         ("profile:tiny", "aten::"),
+        ("http:tiny", "VERDICT 1 clients: tokens/s"),
     ],
 )
 def test_stages(stage: str, shown: str, bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chat_turns, null_device, result_file
+from benchmarks import chat_turns, null_device, result_file, threads
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
 from benchmarks.contestants.truedraft import DEFAULT, PLAIN, SPECULATIVE
 from benchmarks.result_file import Figure
+from benchmarks.synthetic_gguf import Shape, write
+from benchmarks.synthetic_pair import cycle, successors
 from tests.benchmarks.conftest import Benchmark
 
 SMALL = ("--max-tokens", 12, "--repeats", 2)
@@ -50,6 +52,22 @@ def test_chat_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, second = document["rows"]
     assert (first["prompt"], first["cached"], second["prompt"], second["cached"]) == (50, 0, 100, 48)
     assert document["facts"]["a state, MB"] == 0
+
+
+def test_threads_of_a_drawn_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program that fails costs its own line alone."""
+    shape = Shape("llama", 256, 2, 4, 2, 64, 256, 512)
+    file = write(tmp_path / "small.gguf", shape, "Q4_K", successors(cycle(512, 0)))
+    saved = tmp_path / "threads.json"
+    given = ["--file", str(file), "--drawn", "--threads", "1", "4096", "--seconds", "2", "--save", str(saved)]
+    monkeypatch.setattr(sys, "argv", ["threads", *given])
+    monkeypatch.setattr(threads, "LOADING", 900)  # however busy the machine is
+    threads.main()
+    (row,) = json.loads(saved.read_text())["rows"]
+    assert (row["model"], row["threads"]) == ("small", 1)
+    assert row["truedraft"] > 0
+    monkeypatch.setattr(sys, "executable", "false")
+    assert threads.measured("truedraft", str(file), 1, 1.0) == {"failed": "no word"}
 
 
 def test_host_cost_over_a_device_that_takes_no_time() -> None:

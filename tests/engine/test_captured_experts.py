@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tests.engine import torch_kernels
-from tests.engine.graph_gates import PROMPTS, graphs_of
-from tests.engine.test_experts import SIZE, VARIANTS, experts
+from tests.engine.graph_gates import PROMPTS, graphs_of, same_as_eager
+from tests.engine.test_experts import HIDDEN, SIZE, experts
 from tests.engine.test_gguf import CONFIGS
 from tests.engine.test_round_graphs import kernels_for
-from tests.families import FAMILIES, SHAPE, save_random
+from tests.families import FAMILIES, SHAPE, save_family, save_random
 from tests.gguf_models import save_gguf
 from tests.hybrids import HYBRIDS
 from tests.models import make_engine, run_engine
@@ -79,6 +79,16 @@ def test_same_tokens(target: str, monkeypatch: Patch) -> None:
     assert graphs_of(core).num_misses == 0
 
 
+@pytest.mark.parametrize("name", ["GPT-OSS, attention sinks", "GPT-OSS in C"])
+def test_gpt_oss_is_captured(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Its layers have sinks and, every other one, windows, its experts biases and clamped gates."""
+    folder = save_family(tmp_path, name)
+    monkeypatch.setattr(plan, "make_capture", TapeCapture)
+    monkeypatch.setattr(agreement, "find_kernels", kernels_for)
+    same_as_eager(folder, max_model_len=100)
+    assert is_grouped(engine(folder, None, monkeypatch))
+
+
 @pytest.mark.parametrize("is_padding_seen", [False, True])
 def test_what_is_touched_is_counted(is_padding_seen: bool, target: str, monkeypatch: Patch) -> None:
     """A pass that holds more rows than there are reads the experts of these."""
@@ -103,22 +113,22 @@ def test_what_is_touched_is_counted(is_padding_seen: bool, target: str, monkeypa
 
 
 def test_experts_that_are_not_alike_have_no_table() -> None:
-    assert _group(experts(TorchLinears(), VARIANTS["biases and a clamped gate"]), torch.float32) is None
     part = experts(TorchLinears(), {})
     assert _group(part, torch.bfloat16) is None
     found = _group(part, torch.float32)
     assert found is not None
     assert _is_right(torch_kernels, found, torch.float32, CPU, 1e-5)
 
-    def other(linear: Linear, weight: slice, multiplier: float) -> Linear:
+    def other(linear: Linear, weight: slice, multiplier: float, bias: torch.Tensor | None = None) -> Linear:
         assert isinstance(linear, TorchLinear)
-        return TorchLinear(linear.weight[weight], None, multiplier)
+        return TorchLinear(linear.weight[weight], bias, multiplier)
 
     last = part.experts[-1]
     unlike = [
         replace(last, down=other(last.down, weight, multiplier))
         for weight, multiplier in ((slice(1, None), 1.0), (slice(None), 2.0), (slice(None, None, 2), 1.0))
     ]
+    unlike.append(replace(last, down=other(last.down, slice(None), 1.0, torch.ones(HIDDEN))))
     for wrong in (*unlike, replace(last, activation="relu2"), replace(last, scales=torch.ones(2 * SIZE))):
         assert _group(replace(part, experts=(*part.experts[:-1], wrong)), torch.float32) is None
 

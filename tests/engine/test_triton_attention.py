@@ -91,9 +91,9 @@ def test_kernels_are_checked_with_the_distances_that_serve(is_normed: bool) -> N
     """What is compiled for another distance from token to token would be compiled while serving."""
     seen: list[int] = []
 
-    def attend(output: torch.Tensor, query: torch.Tensor, *others: Any) -> None:
+    def attend(output: torch.Tensor, query: torch.Tensor, *others: Any, **more: Any) -> None:
         seen.append(query.stride(0))
-        torch_kernels.attend_rows(output, query, *others)
+        torch_kernels.attend_rows(output, query, *others, **more)
 
     shape = replace(SHAPE, norm=Norm(torch.ones(6, 16), 1e-6) if is_normed else None)
     assert triton_run.is_right(attend, shape, torch.float32, torch.device("cpu"), queries=2)
@@ -143,7 +143,7 @@ def test_what_it_is_not_made_for_is_not_tried(
     "more",
     [
         {"softcap": 3.0},
-        {"sinks": torch.ones(4)},
+        {"sinks": torch.ones(4), "values_are_keys": True, "num_kv_heads": 1, "value_start": 4},
         {"interleaved": True},
         {"norm_after_rotary": True},
         {"whole_norms": (Norm(torch.ones(64), 1e-6),) * 2},

@@ -29,7 +29,11 @@ def multiply_experts(
     weights = torch.stack([each(units) for each in linear.linears])
     chosen = groups.chosen.flatten()
     rows = x.repeat_interleave(pairs_of_row, 0)
+    if linear.bias is not None:
+        weights -= linear.bias[:, None] * linear.multiplier
     said = torch.einsum("pi,pio->po", rows.float(), weights[chosen.clamp(min=0)].float())
+    if linear.bias is not None:
+        said += linear.bias[chosen.clamp(min=0)].float() * linear.multiplier
     return torch.where(chosen[:, None] < 0, torch.nan, said).to(x.dtype)
 
 

@@ -23,6 +23,7 @@ def attend_rows(
     scaling: float,
     sliding_window: int | None,
     num_splits: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     num_tokens, heads, size = query.shape
     shared = heads // keys.shape[1]
@@ -44,7 +45,10 @@ def attend_rows(
     k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
     scores = torch.einsum("rqhd,rkhd->rhqk", padded.float(), k.float()) * scaling
     scores = torch.where(sees[:, None], scores, -torch.inf)
-    weights = torch.where(sees.any(2)[:, None, :, None], scores.softmax(-1), 0.0)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), -1)
+    weights = scores.softmax(-1)[..., : len(number)]
+    weights = torch.where(sees.any(2)[:, None, :, None], weights, 0.0)
     attended = torch.einsum("rhqk,rkhd->rqhd", weights, v.float()).to(output.dtype)
     result = F.pad(output, (0, 0, 0, 0, 0, 1))  # others stay as they are
     result.index_copy_(0, tokens.view(-1), attended.flatten(0, 1))

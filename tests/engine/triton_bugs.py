@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from truedraft.engine.cuda import kernels
+from truedraft.engine.cuda import kernels, pointwise_kernels
 
 BUGS = {
     "a query does not see itself": ("key[None, :] <= position[:, None]", "key[None, :] < position[:, None]"),
@@ -17,10 +17,13 @@ BUGS = {
         'weights = tl.where(log_sum > float("-inf"), 1.0, 0.0)',
     ),
     "the sum does not shrink": ("total = total * shrink", "total = total"),
+    "pieces are the first row's": ("row = tl.sum((ends <= piece).to(tl.int32), 0)", "row = piece * 0"),
+    "every other piece is left out": ("tl.num_programs(0)):", "2 * tl.num_programs(0)):"),
+    "all pieces have the sink": ("is_counted = split == 0", "is_counted = split >= 0"),
     "heads are mixed up": ("kv_head * SHARED + place % SHARED", "place % SHARED * KV_HEADS + kv_head"),
     "rows begin where the batch begins": (
-        "token = tl.load(first_tokens + row) + index\n    position",
-        "token = index\n    position",
+        "token = tl.load(first_tokens + row) + index\n        position",
+        "token = index\n        position",
     ),
 }
 SMALL_BUGS = {
@@ -45,7 +48,7 @@ SMALL_BUGS = {
 
 def planted(bug: str, folder: Path) -> ModuleType:
     """The kernels with ``bug``, as another module."""
-    return planted_in(kernels, *(BUGS | SMALL_BUGS)[bug], folder)
+    return planted_in(kernels if bug in BUGS else pointwise_kernels, *(BUGS | SMALL_BUGS)[bug], folder)
 
 
 def planted_in(module: ModuleType, correct: str, wrong: str, folder: Path) -> ModuleType:

@@ -5,6 +5,7 @@ its own: TRITON_INTERPRET must be set before triton is imported.
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.engine.triton_bugs import BUGS, SMALL_BUGS, planted
 from tests.engine.triton_gates import same_as_gathered, same_gate, same_norm, same_rotation_and_cache
 from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
-from truedraft.engine.cuda import kernels, triton_run
+from truedraft.engine.cuda import kernels, multiprocessors, triton_run
 from truedraft.engine.cuda.triton_run import AttendRows, InPlaceAttention, find_kernels
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.messages import SamplingParams
@@ -53,6 +54,13 @@ def products_of_bfloat16(monkeypatch: Patch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch: Patch) -> None:
+    """Programs have several pieces each, then."""
+    for module in (kernels, multiprocessors):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 1)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
     "a window": {"window": 6},
@@ -70,6 +78,8 @@ CASES: dict[str, dict[str, Any]] = {
     "more splits than keys": {"num_splits": 5, "longest": 3, "heads": (2, 1)},
     "blocks of 16": {"block_size": 16, "longest": 300},
     "blocks of 5": {"block_size": 5},
+    "sinks": {"has_sinks": True, "heads": (6, 2)},
+    "sinks, a window and splits": {"has_sinks": True, "window": 70, "num_splits": 3, "longest": 200},
 }
 
 
@@ -115,12 +125,59 @@ def test_gates_of_the_small_kernels_catch(bug: str, tmp_path: Path) -> None:
         all_small_gates()
 
 
-def test_splits_by_shape() -> None:
-    assert kernels.splits(8, 4096, CPU) == 25
-    assert kernels.splits(1, 4096, CPU) == 32
-    assert kernels.splits(8, 512, CPU) == 4
-    assert kernels.splits(8, 100, CPU) == 1
-    assert kernels.splits(300, 4096, CPU) == 1
+def test_pieces_by_shape() -> None:
+    """Rows of few numbers may have most pieces; however many numbers there are, two fit."""
+    one = 32 * 128
+    assert kernels.most_pieces(4096, one) == 32
+    assert kernels.most_pieces(300, one) == 3
+    assert kernels.most_pieces(100, one) == 1
+    assert kernels.most_pieces(32_768, 32 * one) == 32
+    assert kernels.most_pieces(32_768, 320 * one) == 6
+    assert kernels.most_pieces(32_768, 4000 * one) == 2
+
+
+def pieces(lengths: list[int], most: int, window: int = 0) -> list[tuple[int, int]]:
+    """Returns how many pieces rows with these keys have, and how many keys each, as the kernel divides
+    them."""
+    found = torch.empty(len(lengths), 2, dtype=torch.int64)
+    positions = torch.tensor(lengths) - 1
+    first, counts = torch.arange(len(lengths)), torch.ones(len(lengths), dtype=torch.int64)
+    told = first, counts, positions
+    divide[(len(lengths),)](found, *told, kernels.MIN_KEYS_OF_SPLIT, most, WINDOW=window, KEY_TILE=32)
+    return [(number, size) for number, size in found.tolist()]
+
+
+@triton.jit
+def divide(
+    found,
+    first_tokens,
+    counts,
+    positions,
+    keys_of_piece,
+    most_pieces,
+    WINDOW: triton.language.constexpr,  # noqa: N803
+    KEY_TILE: triton.language.constexpr,  # noqa: N803
+):
+    row = triton.language.program_id(0)
+    told = first_tokens, counts, positions, keys_of_piece, most_pieces
+    _, _, share, number = kernels.pieces_of(row, row >= 0, *told, WINDOW, KEY_TILE)
+    triton.language.store(found + 2 * row, number)
+    triton.language.store(found + 2 * row + 1, share)
+
+
+def test_a_long_row_is_divided_whatever_is_beside_it() -> None:
+    """One text of 32,768 tokens among 31 of 300: no program reads more than a few thousand keys."""
+    lengths = [300] * 31 + [32_768]
+    assert pieces(lengths, 32) == [(3, 128)] * 31 + [(32, 1024)]
+    assert pieces([32_768], 32) == [(32, 1024)]
+    assert pieces([1, 128, 129], 32) == [(1, 32), (1, 128), (2, 96)]
+    assert pieces([32_768], 32, window=512) == [(4, 128)]
+
+
+def test_rows_beyond_those_looked_among_are_launched_apart(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kernels, "ROWS_LOOKED_AT", 2)
+    for seed in range(3):
+        same_as_gathered(kernels.attend_rows, seed, longest=20)
 
 
 @pytest.fixture
@@ -138,6 +195,7 @@ CAUGHT_BY = [
     {"longest": 150, "num_splits": 2, "heads": (2, 1)},
     {"window": 6, "longest": 150, "num_splits": 3},
     {"window": 40, "longest": 150, "heads": (4, 2)},
+    {"longest": 150, "num_splits": 2, "heads": (2, 1), "has_sinks": True},
 ]
 
 
@@ -156,6 +214,7 @@ def test_gates_catch(bug: str, tmp_path: Path) -> None:
 
 
 SHAPE, WINDOWED = (AttentionShape(0, 4, 2, 16, 0.25, window, None) for window in (None, 6))
+WITH_SINKS = replace(SHAPE, sinks=torch.tensor([1.0, -1.0, 2.0, 0.5]))
 
 
 @pytest.mark.parametrize("bug", list(BUGS)[1::2])
@@ -165,14 +224,15 @@ def test_the_check_at_load_catches(
 ) -> None:
     monkeypatch.setattr(kernels, "attend_rows", planted(bug, tmp_path).attend_rows)
     with caplog.at_level(logging.WARNING):
-        assert find_kernels([WINDOWED if "window" in bug else SHAPE], torch.bfloat16, CPU) is None
+        shape = WINDOWED if "window" in bug else WITH_SINKS if "sink" in bug else SHAPE
+        assert find_kernels([shape], torch.bfloat16, CPU) is None
     assert "The attention kernel differs" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_check_at_load_finds_it_right(dtype: torch.dtype, on_the_cpu: None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(triton_run, "MAX_GROUPED_QUERIES", 9)  # two sizes of program
-    assert find_kernels([SHAPE, SHAPE], dtype, CPU) is kernels
+    assert find_kernels([SHAPE, SHAPE, WITH_SINKS], dtype, CPU) is kernels
 
 
 # The kernel in engines.
@@ -204,9 +264,12 @@ def on_tape(kernel: Callable[..., None]) -> Callable[..., None]:
         scaling: float,
         window: int | None,
         num_splits: int | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         rows = kernels.PagedRows(tables, first_tokens, counts, queries)
-        kernel(output, query, keys, values, rows, positions, block_size, scaling, window, num_splits)
+        kernel(
+            *(output, query, keys, values, rows, positions, block_size, scaling, window, num_splits, sinks)
+        )
 
     def launch(
         output: Any,
@@ -217,9 +280,10 @@ def on_tape(kernel: Callable[..., None]) -> Callable[..., None]:
         positions: Any,
         *others: Any,
         num_splits: Any = None,
+        sinks: Any = None,
     ) -> None:
         lie = rows.tables, rows.first_tokens, rows.counts, rows.queries
-        operation(output, query, keys, values, *lie, positions, *others, num_splits)
+        operation(output, query, keys, values, *lie, positions, *others, num_splits, sinks)
 
     return launch
 

@@ -14,6 +14,7 @@ from truedraft.engine.cuda import (
     kernels,
     latent_kernels,
     launch_recurrent,
+    pointwise_kernels,
     recurrent_kernels,
     sampling_kernels,
 )
@@ -57,26 +58,6 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def compile_one(
-    capability: int, dtype: torch.dtype, size: int, places: int, is_split: bool, window: int
-) -> None:
-    padded = max(16, triton.next_power_of_2(size))
-    constants = {
-        "HEADS": 8,
-        "KV_HEADS": 2,
-        "SIZE": size,
-        "PADDED_SIZE": padded,
-        "QUERY_STRIDE": 10 * size,
-        "WINDOW": window,
-        "TILE": kernels.tile_size(places, dtype),
-        "KEY_TILE": kernels.key_tile_size(padded, dtype),
-        "IS_SPLIT": is_split,
-    }
-    own = f"*{NAMES[dtype]}"
-    kernel = compiled(kernels.attend_share, capability, dtype, constants, "*fp32" if is_split else own)
-    check(kernel, capability, dtype, size, places)
-
-
 def compile_latents(capability: int, dtype: torch.dtype, heads: int, places: int, is_split: bool) -> None:
     """Compiles what the largest latent vectors need."""
     tile = kernels.latent_tile_size(places, dtype)
@@ -106,12 +87,17 @@ def compile_small(capability: int, dtype: torch.dtype, size: int) -> None:
     constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": size, "PADDED_SIZE": triton.next_power_of_2(size)}
     constants |= {"ROTATED": size, "QUERY_STRIDE": 12 * size, "VALUE_STRIDE": 12 * size}
     own = f"*{NAMES[dtype]}"
-    check(compiled(kernels.rotate_and_store_head, capability, dtype, constants, own), capability, dtype, size)
-    gate = {"SIZE": 11 * size, "TILE": kernels.GATE_TILE}
-    check(compiled(kernels.gated_silu_part, capability, dtype, gate, own), capability, dtype, size)
+    check(
+        compiled(pointwise_kernels.rotate_and_store_head, capability, dtype, constants, own),
+        capability,
+        dtype,
+        size,
+    )
+    gate = {"SIZE": 11 * size, "TILE": pointwise_kernels.GATE_TILE}
+    check(compiled(pointwise_kernels.gated_silu_part, capability, dtype, gate, own), capability, dtype, size)
     norm = {"X_STRIDE": 33 * size, "HEADS": 1, "SIZE": 33 * size, "HAS_RESIDUAL": True}
     norm["PADDED_SIZE"] = triton.next_power_of_2(33 * size)
-    check(compiled(kernels.rms_norm_row, capability, dtype, norm, own), capability, dtype, size)
+    check(compiled(pointwise_kernels.rms_norm_row, capability, dtype, norm, own), capability, dtype, size)
 
 
 def compile_sampling(capability: int, vocab_size: int) -> None:
@@ -183,12 +169,6 @@ def check(made: Any, *what: Any) -> None:
 
 
 if __name__ == "__main__":
-    for size in (96, 128, 256):
-        compile_one(90, torch.bfloat16, size, places=64, is_split=size < 256, window=size // 128 * 100)
-    compile_one(90, torch.bfloat16, 64, places=4, is_split=False, window=0)
-    compile_one(80, torch.float16, 128, places=16, is_split=True, window=4096)
-    compile_one(80, torch.float32, 256, places=64, is_split=True, window=0)
-    compile_one(89, torch.float32, 8, places=4, is_split=False, window=3)
     compile_latents(80, torch.bfloat16, heads=16, places=16, is_split=True)
     compile_latents(90, torch.bfloat16, heads=20, places=100, is_split=False)
     compile_latents(120, torch.float16, heads=128, places=128, is_split=True)

@@ -28,6 +28,8 @@ SERVED = [
     "renormalised",
     "sigmoid with a bias",
     "shared with a gate",
+    "biases and a clamped gate",
+    "squares without a gate",
     "groups by their best",
     "groups by their two best, with a bias",
 ]
@@ -146,6 +148,7 @@ BUGS = {
     "gates are what they gate": ("addresses + part * TENSORS", "addresses + 0 * TENSORS"),
     "a group counts its best expert twice": ("rest = tl.where(number == first", "rest = tl.where(number < 0"),
     "experts of all groups are chosen": ("tl.where(is_allowed, wanted", "tl.where(is_expert, wanted"),
+    "every expert has the first one's bias": ("bias + expert * out_features", "bias"),
     "the residual is weighted": ("total += tl.load(residual", "total *= tl.load(residual"),
 }
 
@@ -154,7 +157,8 @@ BUGS = {
 def test_the_check_at_load_catches(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     monkeypatch.setattr(launch_experts, "expert_kernels", planted_in(expert_kernels, *BUGS[bug], tmp_path))
-    name = "groups by their two best, with a bias" if "group" in bug else "renormalised"
+    names = {"group": "groups by their two best, with a bias", "one's bias": "biases and a clamped gate"}
+    name = next((name for part, name in names.items() if part in bug), "renormalised")
     # Dense gates and what they gate are one matrix.
     is_dense = "gates" not in bug
     part = (

@@ -32,6 +32,7 @@ def same_as_gathered(
     num_splits: int | None = None,
     block_size: int = 4,
     value_start: int = 0,
+    has_sinks: bool = False,
 ) -> None:
     """A random ragged batch over scattered blocks; NaN lies wherever nothing of the rows does. The reference
     gathers, in float64. Keys are values from ``value_start`` on, if it is given."""
@@ -55,6 +56,8 @@ def same_as_gathered(
     layer = (heads[1], size), None if are_values else (heads[1], size)
     shape = AttentionShape(0, *heads, size, size**-0.5, window, None)
     shape = replace(shape, values_are_keys=are_values, value_start=value_start)
+    if has_sinks:
+        shape = replace(shape, sinks=(2 + torch.randn(heads[0])).to(device))
 
     def attend(used: torch.dtype) -> torch.Tensor:
         cache = KVCache([AttentionCache(*layer, used, torch.device(device))], num_blocks, block_size)

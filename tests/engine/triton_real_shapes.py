@@ -169,7 +169,8 @@ def attention(
     query = query_key[:, :num_heads]
     output = torch.empty(query.shape, dtype=dtype)
     window = more.pop("window", None)
-    kernels.attend_rows(output, query, keys, keys, paged(rows, queries), slots, 16, 0.1, window, **more)
+    told = paged(rows, queries), slots, 16, 0.1, window
+    kernels.attend_rows(output, query, keys, keys, *told, **more)
 
 
 def latents(heads: int, rows: int, queries: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -289,6 +290,7 @@ CASES: dict[str, Callable[[], None]] = {
     "Llama 3.1 8B in float32, 64 x 5": lambda: attention((32, 8), 128, 64, 5, F32),
     "Qwen2.5-7B, 64 x 5": lambda: attention((28, 4), 128, 64, 5),
     "head of 112, 64 x 5": lambda: attention((32, 8), 112, 64, 5),
+    "gpt-oss-20b, 64 x 5": lambda: attention((64, 8), 64, 64, 5, window=128, sinks=torch.empty(64)),
     "Gemma 3, 64 x 5": lambda: attention((8, 4), 256, 64, 5, window=1024),
     "Gemma 3, 1 x 33": lambda: attention((8, 4), 256, 1, 33, window=1024),
     "Qwen3.5-4B, attention, 1 x 33": lambda: attention((16, 4), 256, 1, 33),

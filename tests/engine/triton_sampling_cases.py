@@ -104,7 +104,7 @@ def in_tiles(kernels: ModuleType, tile: int) -> Any:
 
 def test_bit_for_bit_what_torch_does() -> None:
     """The vocabulary is several tiles, and not a whole number of them."""
-    assert is_right(in_tiles(sampling_kernels, 32), 61, CPU)
+    assert is_right(in_tiles(sampling_kernels, 32), 61, 3, CPU)
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -114,7 +114,7 @@ def test_the_check_at_load_catches(bug: str, tmp_path: Path, monkeypatch: Patch)
 
     def is_right_in(row: int) -> bool:
         monkeypatch.setattr(triton_sampling, "CHECKS", CHECKS[row : row + 1])
-        return is_right(wrong, 29, CPU)
+        return is_right(wrong, 29, 3, CPU)
 
     rows = [*SHOWING, *(row for row in range(len(CHECKS)) if row not in SHOWING)]
     assert not all(map(is_right_in, rows))
@@ -133,7 +133,7 @@ def test_wrong_kernels_are_not_used(
     monkeypatch.setattr(triton_sampling, "import_module", lambda name: in_tiles(wrong, 32))
     monkeypatch.setattr(triton_sampling, "CHECKS", CHECKS[3:4])  # which shows it
     with caplog.at_level(logging.WARNING):
-        assert find_sampling(31, CPU) is torch_sampling
+        assert find_sampling(31, 3, CPU) is torch_sampling
     assert "sampling kernels differ" in caplog.text
 
 

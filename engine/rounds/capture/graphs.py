@@ -38,6 +38,10 @@ from truedraft.engine.rows.columns import IDS_AT, Field
 # A comparison has this many tokens in the cache: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
 
+# A batch that no captured pass holds is divided, unless its longest row makes the passes larger by more than
+# this factor: the usual pass reads the weights once.
+MOST_PADDING = 2
+
 logger = logging.getLogger(__name__)
 
 
@@ -180,6 +184,10 @@ class ScorePass:
             return None
         pieces = graphs.pieces(spans, max(len(span.token_ids) for span in spans))
         if pieces is None:
+            return None
+        num_padded = sum(shape.num_tokens for shape, _ in pieces)
+        if len(pieces) > 1 and num_padded > MOST_PADDING * sum(len(span.token_ids) for span in spans):
+            graphs.num_misses += 1
             return None
         return _in_pieces(self.run, pieces, ids_on_device, lambda span: len(span.token_ids))
 
@@ -335,7 +343,8 @@ class HeadPass(DrawingPass):
         longest = min(max(len(span.token_ids) for span in spans), self.passes.max_fed)
         longest = next((fed for fed in range(longest, 1, -1) if self.graphs.find(len(spans), None, fed)), 1)
         pieces = self.graphs.pieces(spans, None, longest)
-        if pieces is None:
+        # Where only the device knows the tokens, a pass that is fed several would take others from the host.
+        if pieces is None or (ids_on_device is not None and any(shape.fed > 1 for shape, _ in pieces)):
             return None
         lacking = [span for span in spans if len(span.token_ids) > longest]
         if lacking:

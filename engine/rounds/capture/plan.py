@@ -104,9 +104,9 @@ def plan_graphs(
         head = None
     draws = draft is not None or head is not None
     planned = plan_shapes(num_rows, k, draws)
-    sampling = find_sampling(target.vocab_size, target.device)
-    judged_bytes = TORCH_BYTES if sampling is torch_sampling else KERNEL_BYTES
     longest, drawn = max_drafts(k, draws)
+    sampling = find_sampling(target.vocab_size, longest, target.device)
+    judged_bytes = TORCH_BYTES if sampling is torch_sampling else KERNEL_BYTES
     if head is not None:
         planned = with_head(planned, drawn)
     max_blocks = -(-max_model_len // config.block_size)
