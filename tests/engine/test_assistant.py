@@ -162,9 +162,9 @@ def test_neighbours_change_no_draft(fitted: Pair) -> None:
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])
 def test_text_is_the_same_with_and_without(fitted: Pair, rule: str) -> None:
     """Few blocks and short chunks, so that sequences are preempted and beginnings taken over."""
-    core, plain = engine(fitted), make_engine(fitted.target, None)
-    (pool,) = {core.scheduler.target_pool, *core.scheduler.draft_pools}
-    pool.__init__(22, 4)  # type: ignore[misc]
+    core, plain = engine(fitted, cache_memory="132KiB"), make_engine(fitted.target, None)
+    pool = core.scheduler.target_pool
+    assert core.scheduler.draft_pools == []
     params = [
         GREEDY
         if rule == "greedy"
