@@ -1,10 +1,9 @@
 """Rows of two kinds in one batch: python -m benchmarks.mixed_rows --target SmolLM2-135M-Instruct.Q4_1.gguf
 
 Half of the rows edit a program of their prompt, which n-grams guess well, and the other half answer
-questions, where they guess badly; the next one of a kind takes the place of one that has ended. What counts
-are rounds in which all rows decode. In one process and interleaved: the default, no drafts, and fixed
-lengths, all with n-grams. Every variant makes exactly ``--max-tokens`` greedy tokens for each row, which must be the
-same.
+questions, where they guess badly; the next prompt takes the place of one that has ended. What counts are
+rounds in which all rows decode. In one process and interleaved: the default, no drafts, and fixed lengths, all
+with n-grams. Every variant makes exactly ``--max-tokens`` greedy tokens for each row, which must be the same.
 """
 
 import argparse
