@@ -1,9 +1,9 @@
 """What caches in fewer bits save and cost: python -m benchmarks.cache_types model.gguf --texts FILE
 
 One model reads the same texts with its keys and values kept in each type: how likely the texts are to it, and
-how far their tokens' log-probabilities are from those with a cache in float32, on average; weights and inputs of
-layers are in float32 for that. Then, with the weights as they are served, it computes a token after so many
-others, with all types in turn: these others are random numbers in the cache, for which no prompt of that
+how far their tokens' log-probabilities are from those with a cache in float32, on average. Weights and inputs
+of layers are in float32 for that. Then, with the weights as they are served, it computes a token after so
+many others, with all types in turn: these others are random numbers in the cache, for which no prompt of that
 length has to be computed. Lines ``<|endoftext|>`` separate the texts of the file.
 """
 
@@ -129,7 +129,8 @@ def figures_of(
 ) -> Iterator[Figure]:
     for name, (each, num_bytes) in found.items():
         yield Figure.of(name, "bytes a token", [num_bytes])
-        yield Figure.of(name, "perplexity", [math.exp(-float(each.mean()))])
+        more = math.exp(float((found[REFERENCE][0] - each).mean())) - 1
+        yield Figure.of(name, "perplexity above float32's, %", [100 * more])
         away = (each - found[REFERENCE][0]).abs()
         yield Figure.of(
             name, "log-probabilities away from float32's, thousandths", [1e3 * float(away.mean())]

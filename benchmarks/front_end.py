@@ -4,8 +4,8 @@ Starts the real server with a worker that answers at once (``benchmarks.instant_
 
 * requests per second of a completion of 1 token, not streamed, at several concurrencies, and the front end's
   CPU time for each: parsing, tokenization, the trip to the worker and back, metrics, the answer;
-* CPU time of the front end per streamed token, with 100 chat streams at once, one token a chunk, which is the
-  worst case: a round of speculation gives several tokens to one chunk.
+* CPU time of the front end per streamed token, with many chat streams at once, one token a chunk, which is
+  the worst case: a round of speculation gives several tokens to one chunk.
 
 CPU time is the front-end process's own, user and system; neither the worker's nor the load generator's, which
 are processes of their own. ``--baseline`` is another checkout, measured in alternation with this one.
@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 100])
     parser.add_argument("--requests", type=int, default=800, help="for each concurrency")
-    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--tokens", type=int, default=80, help="of each stream")
     parser.add_argument("--tokens-per-round", type=int, default=1)
     parser.add_argument(
@@ -113,8 +113,10 @@ def measure(server: FrontEnd, arguments: argparse.Namespace) -> dict[str, Cost]:
     for concurrency in arguments.concurrency:
         name = f"1-token requests, {concurrency} at once"
         costs[name] = requests_per_second(server, concurrency, arguments.requests)
-    name = f"streamed tokens, {arguments.streams} streams"
-    costs[name] = streamed_tokens(server, arguments.streams, arguments.tokens)
+    for num_streams in arguments.streams:
+        costs[f"streamed tokens, {num_streams} streams"] = streamed_tokens(
+            server, num_streams, arguments.tokens
+        )
     return costs
 
 
@@ -131,7 +133,7 @@ def run(checkouts: dict[str, Path], arguments: argparse.Namespace) -> dict[str, 
         }
         for server in servers.values():
             requests_per_second(server, 16, 200)
-            streamed_tokens(server, arguments.streams, 10)
+            streamed_tokens(server, arguments.streams[0], 10)
         for repeat in range(arguments.repeats):
             for name, server in servers.items():
                 runs[name].append(measure(server, arguments))
@@ -161,16 +163,18 @@ def table(runs: dict[str, list[dict[str, Cost]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def figures(runs: list[dict[str, Cost]]) -> list[Figure]:
-    """Returns the rates and costs of each scenario, over the repeats."""
-    return [
-        figure
-        for scenario in runs[0]
-        for figure in (
-            Figure.of(scenario, "per second", [run[scenario].per_second for run in runs]),
-            Figure.of(scenario, "CPU time of each, µs", [run[scenario].unit_microseconds for run in runs]),
-        )
-    ]
+def figures(runs: dict[str, list[dict[str, Cost]]]) -> list[Figure]:
+    """Returns the rates and costs of each scenario, over the repeats, and the costs over a baseline's."""
+    found = []
+    for scenario in runs["this"][0]:
+        ours = [run[scenario] for run in runs["this"]]
+        costs = [cost.unit_microseconds for cost in ours]
+        found.append(Figure.of(scenario, "per second", [cost.per_second for cost in ours]))
+        found.append(Figure.of(scenario, "CPU time of each, µs", costs))
+        if "baseline" in runs:
+            before = [run[scenario].unit_microseconds for run in runs["baseline"]]
+            found.append(Figure.of_ratios(scenario, "CPU time, times the baseline's", costs, before))
+    return found
 
 
 def main() -> None:
@@ -196,7 +200,7 @@ def main() -> None:
         dtype=f"{arguments.tokens_per_round} token a chunk",
         num_repeats=arguments.repeats,
         machine=about,
-        figures=figures(runs["this"]),
+        figures=figures(runs),
     )
 
 

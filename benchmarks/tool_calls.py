@@ -11,6 +11,7 @@ the same in all.
 import argparse
 import json
 from functools import partial
+from pathlib import Path
 
 from benchmarks.common import (
     CpuWatch,
@@ -151,7 +152,7 @@ def main() -> None:
         what=f"{arguments.requests} answers that call one of three tools, {runs[NONE][0].num_tokens} tokens, "
         f"{arguments.concurrency} at a time",
         rows="drafts",
-        model="SmolLM2-135M-Instruct, Q4_1",
+        model=Path(arguments.target).stem,
         dtype="the file's own weights",
         num_repeats=arguments.repeats,
         machine=where | {"others": others},

@@ -29,9 +29,11 @@ from truedraft.engine.hub.repository import shown_size
 from truedraft.engine.hub.siblings import MOST, siblings, weights_size
 from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes, free_memory
-from truedraft.engine.messages import DRAFT_MODEL, EAGLE, MTP, Method
+from truedraft.engine.messages import ASSISTANT, DRAFT_MODEL, MTP, Method
 from truedraft.engine.models.adapters import AdapterTable, load_adapters
 from truedraft.engine.models.base import Model
+from truedraft.engine.models.heads.assistant import Assistant, AssistantRunner
+from truedraft.engine.models.heads.assistant_file import load_assistant
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import head_method, load_head
 from truedraft.engine.models.heads.mtp import has_mtp
@@ -49,6 +51,8 @@ from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.ops import NativeOps, native_ops
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
+from truedraft.engine.proposers.assistant import AssistantProposer
+from truedraft.engine.proposers.checks import check_proposers, default_method
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
 from truedraft.engine.proposers.heads.proposer import LOOKAHEAD, HeadProposer
@@ -80,11 +84,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Holds the draft model or the head that drafts, and how it was chosen."""
+    """Holds the draft model, the head or the assistant that drafts, and how it was chosen."""
 
     name: str | None = None  # the value of the setting ``draft`` that would choose the same
     draft: Model | None = None
     head: Head | None = None
+    assistant: Assistant | None = None
     pairing: Pairing | None = None  # says how the draft model's vocabulary relates to the target's
     tried: tuple[str, ...] = ()  # one line for each further draft that was measured
 
@@ -117,6 +122,7 @@ class Memory:
     target: ModelRunner
     draft: ModelRunner | None
     head: ModelRunner | None
+    assistant: AssistantRunner | None
     target_pool: BlockPool
     draft_pool: BlockPool
     head_pool: BlockPool
@@ -147,7 +153,7 @@ def build_engine(
         if not isinstance(proposer, Proposer) or not getattr(proposer, "name", None):
             raise ModelLoadError(f"{proposer!r} is no proposer: it must be a Proposer, and have a name")
         proposer.attach(memory.target)
-    _check_proposers(all_proposers, models.target)
+    check_proposers(all_proposers, models.target)
     runner = make_runner(config, memory, all_proposers)
     core = make_core(config, models, memory, all_proposers, runner)
     if config.prefix_cache_dir is not None:
@@ -169,8 +175,9 @@ def _cached(config: EngineConfig, models: Models, memory: Memory) -> list[Cached
     assert config.target is not None  # filled in by EngineConfig
     name = models.drafting.name
     path = config.target if name in (None, MTP, *SELF_DRAFTS) else str(name)
-    drafts = [Cached(pool, runner, path) for runner, pool in _drafts(models, memory).values()]
-    return [Cached(memory.target_pool, memory.target, config.target), *drafts]
+    of_target, drafts = memory.target_pool, _drafts(models, memory).values()
+    own = [Cached(pool, runner, path) for runner, pool in drafts if pool is not of_target]
+    return [Cached(of_target, memory.target, config.target), *own]
 
 
 def drafting_method(draft: str) -> Method:
@@ -230,6 +237,13 @@ def load_draft(config: EngineConfig, target: Model) -> Drafting:
         raise ModelLoadError(
             f"draft_vocab_size and draft_vocab_file are of heads, and {config.draft} is none: leave them out"
         )
+    if drafting_method(source) == ASSISTANT:
+        if config.tensor_parallel_size > 1:
+            raise ModelLoadError(
+                f"{config.draft} is an assistant, which looks at keys and values that no rank has whole: "
+                "leave out tensor_parallel_size, or take a draft model"
+            )
+        return Drafting(config.draft, assistant=load_assistant(source, target, options))
     draft = load_model(source, options)
     if config.draft not in SELF_DRAFTS:
         warn_if_misread(draft, source)
@@ -317,11 +331,15 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     head = None if models.head is None else runners[1]
     if planned is not None:
         target, draft, head, graphs = planned.captured(target, draft, head, num_blocks)
+    assistant = None
+    if models.drafting.assistant is not None:
+        num_rows = config.num_sequences_on(target.device.type)
+        assistant = AssistantRunner(models.drafting.assistant, target, num_rows)
     target_pool = _pool(num_blocks, config.block_size, num_state_slots, target)
     draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
     sampling = torch_sampling if planned is None else planned.sampling
-    return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs, sampling)
+    return Memory(target, draft, head, assistant, target_pool, draft_pool, head_pool, graphs, sampling)
 
 
 def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRunner | None) -> BlockPool:
@@ -360,12 +378,7 @@ def make_core(
     ]
     costs = _costs(config, models, memory, proposers, runner)
     length = _fixed_length(config)
-    planner = SpeculationPlanner(
-        costs,
-        lookups,
-        proposers,
-        is_fixed=length is not None,
-    )
+    planner = SpeculationPlanner(costs, lookups, proposers, is_fixed=length is not None)
     return EngineCore(
         target=memory.target,
         draft=memory.draft,
@@ -385,7 +398,7 @@ def make_core(
             max_model_len=models.max_model_len,
             eos_token_ids=target.eos_token_ids,
             methods=tuple([lookup.name for lookup in lookups] + [proposer.name for proposer in proposers]),
-            method=_method(config, proposers),
+            method=default_method(config, proposers),
             num_speculative_tokens=length,
             verification=None if config.verification == "auto" else config.verification,
             draft_sample_method=None if config.draft_sample_method == "auto" else config.draft_sample_method,
@@ -421,10 +434,13 @@ def _costs(
 
 
 def _drafts(models: Models, memory: Memory) -> dict[str, tuple[ModelRunner, BlockPool]]:
-    """Returns the models that proposers use, by the proposers' names."""
+    """Returns the models that proposers use, by their names, with the pools that their passes read."""
+    drafts: dict[str, tuple[ModelRunner, BlockPool]]
     drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
     if models.head is not None and memory.head is not None:
         drafts[models.head.method] = memory.head, memory.head_pool
+    if memory.assistant is not None:
+        drafts[ASSISTANT] = memory.assistant, memory.target_pool
     return drafts
 
 
@@ -469,33 +485,12 @@ def _load_head(config: EngineConfig, target: Model, options: LoadOptions) -> Hea
 
 
 def _head(models: Models, memory: Memory) -> list[Proposer]:
-    """Returns the proposer of the head, if there is one."""
+    """Returns the proposer of the head or of the assistant, if there is one."""
+    if memory.assistant is not None:
+        return [AssistantProposer(memory.assistant)]
     if models.head is None or memory.head is None:
         return []
     return [HeadProposer(models.head, memory.head, memory.head_pool, models.target.vocab_size)]
-
-
-def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
-    """Refuses proposers with the same name, and those that need what this engine does not have."""
-    taken = {"auto", "none", *AUTO_LIMITS}
-    for proposer in proposers:
-        name, num_layers = proposer.name, target.num_layers
-        if name in taken:
-            raise ModelLoadError(
-                f"two proposers are named {name!r}, or another source has that name: rename one"
-            )
-        taken.add(name)
-        if proposer.taps and proposer.can_lag:
-            raise ModelLoadError(f"proposer {name!r} taps layers, so it cannot lag: set can_lag to False")
-        if proposer.taps and not target.has_taps:
-            kind = target.config.model_type
-            raise ModelLoadError(
-                f"proposer {name!r} taps layers, but {kind} models are not fused: none can be"
-            )
-        if not all(-num_layers <= tap <= num_layers for tap in proposer.taps):
-            raise ModelLoadError(
-                f"proposer {name!r} taps {list(proposer.taps)}; the target has {num_layers} layers"
-            )
 
 
 def _ops(config: EngineConfig, memory: Memory) -> RoundOps:
@@ -513,21 +508,6 @@ def _num_threads(target: Model) -> int:
     """Returns the default number of threads for the CPU's share of the work."""
     few = target.num_parameters < MIN_PARAMETERS_FOR_TORCH_THREADS
     return 1 if few and not target.is_native else usual_num_threads()
-
-
-def _method(config: EngineConfig, proposers: Sequence[Proposer]) -> Method:
-    if config.method == "auto" and not proposers and config.num_speculative_tokens != "auto":
-        return "none"  # N-grams alone can cost more than they save, and a fixed length could not adapt.
-    names = {proposer.name for proposer in proposers}
-    wanted = {
-        DRAFT_MODEL: "no draft model",
-        EAGLE: "the draft is no EAGLE-3 head, or none",
-        MTP: "the draft is no MTP head, or none",
-    }
-    for name, what in wanted.items():
-        if config.method == name and name not in names:
-            raise ModelLoadError(f"method is {name}, but {what} is given")
-    return config.method
 
 
 def _cache_sizes(

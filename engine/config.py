@@ -35,7 +35,8 @@ class ModelSettings(BaseModel):
     draft: str | None = Field(
         AUTO,
         description="Draft model: a folder or hub id of a model or of an EAGLE-3 head, 'mtp' (the head in "
-        "the target's own checkpoint) or a file or folder of such a head, 'self:int4' or 'self:int8' "
+        "the target's own checkpoint) or a file or folder of such a head or of one of Gemma 4's "
+        "assistants, 'self:int4' or 'self:int8' "
         "(the target's own weights in 4 or 8 bits), 'auto' (the fastest of such a head, and of heads and "
         "smaller models of the same family that lie next to the target, by passes measured at start; "
         "none where nothing pays; the bundled draft with the bundled target), or 'none'.",
@@ -140,11 +141,11 @@ class SpeculationSettings(BaseModel):
 
     method: DefaultMethod = Field(
         "auto",
-        description="Who drafts. eagle, mtp: the head that draft names. ngram: the text so far, without a "
-        "model. auto: in each round the draft model or head, or ngram, whichever is expected to give more "
-        "tokens per second; "
-        "without a draft model, ngram where it pays if num_speculative_tokens is auto, "
-        "else none. A request's 'prediction' is drafted from regardless of this setting.",
+        description="Who drafts. eagle, mtp, assistant: the head or assistant that draft names. ngram: the "
+        "text so far, without a model. auto: in each round the draft model or head, or ngram, whichever is "
+        "expected to give more tokens per second; without a draft model, ngram where it pays if "
+        "num_speculative_tokens is auto, else none. A request's 'prediction' is drafted from regardless of "
+        "this setting.",
     )
     ngram_min_match: int = Field(
         2,

@@ -26,12 +26,13 @@ Task = Literal["generate", "embed", "rerank"]
 DRAFT_MODEL: Final = "draft_model"
 EAGLE: Final = "eagle"
 MTP: Final = "mtp"
-HEADS: Final = (EAGLE, MTP)
+ASSISTANT: Final = "assistant"
+HEADS: Final = (EAGLE, MTP, ASSISTANT)
 WITH_DRAFT: Final = (DRAFT_MODEL, *HEADS)
-Source = Literal["draft_model", "eagle", "mtp", "ngram", "prediction", "grammar", "none"]
+Source = Literal["draft_model", "eagle", "mtp", "assistant", "ngram", "prediction", "grammar", "none"]
 Method = Literal["auto"] | Source
 # The settings name one of these; predictions and grammars come with requests instead.
-DefaultMethod = Literal["auto", "draft_model", "eagle", "mtp", "ngram", "none"]
+DefaultMethod = Literal["auto", "draft_model", "eagle", "mtp", "assistant", "ngram", "none"]
 NgramChoice = Literal["most_recent", "most_frequent"]
 # A head drafts with the output layer that it was loaded with, or with a copy of it in 4 bits.
 HeadOutput = Literal["own", "int4"]
@@ -166,7 +167,6 @@ class VisionFacts(msgspec.Struct, frozen=True):
     max_pixels: int
     resample: int  # Pillow's number of the filter that scales pictures
     max_images: int  # a prompt may have so many
-    has_axes: bool = True  # true if tokens of a picture have positions by row and column
 
     def num_tokens(self, height: int, width: int) -> int:
         return (height // self.tile) * (width // self.tile)
@@ -379,7 +379,9 @@ class SpeculationState(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):
-    """A ``ClearPrefixes`` is done."""
+    """A ``ClearPrefixes`` is done, or ``error`` says why files could not be forgotten."""
+
+    error: str = ""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -166,6 +166,14 @@ class WorkerLostError(ApiError):
     retry_after = 2
 
 
+class NotClearedError(ApiError):
+    """The files of a prefix cache could not be forgotten; what memory had of it is."""
+
+    status = 500
+    type = "server_error"
+    code = "prefix_cache_not_cleared"
+
+
 class HelperLostError(ApiError):
     """A process that helps the front end was lost over and over; trying again is safe."""
 

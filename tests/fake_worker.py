@@ -20,7 +20,7 @@ from itertools import islice
 from os.path import commonprefix
 from pathlib import Path
 
-from tests.server.orders import DIE, HANG
+from tests.server.orders import DIE, HANG, KEEP_FILES
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
 from truedraft.engine.machine.lifeline import end_with_parent
 from truedraft.engine.messages import (
@@ -259,7 +259,7 @@ class FakeWorker:
                         self.embeds.append(message)
                     case ClearPrefixes():
                         self.known_prompts.clear()
-                        self.send(Cleared())
+                        self.send(Cleared("the disk refuses" if self.order() == KEEP_FILES else ""))
                     case Abort():
                         self.embeds = [each for each in self.embeds if each.request_id != message.request_id]
                         self.abort(message)

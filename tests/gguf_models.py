@@ -90,7 +90,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     for key, value in more.items():
-        _add(writer, key, value)
+        add_key(writer, key, value)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs)
     (number,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -150,7 +150,7 @@ def join(source: Path, path: Path) -> None:
     writer = GGUFWriter(path, file.architecture)
     for key, value in file.metadata.items():
         if not key.startswith(("general.", "GGUF.")):
-            _add(writer, key, value)
+            add_key(writer, key, value)
     groups: dict[str, list[str]] = {}
     for name in file.tensors:
         whole = re.sub(r"\.attn_[qkv]\.", ".attn_qkv.", name)
@@ -249,7 +249,7 @@ def _permuted(rows: Any, name: str, config: Any, architecture: str) -> Any:
     )
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     if isinstance(value, list):
         writer.add_array(key, value)

@@ -9,7 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tokenizers import AddedToken, Tokenizer
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.server.tiny_tokenizer import write_tokenizer
@@ -23,40 +31,70 @@ TILE = 8
 SIZES = [(3, 5), (1, 1), (4, 2), (2, 7)]
 
 
-def seeing_config(vocab_size: int = 96, marks: tuple[int, int, int] = (IMAGE, START, END)) -> Qwen3VLConfig:
-    """Returns the config of a model with two deepstack layers. ``marks`` are the ids of placeholder, start
-    and end."""
-    return Qwen3VLConfig(
-        text_config={
-            "vocab_size": vocab_size,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 512,
-            "initializer_range": 0.2,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 100.0,
-                "mrope_section": [3, 3, 2],
-                "mrope_interleaved": True,
-            },
-        },
-        vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": TILE // 2,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 2],
-            "initializer_range": 0.2,
-        },
+TEXT: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
+VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": TILE // 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+    "initializer_range": 0.2,
+}
+IN_SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
+RECURRENT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 32,
+    "rope_parameters": TEXT["rope_parameters"] | {"partial_rotary_factor": 0.5},
+}
+# A family's parts, as far as they differ.
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (Qwen3VLConfig, {}, {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}),
+    "qwen2_vl": (
+        Qwen2VLConfig,
+        {"rope_parameters": IN_SECTIONS, "bos_token_id": None, "eos_token_id": None},
+        {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    ),
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig,
+        {"rope_parameters": IN_SECTIONS, "bos_token_id": None, "eos_token_id": None},
+        {"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_5": (Qwen3_5Config, RECURRENT, {"num_position_embeddings": 16}),
+}
+
+
+def seeing_config(
+    vocab_size: int = 96, marks: tuple[int, int, int] = (IMAGE, START, END), family: str = "qwen3_vl"
+) -> Any:
+    """Returns the config of a model with two deepstack layers, or of another ``family``. ``marks`` are the
+    ids of placeholder, start and end."""
+    made, text, vision = FAMILIES[family]
+    return made(
+        text_config=TEXT | {"vocab_size": vocab_size} | text,
+        vision_config=VISION | vision,
         image_token_id=marks[0],
         video_token_id=marks[0] + 1,
         vision_start_token_id=marks[1],
@@ -64,16 +102,17 @@ def seeing_config(vocab_size: int = 96, marks: tuple[int, int, int] = (IMAGE, ST
     )
 
 
-def save_seeing(folder: Path, seed: int = 0, config: Qwen3VLConfig | None = None) -> str:
+def save_seeing(folder: Path, seed: int = 0, config: Any = None) -> str:
     """Saves a random model whose answers depend on what it sees."""
     torch.manual_seed(seed)
     config = config or seeing_config()
-    model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
+    made: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    model = made._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-            if "merger" in name and name.endswith("fc2.weight"):
+            if "merger" in name and name.endswith(("fc2.weight", "mlp.2.weight")):
                 parameter.mul_(3)  # what is seen is as large as embeddings
     model.save_pretrained(folder)
     processor(config).save_pretrained(folder)
@@ -143,7 +182,7 @@ class Oracle:
     """Runs transformers' whole model."""
 
     def __init__(self, folder: str) -> None:
-        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(
+        self.model: Any = AutoModelForMultimodalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)

@@ -1,11 +1,11 @@
-"""The page docs/support-matrix.md, written from what a tiny pair really does: python -m tests.support_matrix
+"""The page docs/support-matrix.md, written from what tiny pairs really do: python -m tests.support_matrix
 
 One cell is one request parameter under one proposer and one verification rule; ``cell`` runs the engine and
 returns the words that are true of it. ``test_support_matrix`` holds the page to that.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,24 +16,28 @@ import numpy as np
 import torch
 
 from tests import naive
+from tests.assistants import Shape, save_pair
 from tests.engine.grammars import GRAMMAR, allowed, know_grammars, make_tokenizer
 from tests.engine.simulation import chi_square
+from tests.families import GEMMA4
 from tests.models import make_engine, save_perturbed, save_random_llama, stepped
 from truedraft.engine.commands.replay import DraftKey, Replayer
-from truedraft.engine.commands.replay_round import Outcome
+from truedraft.engine.commands.replay_round import Fresh, Outcome
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.sequence import sequence_seed
 from truedraft.engine.llm import Completion
 from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.heads.assistant import FreshAssistant
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.proposers.assistant import AssistantProposer
 
 PAGE = Path(__file__).parent.parent / "docs" / "support-matrix.md"
 VOCAB_SIZE, NUM_TOKENS, STOP_ID, PROMPT = 6, 3, 5, [2, 1, 0, 3, 2, 1, 4, 0]
 NUM_SAMPLES, NUM_SEEDS, SIGNIFICANCE = 500, 12, 1e-5
-PROPOSERS = ("draft_model", "ngram", "none")
+PROPOSERS = ("draft_model", "assistant", "ngram", "none")
 RULES = ("rejection", "block", "coupled", "exact match")
 EXACT, SAME, EQUAL, REPEATABLE, ALONE, VERIFIED, REFUSED, NO = (
     "exact",
@@ -69,6 +73,13 @@ DRAWING: dict[str, dict[str, Any]] = {
 REPORTING = ("logprobs", "prompt_logprobs", "seed", "n", "trace")
 PARAMETERS = (*DECIDING, *DRAWING, *REPORTING)
 
+SETTINGS: dict[str, Any] = {
+    "num_speculative_tokens": 2,
+    "ngram_min_match": 1,
+    "max_num_sequences": 128,
+    "method": "auto",
+}
+
 Law = dict[tuple[int, ...], float]
 
 
@@ -77,7 +88,7 @@ class Pair:
     """Two models that agree often, not always; the engines around them and fresh ones to compare with."""
 
     target: FreshModel
-    draft: FreshModel
+    drafts: Mapping[DraftKey, Fresh]
     cores: dict[str, EngineCore]
 
     @classmethod
@@ -86,9 +97,22 @@ class Pair:
             folder / "target", seed=21, vocab_size=VOCAB_SIZE, layers=1, hidden=16, eos_token_id=STOP_ID
         )
         draft = save_perturbed(folder / "draft", target, seed=22, noise=0.1)
-        core = make_engine(target, draft, num_speculative_tokens=2, ngram_min_match=1, max_num_sequences=128)
+        core = know_grammars(make_engine(target, draft, **SETTINGS))
         fresh = [FreshModel(path, LoadOptions()) for path in (target, draft)]
-        return cls(fresh[0], fresh[1], dict.fromkeys(PROPOSERS, know_grammars(core)))
+        return cls(fresh[0], {DraftKey("draft_model"): fresh[1]}, dict.fromkeys(PROPOSERS, core))
+
+    @classmethod
+    def with_assistant(cls, folder: Path) -> "Pair":
+        """Makes a Gemma 4 with an assistant; none of its tokens is all but certain."""
+        sizes = {"vocab_size": VOCAB_SIZE, "vocab_size_per_layer_input": VOCAB_SIZE}
+        shape = Shape(GEMMA4 | sizes | {"final_logit_softcapping": 5.0})
+        pair = save_pair(folder, shape, seed=23, eos_token_id=STOP_ID)
+        core = know_grammars(make_engine(pair.target, pair.path, **SETTINGS))
+        (proposer,) = core.scheduler.proposers
+        assert isinstance(proposer, AssistantProposer)
+        assistant = FreshAssistant(core.target.model, proposer.runner.assistant)
+        target = FreshModel(pair.target, LoadOptions())
+        return cls(target, {DraftKey("assistant", "own"): assistant}, dict.fromkeys(PROPOSERS, core))
 
     def run(self, proposer: str, params: list[SamplingParams], n: int = 1) -> list[Completion]:
         """Entries are one request each; choices come one after the other."""
@@ -111,6 +135,12 @@ class Pair:
 
     def __post_init__(self) -> None:
         self._rows: dict[tuple[int, ...], naive.Row] = {}
+
+
+def pairs_of(folder: Path) -> dict[str, Pair]:
+    """Makes the pair of each proposer."""
+    usual = dict.fromkeys(PROPOSERS, Pair.build(folder / "usual"))
+    return usual | {"assistant": Pair.with_assistant(folder / "gemma")}
 
 
 def params_of(rule: str, **given: Any) -> SamplingParams:
@@ -240,7 +270,7 @@ def _trace(pair: Pair, proposer: str, rule: str) -> str:
     rounds = []
     while core.has_work:
         rounds += [TracedRound.of(output.trace) for output in stepped(core) if output.trace]
-    replayer = Replayer(pair.target, {DraftKey("draft_model"): pair.draft}, params, tolerance=1e-4)
+    replayer = Replayer(pair.target, pair.drafts, params, tolerance=1e-4)
     reports = list(replayer.replay(TracedChoice(PROMPT, 3, rounds)))
     return VERIFIED if all(report.outcome is not Outcome.WRONG for report in reports) else NO
 
@@ -248,7 +278,7 @@ def _trace(pair: Pair, proposer: str, rule: str) -> str:
 INTRODUCTION = """\
 # Support matrix
 
-Written by `python -m tests.support_matrix` from what the engine does on a tiny pair of models;
+Written by `python -m tests.support_matrix` from what the engine does with tiny pairs of models;
 `tests/test_support_matrix.py` fails if the page and the engine differ. Rows are request parameters, columns
 are who drafts (`speculation.method`) and how drafts are verified (`speculation.verification`; exact match is
 temperature 0).
@@ -282,9 +312,9 @@ def page(cells: dict[tuple[str, str, str], str]) -> str:
     return "\n".join(parts)
 
 
-def all_cells(pair: Pair) -> dict[tuple[str, str, str], str]:
+def all_cells(pairs: Mapping[str, Pair]) -> dict[tuple[str, str, str], str]:
     return {
-        (parameter, proposer, rule): cell(pair, parameter, proposer, rule)
+        (parameter, proposer, rule): cell(pairs[proposer], parameter, proposer, rule)
         for parameter in PARAMETERS
         for proposer in PROPOSERS
         for rule in RULES
@@ -293,7 +323,7 @@ def all_cells(pair: Pair) -> dict[tuple[str, str, str], str]:
 
 def write() -> None:
     with TemporaryDirectory() as folder:
-        PAGE.write_text(page(all_cells(Pair.build(Path(folder)))))
+        PAGE.write_text(page(all_cells(pairs_of(Path(folder)))))
 
 
 if __name__ == "__main__":

@@ -231,7 +231,9 @@ def test_capacity_reads_a_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "replicas" in capsys.readouterr().out
 
 
-ELSEWHERE = {"attacks", "connections", "gpu-http", "gpu-rounds", "hostile-requests", "rounding-smollm2"}
+ELSEWHERE = {"attacks", "connections", "gpu-http", "gpu-rounds", "hostile-requests", "rounding-smollm2"} | {
+    "cache-types"
+}
 
 
 def test_one_command_measures_all_results(tmp_path: Path) -> None:

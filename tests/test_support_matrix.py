@@ -19,6 +19,7 @@ from tests.support_matrix import (
     cell,
     law_of,
     page,
+    pairs_of,
     params_of,
 )
 from truedraft.engine.native.ops import NativeOps
@@ -34,8 +35,13 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair.build(tmp_path_factory.mktemp("matrix"))
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    return pairs_of(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.fixture(scope="module")
+def pair(pairs: dict[str, Pair]) -> Pair:
+    return pairs["none"]
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +67,9 @@ def test_all_pairs_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS)
-def test_combinations_work(pair: Pair, cells: Cells, parameter: str) -> None:
+def test_combinations_work(pairs: dict[str, Pair], cells: Cells, parameter: str) -> None:
     for proposer, rule in combinations([*PARAMETERS].index(parameter)):
-        cells[parameter, proposer, rule] = cell(pair, parameter, proposer, rule)
+        cells[parameter, proposer, rule] = cell(pairs[proposer], parameter, proposer, rule)
         assert cells[parameter, proposer, rule] != NO, (parameter, proposer, rule)
         is_refused = proposer == "ngram" and parameter == "draft_sample_method: probabilistic"
         assert (cells[parameter, proposer, rule] == REFUSED) is is_refused
@@ -81,19 +87,20 @@ def test_the_values_matter(pair: Pair, parameter: str) -> None:
     assert sum(abs(law.get(text, 0) - law_without.get(text, 0)) for text in texts) > 0.1
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
-def test_there_is_something_to_verify(pair: Pair, proposer: str) -> None:
+@pytest.mark.parametrize("proposer", ["draft_model", "assistant", "ngram"])
+def test_there_is_something_to_verify(pairs: dict[str, Pair], proposer: str) -> None:
     """Drafts are accepted, and rejected too."""
-    completions = pair.run(proposer, [params_of("rejection", seed=seed) for seed in range(50)])
+    completions = pairs[proposer].run(proposer, [params_of("rejection", seed=seed) for seed in range(50)])
     drafted = sum(completion.num_draft_tokens for completion in completions)
     assert 0.1 < sum(completion.num_accepted_tokens for completion in completions) / drafted < 0.95
 
 
-def test_a_cell_can_fail(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_can_fail(pair: Pair, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeOps, "adjust", lambda self, step, logits, *_: logits)
     monkeypatch.setattr(NativeLoop, "run", lambda self, plan, rows: [])
     assert cell(pair, "frequency_penalty", "draft_model", "rejection") == NO
     assert cell(pair, "logit_bias", "none", "coupled") == NO
+    assert cell(pairs["assistant"], "repetition_penalty", "assistant", "rejection") == NO
 
 
 def test_the_page_says_so(cells: Cells) -> None:

@@ -18,8 +18,10 @@ from truedraft.engine.commands.replay_round import Fresh, Outcome
 from truedraft.engine.commands.trace_file import FEWER, TracedAnswer, TraceFileError, read_answer
 from truedraft.engine.config import AUTO
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.messages import DRAFT_MODEL, HEADS
+from truedraft.engine.messages import ASSISTANT, DRAFT_MODEL, HEADS
 from truedraft.engine.models.base import Model
+from truedraft.engine.models.heads.assistant import FreshAssistant
+from truedraft.engine.models.heads.assistant_file import load_assistant
 from truedraft.engine.models.heads.fresh import FreshHead
 from truedraft.engine.models.heads.head import Head
 from truedraft.engine.models.heads.loader import load_head
@@ -89,12 +91,15 @@ def _keys_of_heads(answer: TracedAnswer) -> set[DraftKey]:
 def _heads(
     settings: ReplaySettings, target: Model, keys: set[DraftKey], vocabularies: Mapping[str, bytes]
 ) -> dict[DraftKey, Fresh]:
-    """Returns the head of the settings for each of ``keys``. Its output layer has all tokens, of which some
-    are left out again."""
+    """Returns the head or assistant of the settings for each of ``keys``. A head's output layer has all
+    tokens, of which some are left out again."""
     assert settings.target is not None
     assert settings.draft is not None
-    head = load_head(settings.draft, target, settings.target, draft_source(settings)[1])
-    assert head is not None  # The draft is no model.
+    source, options = draft_source(settings)
+    head = load_head(settings.draft, target, settings.target, options)
+    if head is None:  # The draft is no model either.
+        assistant = FreshAssistant(target, load_assistant(source, target, options))
+        return {key: assistant for key in keys if key.source == ASSISTANT}
     outputs: dict[str | None, Head] = {"own": head}
     if any(key.head_output == "int4" for key in keys):
         make = head.model.weights.make_output

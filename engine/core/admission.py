@@ -15,7 +15,6 @@ from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone,
 from truedraft.engine.core.step import AUTO_LIMITS, auto_limit
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import (
-    WITH_DRAFT,
     Adapter,
     DraftSampleMethod,
     Generate,
@@ -36,7 +35,7 @@ NO_ADAPTERS = (
 )
 
 NO_PICTURES = (
-    "this model does not see pictures: that needs a Qwen3-VL checkpoint with its preprocessor_config.json "
+    "this model does not see pictures: that needs a Qwen-VL checkpoint with its preprocessor_config.json "
     "on a CPU, and max_images above 0 (docs/images.md)"
 )
 
@@ -142,7 +141,7 @@ class Admission:
                 "unsupported_parameter",
                 "a trace has no pictures, so nobody could verify it: leave out speculation.trace",
             )
-        if request.params.method in WITH_DRAFT:
+        if request.params.method in set(self.methods) - {*AUTO_LIMITS}:
             raise RequestError(
                 "speculation_unavailable",
                 f"method {request.params.method!r} drafts by what a model reads, and no draft sees pictures: "

@@ -11,9 +11,9 @@ over only as far as there is a snapshot of them (``state_slots``).
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
 
 from truedraft.engine.core.state_slots import StateSlots
@@ -130,10 +130,20 @@ class BlockPool:
         """Tells whether it is free and holds nothing that could be taken over."""
         return block in self._free and block not in self._hash_of
 
-    def find(self, token_ids: Sequence[int], salt: str) -> list[BlockHash]:
+    def find(
+        self, token_ids: Sequence[int], salt: str, remembered: Sequence[BlockHash] = ()
+    ) -> list[BlockHash]:
         """Returns hashes of the longest published beginning of ``token_ids``, in whole blocks, each with the
-        tokens that it looks ahead to."""
-        return list(takewhile(self._block_of.__contains__, self.hash_chain(token_ids, salt)))
+        tokens that it looks ahead to. The first ones of its text may be ``remembered``."""
+        known = remembered[: max(0, (len(token_ids) - self.lookahead) // self.block_size)]
+        hashes = chain(known, self.hash_chain(token_ids, salt, known))
+        return list(takewhile(self._block_of.__contains__, hashes))
+
+    def remembered(self, table: BlockTable, token_ids: Sequence[int], salt: str) -> list[BlockHash]:
+        """Returns hashes of all whole blocks of ``token_ids``, with which the text of ``table`` begins; they
+        are computed once."""
+        table.beginning += self.hash_chain(token_ids, salt, table.beginning)
+        return table.beginning[: max(0, (len(token_ids) - self.lookahead) // self.block_size)]
 
     def usable(self, hashes: list[BlockHash]) -> list[BlockHash]:
         """Returns as many of the first of ``hashes``, which come from ``find``, as a table can begin with."""
@@ -156,6 +166,11 @@ class BlockPool:
     def num_free_beside(self, hashes: Sequence[BlockHash]) -> int:
         """Counts the free blocks but for those of ``hashes``, which are published."""
         return self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
+
+    def num_unused(self, hashes: Set[BlockHash]) -> int:
+        """Counts the blocks of these hashes that no table uses, whether they are published or not."""
+        used = (each in self._block_of and self._num_users[self._block_of[each]] > 0 for each in hashes)
+        return len(hashes) - sum(used)
 
     def take_over(self, table: BlockTable, hashes: list[BlockHash]) -> None:
         """Starts the empty ``table`` with published blocks, as computed; ``hashes`` come from ``usable``."""

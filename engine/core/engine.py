@@ -5,6 +5,7 @@ executes steps, ``worker`` runs the loop next to a socket, ``llm`` in place.
 """
 
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from truedraft.engine.core.admission import NO_ADAPTERS, Admission, RequestError
@@ -101,10 +102,12 @@ class EngineCore:
         self.scheduler.reset()
         self.when_stepped()
 
-    def forget_prefixes(self) -> None:
-        """Forgets what earlier requests have left for later ones, in the caches and in files."""
-        self.scheduler.forget_prefixes()
+    def forget_prefixes(self) -> Future[str] | None:
+        """Forgets what earlier requests have left for later ones, in the caches at once, and in files: the
+        result says why that could not be, and is empty once it is done. None where there are no files."""
+        cleared = self.scheduler.forget_prefixes()
         self.when_stepped()
+        return cleared
 
     @property
     def has_work(self) -> bool:

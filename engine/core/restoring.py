@@ -1,28 +1,32 @@
 """Brings back from files what sequences that wait begin with, before they are admitted.
 
 Blocks come back as published ones that no table uses, and snapshots as snapshots: after that a prefix in
-files is a prefix in the cache like any other. A thread reads ahead, and the engine's thread stores
-what has been read, for a bounded time between two steps. A sequence whose files take too long is computed
-instead.
+files is a prefix in the cache like any other. Threads look for files and read ahead, and the engine's thread
+stores what has been read, for a bounded time between two steps. It asks the disk for nothing itself. What
+has been restored for a sequence keeps its place until that one is admitted: other sequences are restored
+only where there is room for both. A sequence whose files take too long is computed instead.
 """
 
 import time
 from collections.abc import Sequence as Sequences
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, Full, Queue
-from threading import Event
+from queue import Empty, SimpleQueue
+from threading import Condition, Event
 
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.memory.block_table import BlockHash
+from truedraft.engine.memory.block_table import BlockHash, BlockTable
 from truedraft.engine.memory.cache_files import Background, CacheFiles
 from truedraft.engine.memory.prefix_files import PrefixFolder
 from truedraft.engine.messages import PrefixFileStats
 
-# Blocks and snapshots that are read ahead of what the engine has stored.
-READ_AHEAD = 16
+# Bytes that are read ahead of what the engine has stored; one block or snapshot in any case.
+READ_AHEAD_BYTES = 64 << 20
+# Seconds that a new sequence's step waits to hear that there are no files for it. Most have none, and these
+# need not wait for the next step.
+GLANCE_SECONDS = 0.002
 # Seconds that the engine stores between two steps while sequences run, and while none does.
 BESIDE_SECONDS, ALONE_SECONDS = 0.005, 0.05
 # After this many seconds without anything from files, a sequence is computed.
@@ -46,12 +50,19 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Is what one sequence waits for, since ``begun``."""
+    """Is what one sequence waits for: to hear whether there are files (``has_files``), then for room, and
+    then for what is read of them. ``since`` is the time of the last of these steps."""
 
     sequence: Sequence
     parts: list[Part]
     is_wanted: bool = True
-    begun: float = field(default_factory=time.monotonic)
+    has_files: bool | None = None
+    is_read: bool = False
+    heard: Event = field(default_factory=Event)
+    since: float = field(default_factory=time.monotonic)
+
+    def blocks_in(self, pool: BlockPool) -> set[BlockHash]:
+        return {each for part in self.parts if part.pool is pool for each in part.hashes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,44 +76,53 @@ class Arrived:
     num_folded: int | None = None
     data: memoryview | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.data is None else len(self.data)
+
 
 class Restoring:
-    """Knows which sequences wait for their files. The first of a request's choices restores for all."""
+    """Knows which sequences wait for their files. The first of a request's choices restores for all. The
+    ``looker`` does what is short."""
 
-    def __init__(self, reader: Background) -> None:
-        self._reader = reader
-        self._loads: dict[str, Load] = {}  # keys: request ids
-        self._arrived: Queue[Arrived] = Queue(READ_AHEAD)
+    def __init__(self, reader: Background, looker: Background) -> None:
+        self._reader, self._looker = reader, looker
+        # Keys are request ids. A load stays here until its sequence is admitted.
+        self._loads: dict[str, Load] = {}
+        self._arrived: SimpleQueue[Arrived] = SimpleQueue()
+        self._num_ahead, self._room = 0, Condition()  # bytes in the queue
         self._news = Event()
         self._heard = 0.0  # when something has come last
+        self._hangs = False  # the disk has not answered for too long
 
     def is_ready(
-        self, sequence: Sequence, shares: Sequences[tuple[BlockPool, object]], num_tokens: int
+        self, sequence: Sequence, shares: Sequences[tuple[BlockPool, BlockTable]], num_tokens: int
     ) -> bool:
-        """Tells whether a sequence need not wait. Begins to read what files have of its first ``num_tokens``
-        in the pools of ``shares``, whose first one is the target's."""
-        if sequence.is_looked_up:
+        """Tells whether a sequence need not wait. Begins to look for files of its first ``num_tokens`` in the
+        pools of ``shares``, whose first one is the target's."""
+        if sequence.is_looked_up or self._hangs:
             return True
         if sequence.request_id in self._loads:
             return False
         salt = sequence.prefix_salt
         parts = [
-            _part(pool, list(pool.hash_chain(sequence.prefix_ids(num_tokens + pool.lookahead), salt)))
-            for pool, _ in shares
+            _part(pool, pool.remembered(table, sequence.prefix_ids(num_tokens + pool.lookahead), salt))
+            for pool, table in shares
             if pool.files is not None
         ]
-        if not parts or not _may_gain(parts[0]):
+        if not parts or not _lacks_something(parts[0]):
             sequence.is_looked_up = True
             return True
-        for part in parts:
-            part.pool.use_again(part.hashes[: part.num_found])
         load = self._loads[sequence.request_id] = Load(sequence, parts)
-        self._reader.submit(partial(self._read, load))
-        return False
+        self._looker.submit(partial(self._look, load))
+        load.heard.wait(GLANCE_SECONDS)
+        if load.has_files is False:
+            self._end(load)
+        return sequence.is_looked_up
 
     def store(self, is_alone: bool) -> None:
-        """Stores what has been read, for a bounded time, and ends loads that are complete, or take too
-        long."""
+        """Stores what has been read, for a bounded time, begins to read, and ends loads that are complete, or
+        take too long."""
         now = time.monotonic()
         until = now + (ALONE_SECONDS if is_alone else BESIDE_SECONDS)
         while now < until:
@@ -111,20 +131,29 @@ class Restoring:
             except Empty:
                 break
             now = self._heard = time.monotonic()
+            with self._room:
+                self._num_ahead -= arrived.num_bytes
+                self._room.notify()
             if arrived.load.is_wanted:
                 self._store(arrived)
-        for load in [*self._loads.values()]:
-            if now - max(load.begun, self._heard) > TIMEOUT_SECONDS:
+        must_wait = False
+        for load in [one for one in self._loads.values() if one.is_wanted]:
+            if load.has_files is False:
+                self._end(load)
+            elif load.has_files and not load.is_read:
+                must_wait = must_wait or not self._begin(load, is_alone=is_alone)
+            elif now - max(load.since, self._heard) > TIMEOUT_SECONDS:
+                self._hangs = True
                 self._end(load)
 
     def wait(self) -> None:
-        """Waits until something has been read, or for a moment."""
-        if self._loads and self._arrived.empty():
+        """Waits until something has been heard, or for a moment."""
+        if self._arrived.empty() and any(load.is_wanted for load in self._loads.values()):
             self._news.wait(ALONE_SECONDS)
         self._news.clear()
 
     def forget(self, sequence: Sequence) -> None:
-        """Ends the load of a sequence that has left the queue."""
+        """Ends the load of a sequence that has left the queue, and gives up what was kept for it."""
         load = self._loads.get(sequence.request_id)
         if load is not None and load.sequence is sequence:
             load.is_wanted = False
@@ -134,6 +163,47 @@ class Restoring:
         """Ends all loads; sequences are computed without them."""
         for load in [*self._loads.values()]:
             self._end(load)
+        self._loads.clear()
+
+    def clear(self, files: CacheFiles) -> Future[str]:
+        """Begins to forget the files; none is read any more. The result says why they could not be."""
+        files.folder.begin_to_clear()
+        cleared: Future[str] = Future()
+
+        def work() -> None:
+            try:
+                cleared.set_result(files.clear())
+            except Exception as error:
+                cleared.set_result(str(error))
+                raise
+
+        self._looker.submit(work)
+        return cleared
+
+    def _look(self, load: Load) -> None:
+        """Looks in its own thread whether reading gains something."""
+        load.has_files = _has_files(load.parts[0])
+        self._hangs = False
+        load.heard.set()
+        self._news.set()
+
+    def _begin(self, load: Load, *, is_alone: bool) -> bool:
+        """Begins to read, unless all of it has no room next to what others wait for, and run with."""
+        others = [one for one in self._loads.values() if one.is_read]
+        for part in load.parts:
+            kept = {each for one in others for each in one.blocks_in(part.pool)}
+            must_fit = others or not is_alone
+            if must_fit and part.pool.num_unused(kept.union(part.hashes)) > part.pool.num_free:
+                return False
+        # The cache may have more of the text than when it was looked at first, or less.
+        load.parts = [_part(part.pool, part.hashes) for part in load.parts]
+        for part in load.parts:
+            found = part.hashes[: part.num_found]
+            part.pool.use_again(found)
+            del part.hashes[len(found) + part.pool.num_free_beside(found) :]
+        load.is_read, load.since = True, time.monotonic()
+        self._reader.submit(partial(self._read, load))
+        return True
 
     def _store(self, arrived: Arrived) -> None:
         load, part, place = arrived.load, arrived.part, arrived.place
@@ -153,8 +223,11 @@ class Restoring:
             sequence.num_restored_tokens += size
 
     def _end(self, load: Load) -> None:
-        self.forget(load.sequence)
+        """Lets the sequence be admitted; what has been restored for it is kept until it is."""
+        load.is_wanted = False
         load.sequence.is_looked_up = True
+        if not load.is_read:
+            self.forget(load.sequence)
         for part in load.parts:
             part.pool.use_again(part.hashes)
 
@@ -197,12 +270,16 @@ class Restoring:
         return length
 
     def _send(self, arrived: Arrived) -> None:
-        """Waits for room in the queue, as long as the load is wanted."""
-        while arrived.load.is_wanted:
-            with suppress(Full):
-                self._arrived.put(arrived, timeout=LOOK_SECONDS)
-                self._news.set()
-                return
+        """Waits until so much may be read ahead, as long as the load is wanted."""
+        with self._room:
+            while self._num_ahead and self._num_ahead + arrived.num_bytes > READ_AHEAD_BYTES:
+                if not arrived.load.is_wanted:
+                    return
+                self._room.wait(LOOK_SECONDS)
+            self._num_ahead += arrived.num_bytes
+        self._hangs = False
+        self._arrived.put(arrived)
+        self._news.set()
 
 
 def stats_of(folder: PrefixFolder, num_hits: int) -> PrefixFileStats:
@@ -221,22 +298,29 @@ def stats_of(folder: PrefixFolder, num_hits: int) -> PrefixFileStats:
 
 
 def _part(pool: BlockPool, hashes: list[BlockHash]) -> Part:
-    """Notes what a pool's cache has of a text, no further than there are blocks for."""
+    """Notes what a pool's cache has of a text."""
     assert pool.files is not None
     held = {each for each in hashes if pool.has(each)}
     num_found = next((place for place, each in enumerate(hashes) if each not in held), len(hashes))
     states = pool.states
     snapshots = set() if states is None else {each for each in hashes if states.has(each)}
-    most = num_found + pool.num_free_beside(hashes[:num_found])
-    return Part(pool, pool.files, hashes[:most], num_found, held, snapshots)
+    return Part(pool, pool.files, list(hashes), num_found, held, snapshots)
 
 
-def _may_gain(part: Part) -> bool:
-    """Tells whether files may have more of a text than the cache has, by one look."""
+def _lacks_something(part: Part) -> bool:
+    """Tells whether the cache has not all of a text."""
+    return part.num_found < len(part.hashes) or _lacks_states(part)
+
+
+def _lacks_states(part: Part) -> bool:
     found = part.hashes[: part.num_found]
-    if part.pool.states is not None and found and found[-1] not in part.snapshots:
-        return True
-    return part.num_found < len(part.hashes) and part.files.has_block(part.hashes[part.num_found])
+    return part.pool.states is not None and bool(found) and found[-1] not in part.snapshots
+
+
+def _has_files(part: Part) -> bool:
+    """Tells whether files may have more of a text than the cache has, by one look."""
+    is_found = part.num_found < len(part.hashes) and part.files.has_block(part.hashes[part.num_found])
+    return is_found or _lacks_states(part)
 
 
 def _with_state(part: Part, length: int) -> int:

@@ -13,6 +13,7 @@ import time
 from bisect import insort
 from collections.abc import Sequence as Sequences
 from collections.abc import Set
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 
@@ -108,7 +109,7 @@ class Scheduler:
                 self.restoring.forget(sequence)
         self._release(sequence)
         self.planner.forget(sequence)
-        sequence.hold = None
+        sequence.let_go()
 
     def abort(self, request_ids: Set[str], index: int | None = None) -> None:
         """Forgets the sequences of requests, or one of each; unknown ones are ignored."""
@@ -120,7 +121,7 @@ class Scheduler:
         """Forgets all sequences and what the caches hold, whatever state a broken step has left."""
         for sequence in [*self.running, *self.waiting]:
             self.planner.forget(sequence)
-            sequence.hold = None
+            sequence.let_go()
         self.running.clear()
         self.waiting.clear()
         if self.restoring is not None:
@@ -301,6 +302,8 @@ class Scheduler:
         if sequence.queue_seconds is None:  # else it was preempted
             sequence.queue_seconds = time.monotonic() - sequence.arrived
         self.waiting.remove(sequence)
+        if self.restoring is not None:
+            self.restoring.forget(sequence)
         self.running.append(sequence)
         return self._plan(sequence, budget, None)
 
@@ -320,16 +323,17 @@ class Scheduler:
         if self.restoring is not None:
             self.restoring.wait()
 
-    def forget_prefixes(self) -> None:
-        """Forgets what the caches have published, what files keep of it, and texts that drafts come from."""
+    def forget_prefixes(self) -> Future[str] | None:
+        """Forgets what the caches have published, what files keep of it, and texts that drafts come from. The
+        result says why files could not be forgotten; None if there are none."""
         self.planner.forget_texts()
         pools = [self.target_pool, *self.draft_pools]
         if self.restoring is not None:
             self.restoring.forget_all()
         for pool in pools:
             pool.forget_all()
-        if self.target_pool.files is not None:
-            self.target_pool.files.clear()
+        files = self.target_pool.files
+        return None if files is None or self.restoring is None else self.restoring.clear(files)
 
     def _let_go(self) -> None:
         """Lets followers forget the sequences that they need not follow any more."""
@@ -348,7 +352,10 @@ class Scheduler:
         last, salt = _num_shareable(sequence), sequence.prefix_salt
         if not self._uses_prefix_cache(sequence) or last == 0:
             return [[] for _ in shares]
-        found = [(pool, pool.find(sequence.prefix_ids(last + pool.lookahead), salt)) for pool, _ in shares]
+        found = [
+            (pool, pool.find(sequence.prefix_ids(last + pool.lookahead), salt, table.beginning))
+            for pool, table in shares
+        ]
         for (pool, table), (_, hashes) in zip(shares, found, strict=True):
             pool.expect_shared(table, hashes, pool.usable(hashes))
         bound = {id(pool) for proposer in self._followers for pool in proposer.pools}

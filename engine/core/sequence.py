@@ -98,6 +98,10 @@ class Sequence:
         """Tells whether a source may draft for it: one that cannot lag must have been told of all of it."""
         return source in self.sources and source not in self.unfollowed
 
+    def let_go(self) -> None:
+        """Lets go of what is kept for it alone: the planner may know the sequence until the next step."""
+        self.hold = self.target_blocks.pictures = None
+
     def insists_on(self, source: str) -> bool:
         """Tells whether the request wants a source to follow it whatever that costs."""
         return self.fixed_draft_length or self.params.method == source

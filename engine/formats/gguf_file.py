@@ -91,7 +91,7 @@ def _check_part(first: GgufFile, part: GgufFile, number: int) -> None:
     if said != number:
         raise GgufError(f"{part.path} is not part {number + 1} of its model: its {PART_NUMBER} is {said}")
     for key in sorted(first.metadata.keys() & part.metadata.keys() - {PART_NUMBER}):
-        if first.metadata[key] != part.metadata[key]:
+        if part is not first and first.metadata[key] != part.metadata[key]:
             raise GgufError(f"{first.path} and {part.path} are not parts of one model: their {key} differs")
 
 

@@ -23,12 +23,13 @@ from truedraft.engine.gguf.config import LONG_FACTORS, MODEL_TYPES, SHORT_FACTOR
 from truedraft.engine.gguf.experts import LAYER, stack_of, tensor_of
 from truedraft.engine.gguf.gemma4 import other_tensors
 from truedraft.engine.gguf.hybrids import (
-    PAIRED,
     TILED,
     from_file,
     from_file_shape,
+    is_paired,
     predicts_further,
     rows_by_key_head,
+    rows_of_halves,
     stored_shapes,
     tensors_of,
 )
@@ -177,16 +178,10 @@ class GgufCheckpoint(Checkpoint):
         return data.reshape(-1, size // math.prod(place.shape[:-1]))
 
     def _order(self, name: str) -> npt.NDArray[np.int64] | None:
-        """Returns the order of rows that undoes llama.cpp's: it rotates pairs of neighbours where
-        transformers rotates halves, and reorders the rows for that in the files of these architectures
-        only."""
-        config = self.config
-        if self.file.architecture not in PAIRED or not (".q_proj." in name or ".k_proj." in name):
-            return rows_by_key_head(name, config)
-        is_query = ".q_proj." in name
-        heads = config.num_attention_heads if is_query else config.num_key_value_heads
-        rows = self.file.tensors[self.names[name]].shape[0]
-        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+        """Returns the order of rows that undoes llama.cpp's; None if it is the same."""
+        if is_paired(self.file.architecture, name):
+            return rows_of_halves(name, self.file.tensors[self.names[name]].shape[0], self.config)
+        return rows_by_key_head(name, self.config)
 
 
 def open_gguf(path: str) -> GgufCheckpoint:
@@ -205,7 +200,7 @@ def open_gguf(path: str) -> GgufCheckpoint:
         check_place(name, place)
     vocabulary = read_vocabulary(file)
     config = gguf_config(file, vocabulary)
-    file, names = _named(file, config)
+    file, names = named(file, config)
     return GgufCheckpoint(file, config, names, vocabulary)
 
 
@@ -246,7 +241,7 @@ def open_gguf_head(path: str, config: Any) -> tuple[GgufCheckpoint, int]:
         )
     number = file.metadata.get(f"{file.architecture}.block_count", 0) - further
     block = f"model.layers.{number}."
-    file, found = _named(file, config, number)
+    file, found = named(file, config, number)
     names = {name: stored for name, stored in found.items() if name.startswith(block)}
     for ours, theirs in OF_HEADS.items():
         if (stored := f"blk.{number}.nextn.{theirs}.weight") in file.tensors:
@@ -297,7 +292,7 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
     )
 
 
-def _named(file: GgufFile, config: Any, first: int = 0) -> tuple[GgufFile, dict[str, str]]:
+def named(file: GgufFile, config: Any, first: int = 0) -> tuple[GgufFile, dict[str, str]]:
     """Returns the file with its joined tensors taken apart, and its name for each of transformers' tensors,
     whose layers are numbered from ``first`` on."""
     with torch.device("meta"):

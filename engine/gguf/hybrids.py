@@ -28,6 +28,7 @@ from truedraft.engine.gguf.settings import (
 # Files of these architectures have tiled value heads, or rotate pairs of neighbours.
 TILED = ("qwen35", "qwen35moe")
 PAIRED = ("granite", "granitehybrid", "granitemoe", "llama", "smollm3")
+QUERIES_OR_KEYS = re.compile(r"\.[qk]_proj(\.|$)")
 # These keys have a value for each layer, which is zero for layers without such a part.
 PER_LAYER = ("attention.head_count_kv", "feed_forward_length")
 WITH_ZEROS = {
@@ -82,6 +83,19 @@ def stored_shapes(name: str, shape: Sequence[int], config: Any) -> list[tuple[in
         return [(shape[0] - gates, shape[1]), (gates, shape[1])]
     parts = tensors_of(name, config) or ("",)
     return [(shape[0] // len(parts), *shape[1:])] * len(parts)
+
+
+def is_paired(architecture: str, name: str) -> bool:
+    """Tells whether llama.cpp has reordered the rows of transformers' ``name``: in the files of some
+    architectures it rotates pairs of neighbours where transformers rotates halves."""
+    return architecture in PAIRED and QUERIES_OR_KEYS.search(name) is not None
+
+
+def rows_of_halves(name: str, rows: int, config: Any) -> npt.NDArray[np.int64]:
+    """Returns the places in a file of the rows of queries or keys, which ``is_paired``."""
+    is_query = ".q_proj" in name
+    heads = config.num_attention_heads if is_query else config.num_key_value_heads
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
 
 def rows_by_key_head(name: str, config: Any) -> npt.NDArray[np.int64] | None:

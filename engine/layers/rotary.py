@@ -97,7 +97,7 @@ class Rotary:
         assert self.axis_of is not None, "the model rotates by one position"
         cos, sin = zip(*(self.angles(positions) for positions in axes), strict=True)
         axis_of = self.axis_of.expand(1, *cos[0].shape)
-        return tuple(torch.stack(each).gather(0, axis_of)[0] for each in (cos, sin))
+        return torch.stack(cos).gather(0, axis_of)[0], torch.stack(sin).gather(0, axis_of)[0]
 
     def reach(self, num_positions: int) -> int:
         """Extends the table to this many positions, as far as it goes; returns their number."""

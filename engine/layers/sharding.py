@@ -9,6 +9,7 @@ need one of them, but would round otherwise than one process, and otherwise for 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -72,12 +73,14 @@ class Pending:
         for run in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(owners)) + 1):
             weight = self.weights[owners[run[0]]]
             taken.append(weight.take(rows[run] - (ends[owners[run[0]]] - weight.shape[0])))
-        types = {None if weight.blocks is None else weight.blocks.type for weight in taken}
-        if len(types) > 1 and any(weight.shape[0] % PACKED_OUTPUTS for weight in taken[:-1]):
-            raise ModelLoadError(
-                "its quantised weights of several types cannot be divided among so many ranks: a rank's "
-                f"share of {taken[0].name} is no multiple of {PACKED_OUTPUTS} outputs"
-            )
+        kinds = groupby(taken, lambda weight: None if weight.blocks is None else weight.blocks.type)
+        *others, _ = [[*weights] for _, weights in kinds]
+        for weights in others:
+            if sum(weight.shape[0] for weight in weights) % PACKED_OUTPUTS:
+                raise ModelLoadError(
+                    "its quantised weights of several types cannot be divided among so many ranks: a rank's "
+                    f"share of {weights[-1].name} is no multiple of {PACKED_OUTPUTS} outputs"
+                )
         bias = None if self.bias is None else self.bias[torch.from_numpy(rows)]
         return replace(self, weights=tuple(taken), bias=bias)
 

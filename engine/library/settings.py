@@ -29,7 +29,7 @@ class LLMSettings(TypedDict, total=False):
     cuda_graphs: bool
     cuda_graph_seconds: float
     max_model_len: int | None
-    method: Literal["auto", "draft_model", "eagle", "mtp", "ngram", "none"]
+    method: Literal["auto", "draft_model", "eagle", "mtp", "assistant", "ngram", "none"]
     ngram_min_match: int
     ngram_max_tokens: int
     ngram_choice: Literal["most_recent", "most_frequent"]

@@ -353,7 +353,7 @@ def state_rows(spans: Sequence[Span], offsets: Sequence[int], device: torch.devi
 
 def _axes(spans: Sequence[Span], device: torch.device) -> torch.Tensor | None:
     """Returns ``ForwardBatch.axes``."""
-    if all((seen := span.table.pictures) is None or seen.axes is None for span in spans):
+    if all(span.table.pictures is None for span in spans):
         return None
     found = []
     for span in spans:

@@ -12,7 +12,8 @@ class BlockTable:
     """Holds the blocks of one sequence in one pool; the first ``num_computed_tokens`` of its ids are stored
     there.
 
-    ``hashes`` are those of its first blocks, as far as they are published or taken over. The first
+    ``hashes`` are those of its first blocks, as far as they are published or taken over, and ``beginning``
+    those of its text's first blocks, as far as files were asked for them. The first
     ``num_encoder_tokens`` of the ids are an encoder's; the decoder's cross-attention reads what is stored for
     them. ``state_slot`` has the sequence's states in recurrent layers, which are folded over its first
     ``num_folded_tokens``; later ones of the computed tokens may be taken back. The newest snapshot of the
@@ -29,6 +30,7 @@ class BlockTable:
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
         self.hashes: list[BlockHash] = []
+        self.beginning: list[BlockHash] = []
         self.state_slot: int | None = None
         self.num_folded_tokens = 0
         self.num_kept_tokens = 0

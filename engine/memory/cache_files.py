@@ -96,10 +96,12 @@ class CacheFiles:
         use = self._slot_uses[slot]
         self._submit(partial(self._write_state, slot, use, list(hashes), num_folded))
 
-    def clear(self) -> None:
-        """Forgets all files of the folder, those of other models' caches included."""
-        self.folder.clear()
+    def clear(self) -> str:
+        """Forgets all files of the folder, those of other models' caches included; returns why that cannot
+        be. A disk may take long for it."""
+        error = self.folder.clear()
         self._submit(self.folder.tidy)
+        return error
 
     def _submit(self, work: Callable[[], None]) -> None:
         if not self._writer.submit(work):

@@ -54,16 +54,16 @@ def cache_sizes(
 
 
 def cache_budget(config: EngineConfig, devices: set[torch.device], reserved: int = 0) -> int:
-    """Returns the bytes for all caches together. With several ``devices`` each gets as many as the fullest
-    has free.
+    """Returns the bytes for all caches together, or for those of a rank. With several ``devices`` each gets
+    as many as the fullest has free.
 
     ``reserved`` bytes of a GPU are left free for CUDA graphs and prompts, unless the configuration names the
     caches' size.
     """
     if config.cache_memory is not None:
-        return config.cache_memory
+        return config.cache_memory // config.tensor_parallel_size
     if all(device.type == "cpu" for device in devices):
-        return _cpu_budget(config.cache_memory_share or CPU_SHARE)
+        return _cpu_budget(config.cache_memory_share or CPU_SHARE) // config.tensor_parallel_size
     free = max(0, min(free_memory(device) for device in devices) * len(devices) - reserved)
     return int((config.cache_memory_share or GPU_SHARE) * free)
 

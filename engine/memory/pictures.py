@@ -14,13 +14,13 @@ class PromptPictures:
     ``places`` are the indices of their tokens, ascending. Each token has ``features`` [tokens, 1 + layers,
     hidden size]: the first one stands in place of its embedding, the others are added to its hidden states
     after the first layers. ``axes`` [3, tokens] are the positions by which the prompt's tokens up to the last
-    picture's end are turned; None if these are their indices. Later tokens have their indices plus ``shift``.
+    picture's end are turned. Later tokens have their indices plus ``shift``.
     ``identities`` tell the same tokens apart: ids of a text, and a number that is the picture's own.
     """
 
     places: npt.NDArray[np.int64]
     features: torch.Tensor
-    axes: npt.NDArray[np.int64] | None
+    axes: npt.NDArray[np.int64]
     shift: int
     identities: list[int]
 
@@ -36,9 +36,7 @@ class PromptPictures:
     def axes_of(self, first: int, end: int) -> npt.NDArray[np.int64]:
         """Returns [3, tokens], the positions of the tokens from ``first`` to ``end``."""
         later = np.arange(max(first, self.end), max(end, self.end), dtype=np.int64) + self.shift
-        known = np.arange(first, min(end, self.end), dtype=np.int64)
-        before = known[None].repeat(3, 0) if self.axes is None else self.axes[:, known]
-        return np.concatenate((before, later[None].repeat(3, 0)), axis=1)
+        return np.concatenate((self.axes[:, first:end], later[None].repeat(3, 0)), axis=1)
 
     def rows(self, first: int, end: int) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         """Returns which of the tokens from ``first`` to ``end`` are a picture's, counted from ``first``, and

@@ -54,6 +54,8 @@ class PrefixFolder:
         self.counts: Counter[str] = Counter()
         self.is_writing = True
         self.is_reading = True
+        # Each is counted by a thread of its own.
+        self._num_clearings = self._num_cleared = 0
         self._unscanned = quota  # bytes written since the folder was last looked through
         self._own, self._numbers = uuid.uuid4().hex[:8], count()
         self._last_use = 0
@@ -73,7 +75,11 @@ class PrefixFolder:
 
     def has(self, name: str) -> bool:
         # Whatever is wrong with the folder, it has nothing then.
-        return self.is_reading and os.path.exists(self.folder / name)
+        return self._may_read and os.path.exists(self.folder / name)
+
+    @property
+    def _may_read(self) -> bool:
+        return self.is_reading and self._num_clearings == self._num_cleared
 
     def touch(self, name: str) -> bool:
         """Makes a file the newest one; returns False if it is not there."""
@@ -89,7 +95,7 @@ class PrefixFolder:
         unchanged."""
         started = time.perf_counter()
         size = HEADER.size + num_bytes + CHECKSUM_BYTES
-        if not self.is_reading:
+        if not self._may_read:
             return None
         try:
             with open(self.folder / name, "rb", buffering=0) as file:
@@ -148,24 +154,31 @@ class PrefixFolder:
             self._remove(new)
             self._failed(error)
 
-    def clear(self) -> None:
-        """Forgets all files of this identity. They are out of reach at once; ``tidy`` removes them. Where the
-        folder cannot be renamed, nothing of it is read any more."""
+    def begin_to_clear(self) -> None:
+        """Lets nothing be read until ``clear`` is done, which another thread does."""
+        self._num_clearings += 1
+
+    def clear(self) -> str:
+        """Forgets all files of this identity. They are out of reach then; ``tidy`` removes them. Where the
+        folder cannot be renamed, nothing of it is read any more, and the reason is returned."""
         try:
             self.folder.rename(f"{self.folder}{GONE}{uuid.uuid4().hex[:8]}")
             self._make()
             self._unscanned = self.quota
         except OSError as error:
-            if error.errno == errno.ENOENT:  # another server has just cleared it
-                self._failed(error)
-                return
-            self.counts["failed"] += 1
-            self.is_reading = self.is_writing = False
-            logger.warning(
-                "The files of prefix_cache_dir cannot be cleared, so they are neither read nor written until "
-                "the next start: %s",
-                error,
-            )
+            if error.errno != errno.ENOENT:
+                self.counts["failed"] += 1
+                self.is_reading = self.is_writing = False
+                logger.warning(
+                    "The files of prefix_cache_dir cannot be cleared, so they are neither read nor written "
+                    "until the next start: %s",
+                    error,
+                )
+                return error.strerror or str(error)
+            self._failed(error)  # another server has just cleared it
+        finally:
+            self._num_cleared += 1
+        return ""
 
     def tidy(self, size: int = 0) -> None:
         """Looks through the folder, and removes what was cleared and the oldest files, until the quota has

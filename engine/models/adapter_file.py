@@ -1,4 +1,5 @@
-"""Reads a LoRA adapter: PEFT's ``adapter_config.json`` and ``adapter_model.safetensors`` in a folder.
+"""Reads a LoRA adapter: PEFT's ``adapter_config.json`` and ``adapter_model.safetensors`` in a folder, or a
+GGUF file that llama.cpp's converter has made of these.
 
 Whatever of it changes the output is honoured, or refused in a sentence that names it.
 """
@@ -18,6 +19,8 @@ import torch
 from safetensors import SafetensorError
 
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.formats.gguf_file import GgufError
+from truedraft.engine.gguf.adapters import RefusedError, read_gguf_adapter
 from truedraft.engine.layers.adapters import LowRank, Place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -68,45 +71,46 @@ class AdapterFile:
     modules: dict[str, LowRank]
 
 
-def read_adapter(name: str, path: str, places: Mapping[str, Sequence[Place]], max_rank: int) -> AdapterFile:
-    """Reads the adapter at ``path`` for a model that has these modules; raises ``ModelLoadError``."""
+def read_adapter(
+    name: str, path: str, model: Any, places: Mapping[str, Sequence[Place]], max_rank: int
+) -> AdapterFile:
+    """Reads the adapter at ``path`` for a model that has these modules, and ``model`` as its config; raises
+    ``ModelLoadError``."""
+    most = _most_bytes(places, max_rank)
     try:
-        folder = Path(path).expanduser()
-        config_bytes = _read_config(folder)
-        reader = _Reader(_config_of(config_bytes), places, max_rank)
-        weights = _read_weights(folder, _most_bytes(places, max_rank))
-        modules = reader.modules(_tensors_of(weights))
-    except _RefusedError as error:
+        if path.endswith(".gguf"):
+            config, tensors, digest = read_gguf_adapter(path, model, places, most)
+            reader = _Reader(config, places, max_rank)
+        else:
+            folder = Path(path).expanduser()
+            config_bytes = _read_config(folder)
+            reader = _Reader(_config_of(config_bytes), places, max_rank)
+            weights = _read_weights(folder, most)
+            tensors = _tensors_of(weights)
+            digest = hashlib.sha256(b"%d/" % len(config_bytes) + config_bytes + weights).hexdigest()
+        modules = reader.modules(tensors)
+    except (RefusedError, GgufError) as error:
         raise ModelLoadError(f"the LoRA adapter {name} cannot be loaded: {error}") from None
     except (OSError, RuntimeError) as error:  # a folder that nobody may look into, or no such home
         said = getattr(error, "strerror", None) or error
         raise ModelLoadError(f"the LoRA adapter {name} cannot be loaded: {said}") from None
     except MemoryError:
         raise ModelLoadError(f"the LoRA adapter {name} cannot be loaded: no memory is left") from None
-    digest = hashlib.sha256(b"%d/" % len(config_bytes) + config_bytes + weights).hexdigest()
     rank = max(len(low.down) for low in modules.values())
     return AdapterFile(digest, rank, reader.base, modules)
 
 
-class _RefusedError(Exception):
-    """Goes on from the adapter's name."""
-
-
 def _read_config(folder: Path) -> bytes:
-    if folder.suffix == ".gguf":
-        raise _RefusedError(
-            "GGUF adapters are not served: give the folder with PEFT's files that it was made of"
-        )
     if not folder.is_dir():
-        raise _RefusedError(f"there is no folder {folder}")
+        raise RefusedError(f"there is no folder {folder}")
     if not (folder / CONFIG).is_file():
-        raise _RefusedError(f"{folder} has no {CONFIG}, so it is no adapter of PEFT's")
+        raise RefusedError(f"{folder} has no {CONFIG}, so it is no adapter of PEFT's")
     if not (folder / WEIGHTS).is_file():
-        raise _RefusedError(f"{folder} has no {WEIGHTS}; a pickle is not read: save it as safetensors")
+        raise RefusedError(f"{folder} has no {WEIGHTS}; a pickle is not read: save it as safetensors")
     with (folder / CONFIG).open("rb") as file:
         config = file.read(MOST_CONFIG_BYTES + 1)
     if len(config) > MOST_CONFIG_BYTES:
-        raise _RefusedError(f"its {CONFIG} is longer than {MOST_CONFIG_BYTES} bytes")
+        raise RefusedError(f"its {CONFIG} is longer than {MOST_CONFIG_BYTES} bytes")
     return config
 
 
@@ -115,7 +119,7 @@ def _read_weights(folder: Path, most: int) -> bytes:
     with (folder / WEIGHTS).open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise _RefusedError(f"its {WEIGHTS} is longer than an adapter of this model can be: {most} bytes")
+        raise RefusedError(f"its {WEIGHTS} is longer than an adapter of this model can be: {most} bytes")
     return data
 
 
@@ -129,9 +133,9 @@ def _config_of(data: bytes) -> dict[str, Any]:
     try:
         config = json.loads(data)
     except (ValueError, RecursionError):
-        raise _RefusedError(f"its {CONFIG} is no JSON") from None
+        raise RefusedError(f"its {CONFIG} is no JSON") from None
     if not isinstance(config, dict):
-        raise _RefusedError(f"its {CONFIG} is no object")
+        raise RefusedError(f"its {CONFIG} is no object")
     return config
 
 
@@ -139,7 +143,7 @@ def _tensors_of(data: bytes) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise _RefusedError(f"its {WEIGHTS} is damaged or cut off: {error}") from None
+        raise RefusedError(f"its {WEIGHTS} is damaged or cut off: {error}") from None
 
 
 class _Reader:
@@ -148,20 +152,20 @@ class _Reader:
     def __init__(self, config: dict[str, Any], places: Mapping[str, Sequence[Place]], max_rank: int) -> None:
         self.config, self.places, self.max_rank = config, places, max_rank
         if config.get("peft_type") != "LORA":
-            raise _RefusedError(f"its peft_type is {config.get('peft_type')!r}, and only 'LORA' is served")
+            raise RefusedError(f"its peft_type is {config.get('peft_type')!r}, and only 'LORA' is served")
         if config.get("bias", "none") != "none":
-            raise _RefusedError(f"it has trained biases (bias: {config['bias']!r}), which are not served")
+            raise RefusedError(f"it has trained biases (bias: {config['bias']!r}), which are not served")
         begun = config.get("init_lora_weights")
         if begun not in BEGINNINGS:
-            raise _RefusedError(
+            raise RefusedError(
                 f"init_lora_weights is {begun!r}, which has changed its base, too: save it with "
                 "path_initial_model_for_weight_conversion"
             )
         if config.get("layers_pattern") not in (None, "layers", [], ["layers"]):
-            raise _RefusedError(f"its layers_pattern is {config['layers_pattern']!r}, not 'layers'")
+            raise RefusedError(f"its layers_pattern is {config['layers_pattern']!r}, not 'layers'")
         for key, value in config.items():
             if key not in HONOURED | WITHOUT_EFFECT and value:
-                raise _RefusedError(
+                raise RefusedError(
                     f"it uses {WORDS.get(key, key)}, which is not served: merge it into its base"
                 )
         self.base = str(config.get("base_model_name_or_path") or "")
@@ -178,19 +182,19 @@ class _Reader:
             found = TENSOR.fullmatch(name.removeprefix(WRAPPER))
             if name.endswith((".base_layer.weight", "embed_tokens.weight")):
                 words = "where only lora_A and lora_B are served: save it with save_embedding_layers=False"
-                raise _RefusedError(
+                raise RefusedError(
                     f"it has {name}, the model's own weights or others in their place, {words}"
                 )
             if found is None:
-                raise _RefusedError(
+                raise RefusedError(
                     f"it has the tensor {name}, and only lora_A and lora_B of modules are served"
                 )
             module = _own_name(found["module"])
             self._check_module(module)
             if pairs.setdefault(module, {}).setdefault(found["kind"], tensor) is not tensor:
-                raise _RefusedError(f"it has two tensors of {module}")
+                raise RefusedError(f"it has two tensors of {module}")
         if not pairs:
-            raise _RefusedError("it has no tensors")
+            raise RefusedError("it has no tensors")
         made = {module: self._low_rank(module, pair) for module, pair in pairs.items()}
         self._check_targets(made)
         return made
@@ -201,12 +205,12 @@ class _Reader:
         layer = LAYER.search(module)
         numbers = [int(found[1]) for each in self.places if (found := LAYER.search(each))]
         if layer is not None and int(layer[1]) > max(numbers, default=-1):
-            raise _RefusedError(
+            raise RefusedError(
                 f"it adapts {module}, but this model has {max(numbers) + 1} layers{self._made_for}"
             )
         kinds = sorted({each.rpartition(".")[2] for each in self.places})
         known = f"only {', '.join(kinds)} can be adapted here" if kinds else "no layer can be adapted here"
-        raise _RefusedError(f"it adapts {module}, and {known}{self._made_for}")
+        raise RefusedError(f"it adapts {module}, and {known}{self._made_for}")
 
     @property
     def _made_for(self) -> str:
@@ -214,24 +218,22 @@ class _Reader:
 
     def _low_rank(self, module: str, pair: Mapping[str, torch.Tensor]) -> LowRank:
         if len(pair) < 2:
-            raise _RefusedError(f"it has lora_{next(iter(pair))} of {module} alone: the file is not whole")
+            raise RefusedError(f"it has lora_{next(iter(pair))} of {module} alone: the file is not whole")
         down, up, place = pair["A"], pair["B"], self.places[module][0]
         rank = self._of_pattern(self.ranks, module, self.rank)
         wanted = (rank, place.in_features), (place.out_features, rank)
         if (tuple(down.shape), tuple(up.shape)) != wanted:
-            raise _RefusedError(
+            raise RefusedError(
                 f"its matrices of {module} are {[*down.shape]} and {[*up.shape]}, where this model and the "
                 f"rank {rank} ask for {[*wanted[0]]} and {[*wanted[1]]}{self._made_for}"
             )
         if not (down.is_floating_point() and up.is_floating_point()):
-            raise _RefusedError(
-                f"its matrices of {module} are {down.dtype} and {up.dtype}, no floating types"
-            )
+            raise RefusedError(f"its matrices of {module} are {down.dtype} and {up.dtype}, no floating types")
         alpha = self._of_pattern(self.alphas, module, self.alpha)
         scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         low = LowRank(down.float(), up.float() * scale)
         if not all(bool(each.isfinite().all()) for each in (down.float(), up.float(), *low)):
-            raise _RefusedError(f"its matrices of {module} have numbers that are not finite")
+            raise RefusedError(f"its matrices of {module} have numbers that are not finite")
         return low
 
     def _check_targets(self, made: Mapping[str, LowRank]) -> None:
@@ -239,22 +241,22 @@ class _Reader:
         for module in made:
             layer = LAYER.search(module)
             if self.layers is not None and (layer is None or int(layer[1]) not in self.layers):
-                raise _RefusedError(f"it has tensors of {module}, which layers_to_transform leaves out")
+                raise RefusedError(f"it has tensors of {module}, which layers_to_transform leaves out")
         targets = self.config.get("target_modules")
         if not isinstance(targets, list):
             return  # PEFT makes a list of them when it saves; a regular expression names what the file has
         if not all(isinstance(target, str) for target in targets):
-            raise _RefusedError("its target_modules are not a list of names")
+            raise RefusedError("its target_modules are not a list of names")
         wanted = set(self._wanted([*map(_own_name, targets)]))
         if missing := sorted(wanted - made.keys()):
-            raise _RefusedError(f"it has no tensors of {missing[0]}, which target_modules names")
+            raise RefusedError(f"it has no tensors of {missing[0]}, which target_modules names")
         if others := sorted(made.keys() - wanted):
-            raise _RefusedError(f"it has tensors of {others[0]}, which target_modules does not name")
+            raise RefusedError(f"it has tensors of {others[0]}, which target_modules does not name")
 
     def _wanted(self, targets: Sequence[str]) -> Iterator[str]:
         excluded = self.config.get("exclude_modules") or []
         if not isinstance(excluded, list) or not all(isinstance(each, str) for each in excluded):
-            raise _RefusedError("its exclude_modules are not a list of names")
+            raise RefusedError("its exclude_modules are not a list of names")
         excluded = [*map(_own_name, excluded)]
         for module in self.places:
             layer = LAYER.search(module)
@@ -270,16 +272,16 @@ class _Reader:
         most = max((int(found[1]) for each in self.places if (found := LAYER.search(each))), default=-1)
         for number in numbers:
             if type(number) is not int or not 0 <= number <= most:
-                raise _RefusedError(
+                raise RefusedError(
                     f"its layers_to_transform has {number!r}, and this model has {most + 1} layers"
                 )
         return set(numbers)
 
     def _rank(self, name: str, rank: object) -> int:
         if type(rank) is not int or rank < 1:
-            raise _RefusedError(f"its {name} is {rank!r}, where a rank of 1 or more is needed")
+            raise RefusedError(f"its {name} is {rank!r}, where a rank of 1 or more is needed")
         if rank > self.max_rank:
-            raise _RefusedError(f"its {name} is {rank}, above max_lora_rank, which is {self.max_rank}")
+            raise RefusedError(f"its {name} is {rank}, above max_lora_rank, which is {self.max_rank}")
         return rank
 
     def _number(self, name: str, key: str) -> float:
@@ -288,14 +290,14 @@ class _Reader:
     def _pattern(self, key: str) -> dict[str, Any]:
         given = self.config.get(key) or {}
         if not isinstance(given, dict):
-            raise _RefusedError(f"its {key} is no object")
+            raise RefusedError(f"its {key} is no object")
         for name, value in given.items():
             if not PLAIN_NAME.fullmatch(name):
-                raise _RefusedError(f"its {key} has {name!r}, and only names of modules are served there")
+                raise RefusedError(f"its {key} has {name!r}, and only names of modules are served there")
             _checked_number(f"{key} of {name}", value)
         own = {_own_name(name): value for name, value in given.items()}
         if len(own) < len(given):
-            raise _RefusedError(f"its {key} names a module twice, with its text part and without")
+            raise RefusedError(f"its {key} names a module twice, with its text part and without")
         return own
 
     @staticmethod
@@ -306,7 +308,7 @@ class _Reader:
 
 def _checked_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        raise _RefusedError(f"its {name} is {value!r}, where a finite number is needed")
+        raise RefusedError(f"its {name} is {value!r}, where a finite number is needed")
     return float(value)
 
 

@@ -26,7 +26,7 @@ class AdapterTable:
 
     def __init__(self, model: FusedDecoder, target: str, max_rank: int) -> None:
         self._layers = model.take_adapters()
-        self._places = model.weights.places
+        self._config, self._places = model.facts.config, model.weights.places
         self._target, self._max_rank = target, max_rank
         self._number_of: dict[str, int] = {}  # digests are the keys
         self._num_users: dict[int, int] = {}
@@ -44,7 +44,7 @@ class AdapterTable:
         """Loads an adapter, unless it is there; raises ``RequestError`` if that cannot be."""
         self.free_unused()
         try:
-            found = read_adapter(name, path, self._places, self._max_rank)
+            found = read_adapter(name, path, self._config, self._places, self._max_rank)
             if is_new := found.digest not in self._number_of:
                 self._put(found)
         except ModelLoadError as error:

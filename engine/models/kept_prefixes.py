@@ -53,17 +53,19 @@ def keep_prefixes(config: EngineConfig, core: EngineCore, caches: Sequence[Cache
     root = hashlib.sha256(of_target.encode()).digest()
     folder = PrefixFolder(config.prefix_cache_dir, root, int(config.prefix_cache_disk))
     writer, reader = Background("prefix writer", MOST_WAITING), Background("prefix reader")
+    looker = Background("prefix looker")
     for one in caches:
         identity = of_target if one is caches[0] else f"{of_target}\n{_identity(config, one)}"
         one.pool.keep_in(CacheFiles(one.runner.cache, identity, folder, writer))
-    core.scheduler.restoring = Restoring(reader)
+    core.scheduler.restoring = Restoring(reader, looker)
     writer.submit(folder.tidy)
-    weakref.finalize(core, _close, writer, reader)
+    weakref.finalize(core, _close, writer, reader, looker)
 
 
-def _close(writer: Background, reader: Background) -> None:
+def _close(writer: Background, *others: Background) -> None:
     writer.close(CLOSING_SECONDS)
-    reader.close(0)
+    for each in others:
+        each.close(0)
 
 
 def _identity(config: EngineConfig, cached: Cached) -> str:

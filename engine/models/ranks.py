@@ -42,12 +42,11 @@ END_SECONDS, POLL_SECONDS = 2.0, 0.05
 
 
 class NewCache(msgspec.Struct, tag=True, array_like=True):
-    """Asks for a cache, which later messages call by its ``number``."""
+    """Asks for a cache, which later messages call by its ``number``; ``sizes`` are those of a
+    ``KVCache``."""
 
     number: int
-    num_blocks: int
-    block_size: int
-    num_state_slots: int
+    sizes: list[int]
 
 
 class CopyState(msgspec.Struct, tag=True, array_like=True):
@@ -58,11 +57,10 @@ class CopyState(msgspec.Struct, tag=True, array_like=True):
     target: int
 
 
-class Clear(msgspec.Struct, tag=True, array_like=True):
-    """Asks to zero these blocks, or, if there are none, to forget all."""
+class Forget(msgspec.Struct, tag=True, array_like=True):
+    """Asks to return the memory of a cache to the system."""
 
     cache: int
-    block_ids: list[int]
 
 
 class SpanNumbers(msgspec.Struct, array_like=True):
@@ -84,7 +82,7 @@ class Pass(msgspec.Struct, tag=True, array_like=True):
     dropped: list[int]
 
 
-ToFollower: TypeAlias = NewCache | CopyState | Clear | Pass
+ToFollower: TypeAlias = NewCache | CopyState | Forget | Pass
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ToFollower).decode
 
@@ -178,26 +176,25 @@ class _Explained:
 class LeadingCache(KVCache):
     """Is rank 0's part of a cache: what is done to it, is done to the others' parts."""
 
-    def __init__(
-        self, model: "LeadingDecoder", num_blocks: int, block_size: int, num_state_slots: int
-    ) -> None:
+    def __init__(self, model: "LeadingDecoder", *sizes: int) -> None:
         self.followers = model.followers
         self.number = model.next_cache()
-        self.followers.send(NewCache(self.number, num_blocks, block_size, num_state_slots))
+        self.followers.send(NewCache(self.number, [*sizes]))
         finalize(self, model.dropped.append, self.number)
-        super().__init__(model.caches, num_blocks, block_size, num_state_slots)
+        super().__init__(model.caches, *sizes)
+
+    def shared(self, places: Sequence[int]) -> KVCache:
+        raise ModelLoadError(
+            "a draft that reads the target's own keys and values cannot read those of other ranks: set "
+            "tensor_parallel_size to 1, or take another draft"
+        )
 
     def copy_state(self, source: int, target: int) -> None:
         self.followers.send(CopyState(self.number, source, target))
         super().copy_state(source, target)
 
-    def clear(self, block_ids: list[int]) -> None:
-        if block_ids:
-            self.followers.send(Clear(self.number, block_ids))
-        super().clear(block_ids)
-
     def forget(self) -> None:
-        self.followers.send(Clear(self.number, []))
+        self.followers.send(Forget(self.number))
         super().forget()
 
 
@@ -212,22 +209,13 @@ class LeadingDecoder(FusedDecoder):
         self.dropped: list[int] = []
         self._num_caches = self._num_passes = 0
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Returns the bytes in all ranks' caches, if these share the memory of a CPU."""
-        return super().cache_bytes_per_token * (self.group.size if self.device.type == "cpu" else 1)
-
-    @property
-    def state_bytes_per_sequence(self) -> int:
-        return super().state_bytes_per_sequence * (self.group.size if self.device.type == "cpu" else 1)
-
     def next_cache(self) -> int:
         """Returns the number of another cache."""
         self._num_caches += 1
         return self._num_caches
 
-    def make_cache(self, num_blocks: int, block_size: int, num_state_slots: int) -> KVCache:
-        return LeadingCache(self, num_blocks, block_size, num_state_slots)
+    def make_cache(self, *sizes: int) -> KVCache:
+        return LeadingCache(self, *sizes)
 
     def forward(
         self,
@@ -284,7 +272,8 @@ def load_ranked(
 def check_ranks(config: EngineConfig) -> None:
     """Raises ``ModelLoadError`` for settings that ranks cannot honour."""
     refused = {
-        "lora_modules": config.takes_adapters,
+        "lora_modules": bool(config.lora_modules),
+        "allow_lora_updating": config.allow_lora_updating,
         "prefix_cache_dir": config.prefix_cache_dir is not None,
         "device_map": config.device_map is not None,
     }
@@ -315,14 +304,11 @@ def follow(
 def _obey(data: bytes, model: FusedDecoder, group: Group, caches: dict[int, KVCache]) -> None:
     match message := _decode(data):
         case NewCache():
-            sizes = message.num_blocks, message.block_size, message.num_state_slots
-            caches[message.number] = KVCache(model.caches, *sizes)
+            caches[message.number] = KVCache(model.caches, *message.sizes)
         case CopyState():
             caches[message.cache].copy_state(message.source, message.target)
-        case Clear(block_ids=[]):
+        case Forget():
             caches[message.cache].forget()
-        case Clear():
-            caches[message.cache].clear(message.block_ids)
         case Pass():
             for number in message.dropped:
                 del caches[number]

@@ -13,10 +13,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -34,15 +36,34 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.load_errors import stage
 from truedraft.engine.models.options import LoadOptions
 
-PREPROCESSOR = "preprocessor_config.json"
+# One of these files says how pictures are prepared.
+PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
 # What the tower has made of pictures takes at most this for open requests, and for later ones.
 MOST_OPEN_BYTES, MOST_KEPT_BYTES = 1 << 30, 1 << 28
 
 logger = logging.getLogger(__name__)
 
 
+class Family(NamedTuple):
+    """Names transformers' class of a family's ``tower``, and the number of its vision config that is the size
+    of features. If it ``alternates``, row and column turn every third pair of a head each, and else the pairs
+    of sections that follow each other."""
+
+    tower: str
+    size: str
+    alternates: bool
+
+
+FAMILIES = {
+    "qwen2_vl": Family("Qwen2VisionTransformerPretrainedModel", "hidden_size", alternates=False),
+    "qwen2_5_vl": Family("Qwen2_5_VisionTransformerPretrainedModel", "out_hidden_size", alternates=False),
+    "qwen3_vl": Family("Qwen3VLVisionModel", "out_hidden_size", alternates=True),
+    "qwen3_5": Family("Qwen3_5VisionModel", "out_hidden_size", alternates=True),
+}
+
+
 class Tower:
-    """Is ``Vision`` of ``admission`` for Qwen3-VL."""
+    """Is ``Vision`` of ``admission`` for the families that Qwen's image processor serves."""
 
     def __init__(self, config: Any, module: Any, processor: Any, facts: VisionFacts) -> None:
         self.facts = facts
@@ -98,14 +119,7 @@ class Tower:
         if waits:
             self._wait()
         features = [self._features(*each) for each in zip(request.pictures, digests, strict=True)]
-        seen = prompt_pictures(
-            request.prompt_token_ids,
-            request.pictures,
-            digests,
-            features,
-            self.facts.tile,
-            self.facts.has_axes,
-        )
+        seen = prompt_pictures(request.prompt_token_ids, request.pictures, digests, features, self.facts.tile)
         with self._changed:
             self._num_open_bytes += seen.num_bytes
         weakref.finalize(seen, self._ended, seen.num_bytes).atexit = False
@@ -138,7 +152,8 @@ class Tower:
         seen = self._module(
             inputs["pixel_values"].to(self._module.dtype), grid_thw=inputs["image_grid_thw"], return_dict=True
         )
-        features = torch.stack([seen.pooler_output, *seen.deepstack_features], dim=1)
+        more = getattr(seen, "deepstack_features", None) or []
+        features = torch.stack([seen.pooler_output, *more], dim=1)
         self._kept[digest] = features
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > MOST_KEPT_BYTES:
             self._kept.popitem(last=False)
@@ -151,12 +166,13 @@ def prompt_pictures(
     digests: Sequence[bytes],
     features: Sequence[torch.Tensor],
     tile: int,
-    has_axes: bool,
 ) -> PromptPictures:
     """Describes the pictures of a prompt. The tokens of a picture all have the position after the last one
     before it, in the first dimension, plus their row in the second and their column in the third; what
     follows has the position after the largest of these."""
-    places, identities, axes = [], [], []
+    places: list[npt.NDArray[np.int64]] = []
+    axes: list[npt.NDArray[np.int64]] = []
+    identities: list[int] = []
     index = position = 0
     for picture, digest in zip(pictures, digests, strict=True):
         text = picture.first - index
@@ -170,8 +186,6 @@ def prompt_pictures(
         identities += [identity(digest)] * (rows * columns)
         position += max(rows, columns)
         index = picture.first + rows * columns
-    if not has_axes:
-        return PromptPictures(np.concatenate(places), torch.cat(list(features)), None, 0, identities)
     return PromptPictures(
         np.concatenate(places),
         torch.cat(list(features)),
@@ -189,7 +203,7 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
     if not config.max_images or is_gguf(path) or options.trust_remote_code:
         return None
     architecture = read_architecture(path, options)
-    if architecture.config.model_type != "qwen3_vl":
+    if architecture.config.model_type not in FAMILIES:
         return None
     is_ranked = config.tensor_parallel_size > 1
     if not isinstance(model, FusedDecoder) or model.device.type != "cpu" or is_ranked:
@@ -197,8 +211,8 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
         where = "in several processes (tensor_parallel_size)" if is_ranked else where
         logger.warning("%s is served without its vision tower: its text part is run %s", path, where)
         return None
-    if not (Path(path) / PREPROCESSOR).is_file():
-        logger.warning("%s is served without its vision tower: it has no %s", path, PREPROCESSOR)
+    if not any((Path(path) / name).is_file() for name in PREPROCESSORS):
+        logger.warning("%s is served without its vision tower: it has no %s", path, PREPROCESSORS[0])
         return None
     with stage(path, "vision tower"):
         return _load(path, architecture.config, model, config, options)
@@ -207,15 +221,16 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
 def _load(path: str, config: Any, model: FusedDecoder, settings: EngineConfig, options: LoadOptions) -> Tower:
     processor = Qwen2VLImageProcessorPil.from_pretrained(path)
     if not processor.do_resize:
-        raise ModelLoadError(f"{path}: do_resize of {PREPROCESSOR} is false, but pictures are scaled here")
+        raise ModelLoadError(f"{path}: do_resize of its preprocessor is false, but pictures are scaled here")
+    family = FAMILIES[config.model_type]
     vision, size = config.vision_config, dict(processor.size)
     given = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     needed = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
     if given != needed:
-        raise ModelLoadError(f"{path}: {PREPROCESSOR} cuts pictures by {given}, and the tower by {needed}")
-    if vision.out_hidden_size != config.text_config.hidden_size:
+        raise ModelLoadError(f"{path}: its preprocessor cuts pictures by {given}, and the tower by {needed}")
+    if (written := getattr(vision, family.size)) != config.text_config.hidden_size:
         raise ModelLoadError(
-            f"{path}: the tower writes {vision.out_hidden_size} numbers a token, and the text part reads "
+            f"{path}: the tower writes {written} numbers a token, and the text part reads "
             f"{config.text_config.hidden_size}"
         )
     tile = vision.patch_size * vision.spatial_merge_size
@@ -230,19 +245,20 @@ def _load(path: str, config: Any, model: FusedDecoder, settings: EngineConfig, o
     )
     module = _tower(path, config, options, model.dtype)
     rotary = model.rotary
-    rotary.axis_of = axis_of(config.text_config.rope_parameters, rotary.size).to(model.device)
+    sections = config.text_config.rope_parameters.get("mrope_section")
+    rotary.axis_of = axis_of(sections, rotary.size, alternates=family.alternates).to(model.device)
     return Tower(config, module, processor, facts)
 
 
 def _tower(path: str, config: Any, options: LoadOptions, dtype: torch.dtype) -> Any:
-    from transformers import Qwen3VLVisionModel
-
     checkpoint = Checkpoint.find(path, options.allow_pickle)
     if checkpoint is None:
         raise ModelLoadError(f"{path} has no weights of a vision tower")
     names = {name.partition("visual.")[2]: name for name in checkpoint.files if "visual." in name}
     stored = checkpoint.read(names.values())
-    module, info = Qwen3VLVisionModel.from_pretrained(
+    kind = config.model_type
+    modeling: Any = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    module, info = getattr(modeling, FAMILIES[kind].tower).from_pretrained(
         None,
         config=config.vision_config,
         state_dict={name: stored[given] for name, given in names.items()},
@@ -257,11 +273,15 @@ def _tower(path: str, config: Any, options: LoadOptions, dtype: torch.dtype) -> 
     return module.eval().requires_grad_(False)
 
 
-def axis_of(rotary: dict[str, Any], size: int) -> torch.Tensor:
+def axis_of(sections: Sequence[int] | None, size: int, *, alternates: bool) -> torch.Tensor:
     """Returns which of three positions turns each of ``size`` numbers of a head: time, row or column of a
-    picture, in alternation as far as the sections of row and column reach."""
-    _, rows, columns = rotary.get("mrope_section") or [24, 20, 20]
-    pairs = torch.zeros(size // 2, dtype=torch.int64)
-    pairs[1 : 3 * rows : 3] = 1
-    pairs[2 : 3 * columns : 3] = 2
+    picture. ``sections`` are the pairs that each turns, one after the other; if it ``alternates``, row and
+    column turn every third pair as far as their sections reach, and time all others."""
+    if sections is None or len(sections) != 3 or (not alternates and 2 * sum(sections) != size):
+        raise ModelLoadError(f"mrope_section is {sections}, which are no three parts of {size // 2} pairs")
+    pairs = torch.arange(3).repeat_interleave(torch.tensor(sections))
+    if alternates:
+        pairs = torch.zeros(size // 2, dtype=torch.int64)
+        pairs[1 : 3 * sections[1] : 3] = 1
+        pairs[2 : 3 * sections[2] : 3] = 2
     return torch.cat((pairs, pairs))

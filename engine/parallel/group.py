@@ -7,11 +7,10 @@ one process does.
 
 import os
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch._C import _distributed_c10d as c10d
 
 # Ranks load at their own speed, and then compute pass by pass: one that takes longer than this has died or
 # hangs.
@@ -42,11 +41,11 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.seconds = LOAD_SECONDS
-        store, limit = dist.FileStore(meeting, size), timedelta(seconds=LOAD_SECONDS)
+        store, limit = c10d.FileStore(meeting, size), timedelta(seconds=LOAD_SECONDS)
         if device.type == "cuda":
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._backend: c10d.ProcessGroup = c10d.ProcessGroupNCCL(store, rank, size, options)
+            self._backend: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
         else:
             # The name of a container's host may have no address; ranks are on one machine.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

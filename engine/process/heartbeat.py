@@ -44,8 +44,8 @@ class Heartbeats:
             if fault := self.files.fault():
                 connection.send(Failed(request_id="", code=WEIGHTS_CHANGED, message=fault))
                 os._exit(CHANGED_EXIT_CODE)
-            if fault := self.ranks():
-                connection.send(lost_rank(fault))
+            if lost := self.ranks():
+                connection.send(lost_rank(lost))
                 os._exit(LOST_RANK_EXIT_CODE)
             last = self._last_beat
             connection.send(Heartbeat(0.0 if last is None else time.monotonic() - last))

@@ -12,6 +12,7 @@ import gc
 import signal
 import sys
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -63,8 +64,10 @@ from truedraft.engine.process.heartbeat import LOST_RANK_EXIT_CODE, Heartbeats, 
 from truedraft.engine.process.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
-# The worker waits this long while a grammar is compiled, or pictures are looked at.
+# The worker waits this long while a grammar is compiled, pictures are looked at, or files are forgotten.
 PREPARING_POLL_MILLISECONDS = 1
+# After so many seconds a disk that is to forget prefixes does not answer.
+CLEARING_SECONDS = 10.0
 # While there is work, reports of the state of speculation are this many seconds apart.
 STATE_SECONDS = 0.5
 
@@ -102,6 +105,8 @@ class Worker:
         self.heartbeat = Heartbeats()
         self.is_trimmed = False  # True once the memory that passes freed has been returned to the system.
         self.preparing: dict[str, Preparing] = {}
+        # What has become of files that are to be forgotten, and how long that is waited for.
+        self.clearing: deque[tuple[Future[str], float]] = deque()
 
     def run(self) -> None:
         try:
@@ -143,7 +148,8 @@ class Worker:
 
     def _drain_inbox(self) -> None:
         """Handles the messages that have arrived; with nothing to do, waits for one, but not for ever."""
-        timeout = PREPARING_POLL_MILLISECONDS if self.preparing else IDLE_POLL_MILLISECONDS
+        is_waited_for = self.preparing or self.clearing
+        timeout = PREPARING_POLL_MILLISECONDS if is_waited_for else IDLE_POLL_MILLISECONDS
         if self.core.has_work:
             timeout = 0
         try:
@@ -155,6 +161,7 @@ class Worker:
             self.core.free_unused()
             trim_heap()
             self.is_trimmed = True
+        self._tell_of_clearing()
         for begun in [*self.preparing.values()]:
             if begun.is_done:
                 del self.preparing[begun.request.request_id]
@@ -177,6 +184,22 @@ class Worker:
             self._add(request)
         else:
             self.preparing[request.request_id] = Preparing(request, compiled, pictures)
+
+    def _clear(self) -> None:
+        cleared = self.core.forget_prefixes()
+        if cleared is None:
+            self.connection.send(Cleared())
+        else:
+            self.clearing.append((cleared, time.monotonic() + CLEARING_SECONDS))
+
+    def _tell_of_clearing(self) -> None:
+        """Answers in the order in which it was asked."""
+        while self.clearing:
+            cleared, until = self.clearing[0]
+            if not cleared.done() and time.monotonic() < until:
+                return
+            self.clearing.popleft()
+            self.connection.send(Cleared(cleared.result() if cleared.done() else "the disk does not answer"))
 
     def _add(self, request: Generate, pictures: Future[PromptPictures] | None = None) -> None:
         try:
@@ -216,8 +239,7 @@ class Worker:
             case UnloadAdapter():
                 self.core.unload_adapter(message.digest)
             case ClearPrefixes():
-                self.core.forget_prefixes()
-                self.connection.send(Cleared())
+                self._clear()
             case Shutdown():
                 self.running = False
 

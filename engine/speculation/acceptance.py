@@ -14,9 +14,11 @@ from truedraft.engine.speculation.costs import MAX_LENGTH
 POSITIONS = MAX_LENGTH + 1
 # Verdicts on a position that its rate remembers, and those that an old rate is worth.
 MEMORY, OLD_VERDICTS = 200, 50.0
-# The first rate starts here, each other one from the position before, a sequence's from its group's. That is
-# worth some verdicts.
+# The first rate starts here, each other one from the position before. That is worth some verdicts.
 PRIOR_RATE, PRIOR_VERDICTS = 0.6, 4.0
+# A row's rates start from its group's, which is worth more: the row that was lucky at first would else draft
+# furthest.
+ROW_VERDICTS = 16.0
 
 
 class Acceptance:
@@ -34,13 +36,15 @@ class Acceptance:
     def rates(self) -> list[float]:
         """Returns the acceptance rate of each position, among the drafts that reach it."""
         rates: list[float] = []
-        prior = None if self.group is None else self.group.rates()
+        prior, worth = None, PRIOR_VERDICTS
+        if self.group is not None:
+            prior, worth = self.group.rates(), ROW_VERDICTS
         for position, (reached, accepted) in enumerate(zip(self.reached, self.accepted, strict=True)):
             if prior is None and position == 0:
                 rates.append(accepted / reached)
             else:
                 before = rates[-1] if prior is None else prior[position]
-                rates.append((accepted + PRIOR_VERDICTS * before) / (reached + PRIOR_VERDICTS))
+                rates.append((accepted + worth * before) / (reached + worth))
         return rates
 
     def expected(self, length: int) -> float:

@@ -29,6 +29,9 @@ READ_SECONDS, ASK_SECONDS = 5e-6, 5e-5
 ASK_SHARE, ASK_ROUNDS = 0.01, 64
 # Tokens that all rows together read in a step, about ten milliseconds: a prompt may be long.
 MAX_READ = 2048
+# Factor by which a draft must be expected to save more than it takes: the best of several expectations is
+# too high, and a round with drafts is worth more than one without.
+LEAST_SAVING = 1.15
 # Balance that a row starts with, in tokens to read, and the most that one can have.
 START_BALANCE, MAX_BALANCE = 96, 1024
 # Decay per step of the sums that are reported, and what sources are called there.
@@ -143,7 +146,7 @@ class RowLookup:
             saved, best = 0.0, 0
             for length in range(len(token_ids) if is_fixed else 1, len(token_ids) + 1):
                 gain = acceptance.expected(length) - model_tokens
-                if (net := gain / terms.rate - terms.seconds[length]) > saved:
+                if (net := gain / (LEAST_SAVING * terms.rate) - terms.seconds[length]) > saved:
                     saved, best = net, length
             offer = Offer(acceptance, token_ids, best, saved)
         if not self.always:

@@ -87,7 +87,7 @@ class ByteLevelTextStream:
     def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, token_id: int) -> str:
         if self._vocabulary.is_without_text(token_id, skip_special_tokens=self._skip_special_tokens):
@@ -117,7 +117,7 @@ class ByteFallbackTextStream:
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
         self._text = TokenTextStream(fast, vocabulary, skip_special_tokens=skip_special_tokens)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
+        self._utf8: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
         self._stand_in = fast.token_to_id(STAND_IN)
         self._is_inside_bytes = False
 

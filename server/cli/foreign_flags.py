@@ -79,6 +79,7 @@ NONE: Mapping[str, str] = {
     "--mmproj": "Pictures are read by models in transformers' form (docs/images.md); the text part of a GGUF "
     "file is served without it.",
     "--limit-mm-per-prompt": "--max-images is the largest number of pictures in a request.",
+    "--api-server-count": "The front end is one process; for more there are replicas (docs/scaling.md).",
     "--enforce-eager": "CUDA graphs are taken where they help.",
 }
 

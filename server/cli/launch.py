@@ -58,6 +58,7 @@ DRAFTERS = {
     "draft_model": "the draft model",
     "eagle": "the head on the target's states",
     "mtp": "the head of the target's checkpoint",
+    "assistant": "the assistant on the target's keys and values",
     "ngram": "n-grams of the text so far",
 }
 

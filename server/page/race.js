@@ -122,7 +122,7 @@ export function raceInChats(hasTemplate) {
 
 /** The first prompt is one that suits what drafts on this server. */
 export function raceOn(proposers) {
-  task = ["draft_model", "eagle", "mtp"].some((name) => proposers.includes(name)) ? "story" : "edit";
+  task = ["draft_model", "eagle", "mtp", "assistant"].some((name) => proposers.includes(name)) ? "story" : "edit";
   offerPrompt();
 }
 

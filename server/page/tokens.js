@@ -7,6 +7,7 @@ export const SOURCES = {
   draft_model: ["draft model", "a draft model"],
   eagle: ["EAGLE head", "an EAGLE head"],
   mtp: ["MTP head", "the checkpoint's MTP head"],
+  assistant: ["assistant model", "an assistant model"],
   ngram: ["n-gram", "n-grams of the text"],
   prediction: ["prediction", "predictions"],
   grammar: ["grammar", "grammars"],

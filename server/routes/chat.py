@@ -81,7 +81,7 @@ class ChatWriter(ChunkWriter):
             is_news = logprobs or choice.get("token_ids") or choice.get("origins")
             if delta.parts or delta.finish_reason or is_news:
                 yield self._chunk([choice], **context.ending())
-        if context.include_usage:
+        if self._include_usage:
             yield self._chunk([], is_last=True, truedraft=context.report())
 
     def _whole_choice(self, choice: FinishedChoice) -> ChatChoice:

@@ -87,7 +87,7 @@ class CompletionWriter(ChunkWriter):
             is_news = choice["text"] or choice.get("token_ids") or choice.get("origins")
             if is_news or delta.finish_reason:
                 yield self._chunk([choice], **context.ending())
-        if context.include_usage:
+        if self._include_usage:
             yield self._chunk([], is_last=True, truedraft=context.report())
 
     def _whole_choice(self, choice: FinishedChoice) -> CompletionChoice:

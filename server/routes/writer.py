@@ -27,6 +27,7 @@ class ChunkWriter(ABC):
 
     def __init__(self, context: GenerationContext) -> None:
         self._context = context
+        self._include_usage = context.include_usage
         header = context.header()
         self._header = {"id": header.pop("id"), "object": self.chunk_object, **header}
 
@@ -46,11 +47,10 @@ class ChunkWriter(ABC):
 
         Only for a client that asked for it there is ``usage``, null until the last one.
         """
-        context = self._context
         chunk = {**self._header, "choices": choices}
-        if context.include_usage:
-            has_usage = is_last or context.continuous_usage
-            chunk["usage"] = context.generation.usage() if has_usage else None
+        if self._include_usage:
+            has_usage = is_last or self._context.continuous_usage
+            chunk["usage"] = self._context.generation.usage() if has_usage else None
         return chunk | _told(more)
 
     def _choice(self, delta: ChoiceDelta, logprobs: Any, /, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
+from typing_extensions import TypedDict
 
 from truedraft.server.schemas.answer import Answer, Choice, is_none
 from truedraft.server.schemas.common import (
@@ -185,13 +186,13 @@ class AssistantMessage(BaseModel):
     tool_calls: list[ToolCall] | None = Field(None, exclude_if=is_none)
 
 
-class Delta(BaseModel):
+class Delta(TypedDict, total=False):
     """A chunk adds this to its choice; the first one says who speaks."""
 
-    role: Literal["assistant"] | None = Field(None, exclude_if=is_none)
-    content: str | None = Field(None, exclude_if=is_none)
-    reasoning_content: str | None = Field(None, exclude_if=is_none)
-    tool_calls: list[ToolCallDelta] | None = Field(None, exclude_if=is_none)
+    role: Literal["assistant"]
+    content: str
+    reasoning_content: str
+    tool_calls: list[ToolCallDelta]
 
 
 class ChatChoice(Choice):

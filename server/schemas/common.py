@@ -199,9 +199,9 @@ class ChunkStreamOptions(StreamOptions):
 class SpeculationOptions(RequestPart):
     """Controls how one request speculates: its speed changes, its output's distribution never does."""
 
-    method: Literal["auto", "draft_model", "eagle", "mtp", "ngram", "prediction", "grammar", "none"] = said(
-        "method", "auto"
-    )
+    method: Literal[
+        "auto", "draft_model", "eagle", "mtp", "assistant", "ngram", "prediction", "grammar", "none"
+    ] = said("method", "auto")
     num_speculative_tokens: Annotated[
         int | None,
         within("num_speculative_tokens"),

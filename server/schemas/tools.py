@@ -2,12 +2,12 @@
 
 import json
 from json import JSONDecoder
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, model_validator
 from pydantic_core import from_json
+from typing_extensions import TypedDict
 
-from truedraft.server.schemas.answer import is_none
 from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import JsonSchema
 
@@ -168,15 +168,15 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class FunctionDelta(BaseModel):
-    name: str | None = Field(None, exclude_if=is_none)
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
     arguments: str
 
 
-class ToolCallDelta(BaseModel):
+class ToolCallDelta(TypedDict):
     """The first one of a call has its id and name, the others only more of the arguments."""
 
     index: int
-    id: str | None = Field(None, exclude_if=is_none)
-    type: Literal["function"] | None = Field(None, exclude_if=is_none)
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
     function: FunctionDelta

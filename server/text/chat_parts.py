@@ -49,11 +49,11 @@ class DeltaWriter:
                     deltas.append(Delta(tool_calls=[call]))
                     self._num_calls += 1
                 case Arguments():
-                    begun = deltas[-1].tool_calls if deltas else None
+                    begun = deltas[-1].get("tool_calls") if deltas else None
                     if begun is None:
                         index = self._num_calls - 1
                         more = ToolCallDelta(index=index, function=FunctionDelta(arguments=""))
                         begun = [more]
                         deltas.append(Delta(tool_calls=begun))
-                    begun[0].function.arguments += part.text
+                    begun[0]["function"]["arguments"] += part.text
         return deltas

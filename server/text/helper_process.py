@@ -3,16 +3,19 @@
 They run what comes from clients and checkpoints, within limits, and may end at any moment.
 """
 
+import json
 import os
 import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from truedraft.server.settings import ENV_PREFIX
 
 # A chat template may take this much of the processor's time for one conversation.
 TEMPLATE_SECONDS = 5.0
+OUT = 1
 
 
 def helper_command(module: str) -> tuple[str, ...]:
@@ -30,3 +33,10 @@ def limit_memory(num_bytes: int) -> None:
         before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (before + num_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def say(**message: Any) -> None:
+    """Writes one line of JSON, as whoever started this process expects it."""
+    rest = memoryview(json.dumps(message).encode() + b"\n")
+    while rest:
+        rest = rest[os.write(OUT, rest) :]

@@ -15,10 +15,9 @@ from urllib.parse import unquote_to_bytes
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from truedraft.server.text.helper_process import TEMPLATE_SECONDS, limit_memory
+from truedraft.server.text.helper_process import TEMPLATE_SECONDS, limit_memory, say
 from truedraft.server.text.picture_fetch import FetchError, fetched
 from truedraft.server.text.picture_size import Tiles, shown_size
-from truedraft.server.text.template_renderer import say
 
 # All that is read here gets this much address space.
 MAX_MEMORY = 3 << 29

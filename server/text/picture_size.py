@@ -25,8 +25,9 @@ def shown_size(height: int, width: int, tiles: Tiles) -> tuple[int, int]:
     rounded = round(height / side) * side, round(width / side) * side
     if rounded[0] * rounded[1] > tiles.max_pixels:
         shrunk = sqrt(height * width / tiles.max_pixels)
-        return tuple(max(side, floor(each / shrunk / side) * side) for each in (height, width))
+        rows, columns = (max(1, floor(each / shrunk / side)) for each in (height, width))
+        return rows * side, columns * side
     if rounded[0] * rounded[1] < tiles.min_pixels:
         grown = sqrt(tiles.min_pixels / (height * width))
-        return tuple(ceil(each * grown / side) * side for each in (height, width))
+        return ceil(height * grown / side) * side, ceil(width * grown / side) * side
     return rounded

@@ -6,7 +6,6 @@ line with the outcome of each goes out. Where a template takes more time than it
 """
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -16,13 +15,12 @@ from jinja2 import TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from truedraft.server.text.helper_process import TEMPLATE_SECONDS, limit_memory
+from truedraft.server.text.helper_process import TEMPLATE_SECONDS, limit_memory, say
 
 # All that is rendered here gets this much address space.
 MAX_MEMORY = 1 << 30
 MAX_CHARACTERS = 32_000_000
 MAX_ERROR = 1000
-OUT = 1
 
 
 class TemplateModel:
@@ -45,12 +43,6 @@ def main() -> int:
         signal.setitimer(signal.ITIMER_PROF, 0)
         say(**outcome)
     return 0
-
-
-def say(**message: Any) -> None:
-    rest = memoryview(json.dumps(message).encode() + b"\n")
-    while rest:
-        rest = rest[os.write(OUT, rest) :]
 
 
 def outcome_of(question: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,13 @@ from truedraft.engine.messages import (
     StepOutput,
     ToWorker,
 )
-from truedraft.server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
+from truedraft.server.errors import (
+    ApiError,
+    EngineError,
+    InvalidRequestError,
+    NotClearedError,
+    WorkerLostError,
+)
 from truedraft.server.observability.metrics import WorkerMetrics
 from truedraft.server.settings import OnChangedWeights, public_name
 from truedraft.server.workers.engine_stream import Output
@@ -59,6 +65,10 @@ SIGNALS: dict[int, str] = {
 
 # A worker that served this long before it died is restarted without delay. Loading does not count.
 STABLE_SECONDS = 60.0
+NOT_CLEARED = (
+    "The memory has forgotten all prefixes, but the files of prefix_cache_dir could not be cleared: {}. They "
+    "are not read until they are cleared, or the server starts again: remove them before that."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +192,7 @@ class WorkerClient:
 
     async def clear_prefixes(self) -> None:
         """Lets the worker, which is ready, forget its prefixes, and returns when it has. ``WorkerLostError``
-        if it ends before."""
+        if it ends before, ``NotClearedError`` if files are still there."""
         clearing = asyncio.get_running_loop().create_future()
         self._clearings.append(clearing)
         self.send(ClearPrefixes())
@@ -283,8 +293,8 @@ class WorkerClient:
                 self._weights_changed = message.code == WEIGHTS_CHANGED
             case Failed():
                 listener.request_failed(message.request_id, _error_from(message))
-            case Cleared():
-                self._cleared()
+            case Cleared(error=error):
+                self._cleared(NotClearedError(NOT_CLEARED.format(error)) if error else None)
             case Loading():
                 self._stage = message.stage
             case SpeculationState():

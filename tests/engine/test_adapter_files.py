@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from tests.adapters import write_adapter
 from truedraft.engine.errors import ModelLoadError
@@ -47,7 +48,7 @@ def tensors_of(modules: list[str], rank: int = 2) -> dict[str, torch.Tensor]:
 
 
 def read(folder: Path, max_rank: int = 4) -> AdapterFile:
-    return read_adapter("a", str(folder), PLACES, max_rank)
+    return read_adapter("a", str(folder), LlamaConfig(), PLACES, max_rank)
 
 
 def saved(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> AdapterFile:
@@ -223,7 +224,7 @@ def test_places_that_are_refused(tmp_path: Path) -> None:
         return str(error.value)
 
     assert "there is no folder" in refusal(tmp_path / "nothing")
-    assert "GGUF adapters are not served" in refusal(tmp_path / "a.gguf")
+    assert "there is no file" in refusal(tmp_path / "a.gguf")
     assert "no adapter_config.json" in refusal(tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps(CONFIG))

@@ -25,7 +25,7 @@ from tests.engine.grammars import (
 from tests.engine.head_runs import mtp_engine, save_small_hybrid
 from tests.engine.simulation import chi_square
 from tests.models import run_engine
-from truedraft.engine.messages import SamplingParams, Verification
+from truedraft.engine.messages import Method, SamplingParams, Verification
 
 COMMON = SamplingParams(max_tokens=3, temperature=2.5)
 KINDS = {
@@ -57,12 +57,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Enumerated:
 
 
 def law_is_the_targets(
-    target: Enumerated, rule: Verification, kinds: list[str], num_samples: int, *, native_kernels: bool = True
+    target: Enumerated,
+    rule: Verification,
+    kinds: list[str],
+    num_samples: int,
+    *,
+    draft: str = "mtp",
+    method: Method = "mtp",
+    native_kernels: bool = True,
 ) -> None:
     """Requests of all kinds are side by side."""
     core = mtp_engine(
         target.path,
-        method="mtp",
+        draft,
+        method=method,
         num_speculative_tokens=2,
         max_num_sequences=16,
         verification=rule,
@@ -70,7 +78,9 @@ def law_is_the_targets(
         native_kernels=native_kernels,
     )
     params = [
-        structs.replace(KINDS[kind], seed=seed, method="mtp") for seed in range(num_samples) for kind in kinds
+        structs.replace(KINDS[kind], seed=seed, method=method)
+        for seed in range(num_samples)
+        for kind in kinds
     ]
     outputs = run_engine(know_grammars(core), [PROMPT] * len(params), params)
     for number, kind in enumerate(kinds):
@@ -78,7 +88,7 @@ def law_is_the_targets(
         assert counts.keys() <= expected.keys(), kind
         observed = np.array([counts[text] for text in expected])
         assert chi_square(observed, np.array([*expected.values()])) > SIGNIFICANCE, kind
-    drafts = core.stats.drafts["mtp"]
+    drafts = core.stats.drafts[method]
     assert 0.1 < drafts.num_accepted_tokens / drafts.num_draft_tokens < 0.9
 
 

@@ -121,6 +121,13 @@ def forgotten(core: EngineCore) -> None:
         pool.forget_all()
 
 
+def clear(core: EngineCore) -> str:
+    """Forgets all prefixes, and returns why files are still there."""
+    cleared = core.forget_prefixes()
+    assert cleared is not None
+    return cleared.result(60)
+
+
 def killed(core: EngineCore, num_steps: int) -> None:
     """Runs ``num_steps`` steps, and writes nothing any more."""
     pending = list(range(len(PROMPTS)))
@@ -290,7 +297,7 @@ def test_what_is_not_ours_stays(models: Models, tmp_path: Path) -> None:
     for number in range(6):
         run_engine(core, [text(number, 61)], params)
     written(core)
-    core.forget_prefixes()
+    assert clear(core) == ""
     written(core)
     assert [path.exists() for path in theirs] == [True, False, True]
     assert len([*tmp_path.rglob("notes.txt")]) == 2  # a folder that was cleared keeps it
@@ -350,7 +357,7 @@ def test_two_servers_share_a_folder(kinds: Callable[[str], Kind], tmp_path: Path
             forgotten(core)
             assert run_engine(core, PROMPTS, PARAMS, ARRIVALS) == kind.expected
         if number % 5 == 4:
-            cores[number % 2].forget_prefixes()
+            assert clear(cores[number % 2]) == ""
     assert all(written(core).num_hits for core in cores)
     assert all(written(core).is_writing for core in cores)
 
@@ -396,13 +403,13 @@ def test_to_clear_forgets_memory_and_files(kinds: Callable[[str], Kind], tmp_pat
         kind = kinds(name)
         core = kind.engine(tmp_path / name)
         assert run_engine(core, PROMPTS, PARAMS, ARRIVALS) == kind.expected
-        core.forget_prefixes()
+        assert clear(core) == ""
         written(core)
         assert not [path for path in (tmp_path / name).rglob("*") if path.is_file()]
         assert cached(core, PROMPTS[2]) == 0
         core.add(Generate("0", PROMPTS[0], PARAMS[0]))
         said = [token for _ in range(4) for output in stepped(core) for token in output.token_ids]
-        core.forget_prefixes()  # in the midst of a text
+        assert clear(core) == ""  # in the midst of a text
         said += [token for output in iter_outputs(core) for token in output.token_ids]
         assert said == kind.expected[0]
         assert run_engine(core, PROMPTS, PARAMS, ARRIVALS) == kind.expected
@@ -420,6 +427,9 @@ class Told:
 
     def removed(self, block_hash: bytes) -> None:
         self.tokens.pop(block_hash, None)
+
+    def cleared(self) -> None:
+        self.tokens.clear()
 
 
 def test_gateways_hear_of_restored_blocks(models: Models, tmp_path: Path) -> None:

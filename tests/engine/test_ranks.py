@@ -21,6 +21,7 @@ from tests.gguf_models import save_gguf
 from tests.heads import Shape, random_head, save_head
 from tests.hybrids import HYBRIDS
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
+from tests.pictures import save_seeing
 from truedraft.engine import build
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
@@ -103,6 +104,16 @@ def test_ranks_have_the_bits_of_one_process(tmp_path: Path, kind: str) -> None:
         assert all(map(torch.equal, ours, one))
 
 
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("kind", EXACT)
+def test_ranks_have_the_bits_of_one_process_with_caches_in_int8(tmp_path: Path, kind: str) -> None:
+    path, options = save_random(tmp_path, *EXACT[kind]), LoadOptions(cache_dtype="int8")
+    one = logits_of(path, options)
+    assert not all(map(torch.equal, one, logits_of(path, LoadOptions())))
+    for ours in logits_on_ranks(path, 2, options):
+        assert all(map(torch.equal, ours, one))
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_families_are_divided_or_refused(tmp_path: Path, family: str) -> None:
     """Every family has the logits of one process up to rounding, or is refused by name."""
@@ -161,6 +172,31 @@ def test_texts_are_those_of_one_process(
     drafting = engines(target, draft, tensor_parallel_size=2)
     assert texts(drafting) == expected
     assert drafting.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8"])
+def test_caches_of_fewer_bits_are_divided(
+    tmp_path: Path, engines: Callable[..., EngineCore], cache_dtype: str
+) -> None:
+    target = save_random(tmp_path, *EXACT["dense"])
+    expected = texts(engines(target, cache_dtype=cache_dtype))
+    ours = engines(target, target, cache_dtype=cache_dtype, tensor_parallel_size=2)
+    assert texts(ours) == expected
+    assert str(ours.target.model.cache_dtype) == f"torch.{cache_dtype}"
+
+
+def test_ranks_see_no_pictures(tmp_path: Path, engines: Callable[..., EngineCore]) -> None:
+    target = save_seeing(tmp_path)
+    assert engines(target).admission.vision is not None
+    assert engines(target, tensor_parallel_size=2).admission.vision is None
+
+
+def test_no_draft_reads_a_cache_of_which_other_ranks_have_a_part(
+    tmp_path: Path, engines: Callable[..., EngineCore]
+) -> None:
+    core = engines(save_random_llama(tmp_path, 1), tensor_parallel_size=2)
+    with pytest.raises(ModelLoadError, match="take another draft"):
+        core.target.cache.shared([0])
 
 
 @pytest.mark.usefixtures("needs_compiler")
@@ -264,7 +300,12 @@ def sizes(path: str, options: LoadOptions) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("setting", "named"),
-    [({"lora_modules": ["a=/tmp"]}, "lora_modules"), ({"prefix_cache_dir": "/tmp/x"}, "prefix_cache_dir")],
+    [
+        ({"lora_modules": ["a=/tmp"]}, "lora_modules"),
+        ({"allow_lora_updating": True}, "allow_lora_updating"),
+        ({"prefix_cache_dir": "/tmp/x"}, "prefix_cache_dir"),
+        ({"device_map": "auto"}, "device_map"),
+    ],
 )
 def test_settings_of_one_process_are_refused(setting: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelLoadError, match=f"tensor_parallel_size is 2, and {named} is for a model in one"):

@@ -178,7 +178,9 @@ def test_memory_is_given_back_once_after_work(monkeypatch: pytest.MonkeyPatch) -
     trimmed: list[int] = []
     works = iter([True] * 3 + [False] * 4 + [True] + [False] * 2)
     steps: list[int] = []
-    core: Any = SimpleNamespace(runner=None, step=lambda: steps.append(len(trimmed)))
+    core: Any = SimpleNamespace(
+        runner=None, step=lambda: steps.append(len(trimmed)), free_unused=lambda: None
+    )
     worker = worker_process.Worker(core, SimpleNamespace(receive=lambda timeout: []), Outbox(1))  # type: ignore[arg-type]
     monkeypatch.setattr(worker_process, "trim_heap", lambda: trimmed.append(len(steps)))
     monkeypatch.setattr(worker, "_send_step", lambda results: None)

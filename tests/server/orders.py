@@ -9,6 +9,7 @@ from pathlib import Path
 
 DIE = "die"
 HANG = "hang"
+KEEP_FILES = "keep the files"
 
 
 class WorkerOrders:
@@ -28,6 +29,10 @@ class WorkerOrders:
     def hang(self) -> None:
         """The worker's loop stands still; its process lives."""
         self._write(HANG)
+
+    def keep_files(self) -> None:
+        """The files of prefixes cannot be forgotten."""
+        self._write(KEEP_FILES)
 
     def go_on(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -152,6 +152,11 @@ def test_shipped_files_load(path: Path) -> None:
     load_settings(["--config", str(path)])
 
 
+@pytest.mark.parametrize("flags", [["-tp", "2"], ["-tp=2"], ["--tensor-parallel-size", "2"]])
+def test_ranks_have_a_short_flag(flags: list[str]) -> None:
+    assert load_settings(flags).tensor_parallel_size == 2
+
+
 def test_default_file_has_every_setting_with_its_default() -> None:
     settings = load_settings(["--config", str(ROOT / "configs" / "default.yaml")])
     assert settings.model_dump(exclude={"config"}) == load_settings([]).model_dump(exclude={"config"})

@@ -178,14 +178,14 @@ def test_deltas_add_up(name: str) -> None:
     reader, writer = MessageParser(MessageFormat(calls=form, schemas={"weather": SCHEMA})), DeltaWriter()
     deltas = [delta for piece in text for delta in writer.deltas(reader.push(piece))]
     deltas += writer.deltas(reader.finish())
-    assert "".join(delta.content or "" for delta in deltas) == "Well."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well."
     for index, wanted in enumerate([ARGUMENTS, {"a": [1, {}]}]):
-        pieces = [call for delta in deltas for call in delta.tool_calls or [] if call.index == index]
-        assert pieces[0].type == "function"
-        assert pieces[0].function.name == ["weather", "now"][index]
-        assert len(pieces[0].id or "") == len(form.call_id_prefix) + form.call_id_length
-        assert all(piece.id is None and piece.function.name is None for piece in pieces[1:])
-        assert json.loads("".join(piece.function.arguments for piece in pieces)) == wanted
+        pieces = [call for delta in deltas for call in delta.get("tool_calls", []) if call["index"] == index]
+        assert pieces[0]["type"] == "function"
+        assert pieces[0]["function"]["name"] == ["weather", "now"][index]
+        assert len(pieces[0]["id"]) == len(form.call_id_prefix) + form.call_id_length
+        assert all("id" not in piece and "name" not in piece["function"] for piece in pieces[1:])
+        assert json.loads("".join(piece["function"]["arguments"] for piece in pieces)) == wanted
         assert form.arguments != "json" or len(pieces) > 5
 
 

@@ -104,6 +104,18 @@ def test_to_clear(start_server: StartServer) -> None:
         assert server.get("/prefix_cache/clear").status_code == 405
 
 
+def test_files_that_cannot_be_cleared_are_told(start_server: StartServer) -> None:
+    with start_server() as server:
+        server.worker.keep_files()
+        answer = server.client.post("/prefix_cache/clear")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "prefix_cache_not_cleared")
+        assert (
+            "could not be cleared: the disk refuses. They are not read" in answer.json()["error"]["message"]
+        )
+        server.worker.go_on()
+        assert server.client.post("/prefix_cache/clear").json() == {"success": True}
+
+
 def test_a_worker_that_ends_has_cleared_nothing(start_server: StartServer) -> None:
     with start_server() as server, ThreadPoolExecutor() as threads:
         worker = server.engine.workers[0]

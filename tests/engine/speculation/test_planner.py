@@ -23,7 +23,7 @@ from tests.engine.speculation.simulation import (
     interpolate,
 )
 from truedraft.engine.core.needs import Need
-from truedraft.engine.core.planning import StepChoice
+from truedraft.engine.core.planning import Found, StepChoice
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import (
     DraftChoice,
@@ -33,10 +33,12 @@ from truedraft.engine.core.step import (
     StepPlan,
     StepResult,
 )
+from truedraft.engine.messages import Source
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.speculation import lookups
-from truedraft.engine.speculation.acceptance import Acceptance
+from truedraft.engine.speculation.acceptance import Acceptance, Group
 from truedraft.engine.speculation.costs import MAX_LENGTH, MIXED, Costs, PassCosts, Shape
+from truedraft.engine.speculation.lookups import Offer, RowLookup, Terms
 from truedraft.engine.speculation.planner import Option, SpeculationPlanner
 from truedraft.engine.speculation.policy import FEW_ROUNDS, Batch, Best, Choice, Plan, Policy, Timing, why
 
@@ -596,3 +598,93 @@ def test_sequences_that_have_ended_are_forgotten() -> None:
     assert simulation.num_started > 100
     assert len(planner._rows) < 50
     assert len(planner._observed) < 100
+
+
+def half_repeat_themselves(rng: random.Random, number: int) -> list[int]:
+    """Every second text repeats itself; the others only seem to: two tokens recur, and others follow them."""
+    if number % 2:
+        return repeating(rng, number)
+    return [token for _ in range(200) for token in (7, 8, *(rng.randrange(1 << 30) for _ in range(3)))]
+
+
+def test_each_row_drafts_as_far_as_pays_for_it() -> None:
+    """No length for all rows is as good."""
+
+    def rate(planner: SpeculationPlanner, fixed_length: int = 0, *sources: Source) -> float:
+        simulation = Simulation(
+            PACKED,
+            planner,
+            always(0.0),
+            lambda _: 8,
+            sources=sources,
+            text=half_repeat_themselves,
+            num_prompt_tokens=60,
+            fixed_length=fixed_length,
+        )
+        return simulation.run(30.0).rate(5.0)
+
+    none = rate(auto(PACKED))
+    best = max(rate(with_ngrams(PACKED), length, "ngram") for length in (1, 2, 4, 8, 16))
+    assert rate(with_ngrams(PACKED), 0, "ngram") > 1.02 * max(best, none)
+
+
+class Guess:
+    """Offers the same eight tokens to every row."""
+
+    name: Source = "ngram"
+
+    def offers(self, sequence: Sequence, limit: int) -> Found:
+        return Found(4, list(range(8)))
+
+
+def check_lengths_of_rows() -> None:
+    """What one row is offered is always right, and what the other one is offered never is."""
+    group = Group("greedy")
+    lucky, unlucky = (RowLookup(one_sequence(), group, Guess(), always=True, is_asked=True) for _ in range(2))
+    terms = Terms(
+        rate=100.0, usual=0.01, seconds=[0.006 * length for length in range(9)], alone=0.0, free=1.0
+    )
+    for _ in range(40):
+        for lookup, emitted in ((lucky, list(range(9))), (unlucky, [99])):
+            offer = lookup.ask(8, terms, 0.0, is_fixed=False)
+            assert offer is not None
+            offer.judge(emitted)
+    lengths = [lookup.ask(8, terms, 0.0, is_fixed=False).num_worth for lookup in (lucky, unlucky)]  # type: ignore[union-attr]
+    assert lengths == [8, 0]
+
+
+def one_sequence() -> Sequence:
+    return Simulation(PACKED, with_ngrams(PACKED), always(0.0), lambda _: 1)._new_sequence()
+
+
+def test_a_row_s_length_follows_its_own_verdicts() -> None:
+    check_lengths_of_rows()
+
+
+def neighbours_length(patch: pytest.MonkeyPatch) -> None:
+    """Each row drafts as far as the one before it."""
+    honest = RowLookup.ask
+    last: list[Offer] = []
+
+    def ask(self: RowLookup, limit: int, terms: Terms, model_tokens: float, is_fixed: bool) -> Offer | None:
+        offer = honest(self, limit, terms, model_tokens, is_fixed)
+        assert offer is not None
+        last.append(offer)
+        return offer._replace(num_worth=last[max(0, len(last) - 2)].num_worth)
+
+    patch.setattr(RowLookup, "ask", ask)
+
+
+def groups_table(patch: pytest.MonkeyPatch) -> None:
+    """All rows have the acceptance of their group."""
+    patch.setattr(RowLookup, "_table", lambda self, where, strength: self.group.acceptance("ngram"))
+
+
+@pytest.mark.parametrize("plant", [neighbours_length, groups_table])
+def test_a_length_of_other_rows_is_caught(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """Planted bugs."""
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_lengths_of_rows()
