@@ -539,8 +539,7 @@ def key_tile_size(padded_size: int, dtype: torch.dtype) -> int:
 def most_pieces(num_keys: int, numbers: int) -> int:
     """Returns the most pieces of a row of up to ``num_keys``, where the output of all rows is ``numbers``."""
     fitting = max(2, BYTES_OF_PIECES // (numbers * torch.float32.itemsize))
-    pieces: int = triton.cdiv(num_keys, MIN_KEYS_OF_SPLIT)
-    return max(1, min(pieces, fitting, MAX_SPLITS))
+    return max(1, min(-(-num_keys // MIN_KEYS_OF_SPLIT), fitting, MAX_SPLITS))
 
 
 def splits(num_programs: int, num_keys: int, device: torch.device) -> int:

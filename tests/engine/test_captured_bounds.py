@@ -99,7 +99,9 @@ def test_verdicts_in_slices(most: int, models: Models, taped: None, monkeypatch:
 class Largest(TorchDispatchMode):
     """Remembers the most bytes that one tensor has taken."""
 
-    most = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

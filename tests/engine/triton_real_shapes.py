@@ -242,7 +242,12 @@ def packed(name: str, outputs: int, inputs: int) -> PackedBlocks:
 
 
 def experts(
-    name: str | None, tokens: int, num: int = 128, chosen: int = 8, sizes: tuple[int, int] = (2048, 768)
+    name: str | None,
+    tokens: int,
+    num: int = 128,
+    chosen: int = 8,
+    sizes: tuple[int, int] = (2048, 768),
+    has_bias: bool = False,
 ) -> None:
     """Launches what a layer of experts does."""
     hidden, inner = sizes
@@ -254,7 +259,8 @@ def experts(
     def linear(parts: int, rows: int, inputs: int) -> GroupedLinear:
         addresses = torch.empty(parts, 1 if name is None else 4, num, dtype=torch.int64)
         part = ExpertMatrices(rows, inputs, None if name is None else TYPES[name], addresses)
-        return GroupedLinear((part,), (), parts * rows, 1.0)
+        bias = torch.empty(num, parts * rows, dtype=torch.bfloat16) if has_bias else None
+        return GroupedLinear((part,), (), parts * rows, 1.0, bias)
 
     launch_experts.multiply_experts(x, linear(1 if name is None else 2, inner, hidden), groups, chosen)
     gated = torch.empty(tokens * chosen, inner, dtype=torch.bfloat16)
@@ -307,6 +313,7 @@ CASES: dict[str, Callable[[], None]] = {
     "Qwen3-30B-A3B Q4_K, 1 token": lambda: experts("Q4_K", 1),
     "Qwen3-30B-A3B Q4_K, 64 tokens": lambda: experts("Q4_K", 64),
     "Qwen3-30B-A3B Q6_K, 64 tokens": lambda: experts("Q6_K", 64),
+    "gpt-oss-20b, experts, 64 tokens": lambda: experts(None, 64, 32, 4, (2880, 2880), has_bias=True),
     "Qwen3-8B, sampling": lambda: sampling(151_936, 4),
     "Gemma 3, sampling": lambda: sampling(262_144, 4),
     "float32 Q4_K, 64 rows": lambda: product("Q4_K", 4096, 4096, 64, F32),
