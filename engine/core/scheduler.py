@@ -133,14 +133,15 @@ class Scheduler:
             pool.truncate(table, num_tokens)
 
     def publish(self, sequence: Sequence) -> None:
-        """Lets later sequences find what the caches hold of this one's committed tokens."""
-        if not self._uses_prefix_cache(sequence):
-            return
+        """Lets later sequences find what the caches hold of this one's committed tokens, and lets go of what
+        its own next tokens will not look at."""
+        is_shared = self._uses_prefix_cache(sequence)
         for pool, table in self._shares(sequence):
-            if table.num_computed_tokens // pool.block_size > len(table.hashes):
+            if is_shared and table.num_computed_tokens // pool.block_size > len(table.hashes):
                 end = table.num_computed_tokens + pool.lookahead
                 pool.publish(table, sequence.token_ids[:end], sequence.prefix_salt)
-                pool.keep_state(table, sequence.num_prompt_tokens)
+                pool.keep_beginning(table, sequence.num_prompt_tokens)
+            pool.let_go(table)
 
     def settle(self, sequence: Sequence) -> None:
         """Keeps in the caches all of a sequence's tokens but the pending one, and nothing of one that has
@@ -183,6 +184,8 @@ class Scheduler:
                     scheduled.append(part)
                     budget -= part.num_tokens + part.draft.num_first_drafts
         scheduled += self._plan_prompts(self.pace.within(budget), newcomers)
+        for part in scheduled:
+            self._extend(part)
         rows = [part for part in scheduled if part.completes]
         needs = self._needs(scheduled)
         max_rounds = 1
@@ -216,14 +219,11 @@ class Scheduler:
         """Tells whether there would certainly be blocks for it without ``others``: nobody gives way
         in vain."""
         num_tokens = sequence.length_after(sequence.num_speculative_tokens)
-        given: dict[int, int] = {}
+        given: dict[int, list[BlockTable]] = {}
         for other in others:
             for pool, table in self._shares(other):
-                given[id(pool)] = given.get(id(pool), 0) + pool.num_owned(table)
-        return all(
-            pool.blocks_for(num_tokens) <= pool.num_free + given.get(id(pool), 0)
-            for pool, _ in self._shares(sequence)
-        )
+                given.setdefault(id(pool), []).append(table)
+        return all(pool.would_hold(num_tokens, given.get(id(pool), [])) for pool, _ in self._shares(sequence))
 
     def _plan_prompts(self, budget: int, newcomers: Sequences[Sequence]) -> list[ScheduledSequence]:
         """Plans what is left of prompts, and admits waiting sequences, within ``budget`` tokens.
@@ -410,11 +410,21 @@ class Scheduler:
         """Makes room for ``num_tokens`` more, as far as it may grow, if no other sequence has to give way."""
         num_tokens = sequence.length_after(num_tokens)
         shares = self._shares(sequence)
-        if not all(pool.can_reserve(table, num_tokens) for pool, table in shares):
+        if not all(
+            pool.can_reserve(table, num_tokens) and pool.can_extend(table, num_tokens)
+            for pool, table in shares
+        ):
             return False
         for pool, table in shares:
             pool.reserve(table, num_tokens)
+            pool.extend(table, num_tokens)
         return True
+
+    def _extend(self, part: ScheduledSequence) -> None:
+        """Prepares tables for what the step computes of ``part``."""
+        table = part.sequence.target_blocks
+        end = table.num_computed_tokens + part.num_tokens + part.draft.num_first_drafts
+        self.target_pool.extend(table, end)
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempts a running sequence: it waits, without blocks, to be computed anew."""

@@ -168,7 +168,7 @@ def _touch(model: ModelRunner, pool: BlockPool, row_lengths: list[int]) -> None:
     if pool.states is not None:
         num_rows = min(num_rows, pool.states.num_free)
     with _scratch(pool, row_lengths[:num_rows]) as tables:
-        model.cache.clear([block for table in tables for block in table.block_ids])
+        model.cache.clear(tables)
 
 
 def _fastest(
@@ -235,6 +235,7 @@ def _scratch(pool: BlockPool, room: list[int], num_encoder_tokens: int = 0) -> I
     try:
         for table, num_tokens in zip(tables, room, strict=True):
             pool.reserve(table, num_tokens)
+            pool.extend(table, num_tokens)
         yield tables
     finally:
         for table in tables:

@@ -95,10 +95,10 @@ class Field(IntEnum):
     NUM_WANTED = INTEGER, "tokens to draft in each round, as far as there is room for them"
     NUM_KNOWN = INTEGER, "drafts that are known before the first round, in place of drawn ones"
     NUM_DRAFT_STORED = INTEGER, "tokens of the text in the draft model's cache"
-    NUM_BLOCKS = INTEGER, "entries of blocks"
-    BLOCKS = IDS, "the target's block table, with room for all rounds"
-    NUM_DRAFT_BLOCKS = INTEGER, "entries of draft_blocks"
-    DRAFT_BLOCKS = IDS, "the draft model's block table, with room for all rounds"
+    NUM_BLOCKS = INTEGER, "blocks of the row in the target's cache"
+    BLOCKS = IDS, "[num_blocks, kinds of layers] the target's block table, with room for all rounds"
+    NUM_DRAFT_BLOCKS = INTEGER, "blocks of the row in the draft model's cache"
+    DRAFT_BLOCKS = IDS, "[num_draft_blocks, kinds of layers] the draft model's, with room for all rounds"
     ADAPTER = INTEGER, "the number of the target's adapter; -1: none"
 
 
