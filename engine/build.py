@@ -296,7 +296,10 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
     others = (models.draft, None if models.head is None else models.head.model)
     loaded = [models.target, *(model for model in others if model is not None)]
-    num_blocks, num_state_slots, windows = plan_caches(config, loaded, models.max_model_len, planned)
+    pairing = models.drafting.pairing
+    num_blocks, num_state_slots, windows = plan_caches(
+        config, loaded, models.max_model_len, planned, 2 if pairing and pairing.translators is None else 1
+    )
     # The last block belongs to no pool: graphs write the keys and values of padding there.
     cached_blocks = num_blocks + (planned is not None)
     runners = [
@@ -309,7 +312,7 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     if planned is not None:
         target, draft, head, graphs = planned.captured(target, draft, head, num_blocks)
     target_pool = _pool(num_blocks, config.block_size, num_state_slots, target, windows[0])
-    draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
+    draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft, draft and windows[1])
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
     sampling = torch_sampling if planned is None else planned.sampling
     return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs, sampling)

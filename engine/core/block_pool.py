@@ -205,6 +205,11 @@ class BlockPool(Blocks):
         """Returns what ``keep_in`` was given."""
         return [] if self.files is None else [self.files]
 
+    @property
+    def num_writable(self) -> int:
+        """Returns how many blocks tables can have together if a pass may write to all of them."""
+        return self.num_free
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

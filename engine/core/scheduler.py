@@ -38,6 +38,7 @@ from truedraft.engine.core.step import (
     ScheduledSequence,
     StepPlan,
 )
+from truedraft.engine.core.window_blocks import WindowedPool
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import PrefixFileStats
 
@@ -279,7 +280,7 @@ class Scheduler:
         it; else for one, which has been reserved. Returns how many there is room for."""
         if max_rounds > 1:
             num_tokens = max_rounds * (1 + max(part.draft.max_num_drafts for part in rows))
-            if not all(self._reserve_ahead(part.sequence, num_tokens) for part in rows):
+            if not all(self._reserve_ahead(part, num_tokens) for part in rows):
                 return 1
         return max_rounds
 
@@ -406,25 +407,43 @@ class Scheduler:
             pool.reserve(table, num_tokens)
         return True
 
-    def _reserve_ahead(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve_ahead(self, part: ScheduledSequence, num_tokens: int) -> bool:
         """Makes room for ``num_tokens`` more, as far as it may grow, if no other sequence has to give way."""
+        sequence = part.sequence
         num_tokens = sequence.length_after(num_tokens)
         shares = self._shares(sequence)
-        if not all(
-            pool.can_reserve(table, num_tokens) and pool.can_extend(table, num_tokens)
-            for pool, table in shares
-        ):
+        written = [(self.target_pool, sequence.target_blocks)]
+        for proposer in self.proposers:
+            if proposer.name == part.draft.source:
+                written += proposer.tables(sequence)
+        has_room = all(pool.can_reserve(table, num_tokens) for pool, table in shares)
+        if not has_room or not all(pool.can_extend(table, num_tokens) for pool, table in written):
             return False
         for pool, table in shares:
             pool.reserve(table, num_tokens)
+        for pool, table in written:
             pool.extend(table, num_tokens)
         return True
 
     def _extend(self, part: ScheduledSequence) -> None:
-        """Prepares tables for what the step computes of ``part``."""
-        table = part.sequence.target_blocks
-        end = table.num_computed_tokens + part.num_tokens + part.draft.num_first_drafts
-        self.target_pool.extend(table, end)
+        """Prepares tables for what the step computes of ``part``. Where a draft's cache lacks so much of a
+        prompt that its windows have no room for it, it lags."""
+        sequence, table, num_drafts = part.sequence, part.sequence.target_blocks, part.draft.num_first_drafts
+        end = table.num_computed_tokens + part.num_tokens
+        self.target_pool.extend(table, end + num_drafts)
+        for proposer in self.proposers:
+            is_prompt = part.kind is not Kind.DECODE and part.is_prefilled_by(proposer.name)
+            if not is_prompt and part.draft.source != proposer.name:
+                continue
+            for pool, own in proposer.tables(sequence):
+                num_stored = own.num_computed_tokens
+                if not is_prompt:
+                    pool.extend(own, num_stored + part.num_catch_up_tokens + 1 + num_drafts)
+                elif (num_missing := end - part.num_tokens - num_stored) <= self._catch_up_budget:
+                    self._catch_up_budget -= num_missing
+                    pool.extend(own, end)
+                elif isinstance(pool, WindowedPool):
+                    part.lagging = {*part.lagging, proposer.name}
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempts a running sequence: it waits, without blocks, to be computed anew."""

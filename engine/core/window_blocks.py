@@ -112,9 +112,10 @@ class WindowBlocks(Blocks):
         self._keep_in_files(hashes)
 
     def let_go(self, table: BlockTable) -> None:
-        """Takes back the blocks that no token after the computed ones will look at; these must be
-        committed."""
+        """Takes back the blocks that hold none of the computed tokens, and those at which no token after them
+        will look; these tokens must be committed."""
         ids = self._ids(table)
+        self._cut(table, -(-table.num_computed_tokens // self.block_size))
         first = min(self.first_seen(table.num_computed_tokens), table.end_window_block)
         for number in range(table.first_window_block, first):
             self._drop(ids[number], is_next=ids[number] not in self._kept)
@@ -126,12 +127,8 @@ class WindowBlocks(Blocks):
         at must be there, unless nothing of the text is left."""
         is_there = self.first_seen(table.num_computed_tokens) >= table.first_window_block
         assert num_blocks == 0 or is_there, "blocks that this text needs have been let go"
-        ids, end = self._ids(table), table.end_window_block
-        for number in reversed(range(max(num_blocks, table.first_window_block), end)):
-            self._drop(ids[number])
-        del ids[num_blocks:]
-        table.end_window_block = min(end, num_blocks)
-        table.first_window_block = min(table.first_window_block, num_blocks)
+        self._cut(table, num_blocks)
+        del self._ids(table)[num_blocks:]
         self.follow(table)
 
     def keep_end(self, table: BlockTable) -> None:
@@ -141,6 +138,15 @@ class WindowBlocks(Blocks):
     def restore(self, block_hash: BlockHash, data: memoryview) -> None:
         """Publishes a block that files have."""
         self._restore(block_hash, None, data)
+
+    def _cut(self, table: BlockTable, num_blocks: int) -> None:
+        """Takes back the blocks from number ``num_blocks`` on."""
+        ids, first = self._ids(table), max(num_blocks, table.first_window_block)
+        for number in reversed(range(first, table.end_window_block)):
+            self._drop(ids[number])
+            ids[number] = self.nobody
+        table.end_window_block = min(table.end_window_block, num_blocks)
+        table.first_window_block = min(table.first_window_block, num_blocks)
 
     def _num_lacking(self, table: BlockTable, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self.block_size) - table.end_window_block)
@@ -182,6 +188,10 @@ class WindowedPool(BlockPool):
     def usage(self) -> float:
         """Returns the share in use of those blocks that are scarcest."""
         return max(super().usage, self.windows.usage)
+
+    @property
+    def num_writable(self) -> int:
+        return min(self.num_free, self.windows.num_free)
 
     def can_reserve(self, table: BlockTable, num_tokens: int) -> bool:
         has_promise = self.windows.can_promise(self.blocks_for(num_tokens), table)

@@ -61,22 +61,17 @@ class Windows:
         """Returns the number of blocks that one text and a step need."""
         return self.held + -(-self.num_step_tokens // self.block_size)
 
-    def num_blocks(self, budget: int, block_bytes: int, num_sequences: int, longest: int) -> int:
-        """Returns how many blocks these layers have, 0 for the same as the others, where a block takes
-        ``block_bytes`` in these and no text has more than ``longest``.
+    def num_blocks(self, alike: int, room: int, num_sequences: int) -> int:
+        """Returns how many blocks these layers have, if all layers could have ``alike`` many.
 
-        They are enough for ``num_sequences`` texts, a step, and beginnings that other texts may share, but
-        take no more than half of the ``budget`` where the other layers need memory, too.
+        They are enough for ``num_sequences`` texts, a step, and beginnings that other texts may share, but no
+        more than there is ``room`` for. One more is nobody's.
         """
-        alike = min(budget // (block_bytes + self.block_bytes), num_sequences * longest)
-        if alike <= self.fewest or longest <= self.held:
-            return 0  # no text that fits would give a block back
         wanted = self.fewest + (num_sequences - 1) * self.held + alike // KEPT_PART
-        room = budget // self.block_bytes // (2 if block_bytes else 1)
-        return min(wanted, max(room, self.fewest), alike - 1)  # one more is nobody's
+        return min(wanted, max(room, self.fewest), alike - 1)
 
 
-def windows_of(model: Model, config: EngineConfig) -> Windows | None:
+def windows_of(model: Model, config: EngineConfig, is_target: bool = True) -> Windows | None:
     """Returns those of a model whose layers with a window may have blocks of their own; None if it has no
     such layers, or they keep all blocks as the others do: on other devices than a CPU, with an encoder, and
     where gateways are told of blocks with which any text can begin (``kv_events_endpoint``)."""
@@ -90,15 +85,20 @@ def windows_of(model: Model, config: EngineConfig) -> Windows | None:
         width=max(cache.window or 0 for cache in layers),
         block_bytes=config.block_size * sum(cache.bytes_per_token for cache in layers),
         block_size=config.block_size,
-        num_step_tokens=config.max_num_batched_tokens,
+        # A draft model computes prompts, and what it has missed of other texts.
+        num_step_tokens=config.max_num_batched_tokens * (1 if is_target else 2),
     )
 
 
 def plan_caches(
-    config: EngineConfig, models: Sequence[Model], max_model_len: int, graphs: Captured | None
+    config: EngineConfig,
+    models: Sequence[Model],
+    max_model_len: int,
+    graphs: Captured | None,
+    num_windowed: int = 1,
 ) -> CachePlan:
     """Returns the number of blocks that the memory for caches holds, but no more than could ever be used. The
-    first of ``models`` is the target."""
+    first of ``models`` is the target; the first ``num_windowed`` may have own blocks for windows."""
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
     state_bytes = sum(model.state_bytes_per_sequence for model in models)
     devices = {cache.device for model in models for cache in model.caches}
@@ -109,20 +109,28 @@ def plan_caches(
     if graphs is not None:
         budget -= bytes_per_block
     longest = -(-max_model_len // config.block_size)
-    own: WindowBlocks | None = None
-    if (windows := windows_of(models[0], config)) is not None:
-        others = bytes_per_block - windows.block_bytes
-        if num_own := windows.num_blocks(budget, others, num_sequences, longest):
-            own = WindowBlocks(num_own, config.block_size, windows.width, windows.num_step_tokens)
-            # One more belongs to nobody.
-            budget, bytes_per_block = budget - (num_own + 1) * windows.block_bytes, others
+    most = longest * num_sequences
+    alike = min(budget // bytes_per_block, most) if bytes_per_block else most
+    found = [windows_of(model, config, model is models[0]) for model in models[:num_windowed]]
+    # Otherwise no text that fits would give a block back.
+    found = [each if each and each.fewest < alike and each.held < longest else None for each in found]
+    of_windows = sum(each.block_bytes for each in found if each is not None)
+    bytes_per_block -= of_windows
+    # Other layers need memory, too.
+    room = budget // of_windows // (2 if bytes_per_block else 1) if of_windows else 0
+    own: list[WindowBlocks | None] = [None] * len(models)
+    for place, each in enumerate(found):
+        if each is not None:
+            number = each.num_blocks(alike, room, num_sequences)
+            own[place] = WindowBlocks(number, config.block_size, each.width, each.num_step_tokens)
+            budget -= (number + 1) * each.block_bytes
     num_blocks, num_state_slots = cache_sizes(
         budget,
         bytes_per_block,
         state_bytes,
         config.block_size,
         num_sequences,
-        longest * num_sequences,
+        most,
     )
     if num_blocks < 1:
         states = f" and the states of one sequence ({state_bytes} bytes)" if state_bytes else ""
@@ -130,4 +138,4 @@ def plan_caches(
             f"{ByteSize(budget).human_readable()} for the caches (cache_memory) do not hold one block of "
             f"{config.block_size} tokens ({bytes_per_block} bytes){states}"
         )
-    return CachePlan(num_blocks, num_state_slots, [own, *[None] * (len(models) - 1)])
+    return CachePlan(num_blocks, num_state_slots, own)

@@ -105,8 +105,8 @@ class NativeRun:
             raise PointerError(f"there are {num_angles} angles for {end} positions")
         self.rotary = kinds, size
         own = batch.window_slots
-        num_kinds = 1 if own is None else 2
-        if num_kinds != (1 if cache.num_window_blocks is None else 2):
+        num_own, num_kinds = cache.num_window_blocks, 1 if own is None else 2
+        if num_tokens and num_kinds != (1 if num_own is None else 2):
             raise PointerError("a table has blocks for windows where the cache has none, or has none")
         self.slots = batch.slots if own is None else torch.cat((batch.slots, own))
         # Keys and values must reach as far as the last block and slot of their kind.
@@ -116,7 +116,7 @@ class NativeRun:
         self.num_slots = np.maximum(*ends).tolist()
         if min(int(slots.min(initial=0)), int(blocks.min(initial=0))) < 0:
             raise PointerError("there are no slots and blocks below 0")
-        if own is not None and int(own.max()) >= batch.block_size * (cache.num_window_blocks - 1):
+        if num_own and own is not None and int(own.max()) >= batch.block_size * (num_own - 1):
             raise PointerError("a token is stored in the block that belongs to nobody")
         self.spans = Spans(
             num_spans=num_spans,

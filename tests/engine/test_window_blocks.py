@@ -3,10 +3,12 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ByteSize
 
 from tests.families import FAMILIES, SHAPE, save_random
 from tests.models import make_engine, run_engine, save_perturbed, stepped
@@ -19,7 +21,8 @@ from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.memory.pointers import PointerError
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models import cache_plan
-from truedraft.engine.models.cache_plan import Windows, windows_of
+from truedraft.engine.models.cache_plan import plan_caches, windows_of
+from truedraft.engine.rounds.calibrate import pass_seconds
 
 VOCAB_SIZE = 16
 CPU = torch.device("cpu")
@@ -60,7 +63,7 @@ class Pair:
     def one_pool(self, draft: str | None = None, **config: Any) -> EngineCore:
         """An engine whose layers with a window have the blocks of the others."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cache_plan, "windows_of", lambda model, config: None)
+            patch.setattr(cache_plan, "windows_of", lambda *_: None)
             core = self.engine(draft, **config)
         assert not isinstance(core.scheduler.target_pool, WindowedPool)
         return core
@@ -369,27 +372,56 @@ def test_nobodys_block_is_not_written_to(gemma: Pair) -> None:
             core.target.forward([Span(bare, [1] * num_tokens, 1)])
 
 
+def test_passes_are_measured_as_far_as_there_are_blocks(gemma: Pair) -> None:
+    core = gemma.engine(**FEW)
+    pool, windows = core.scheduler.target_pool, windows_in(core)
+    assert pass_seconds(core.target, pool, [1] * 4, windows.num_blocks // 2)
+    assert pass_seconds(core.target, pool, [1] * 4, windows.num_blocks) is None
+    assert windows.num_free == windows.num_blocks
+    assert windows.num_promised == 0
+
+
+def planned(budget: int, window: int, **config: Any) -> tuple[int, int]:
+    """Blocks of a model like Gemma 3 1B, of 26 layers whose tokens take 1 KiB each, and those of the 22 that
+    have a window."""
+    kept = (1, 256), (1, 256)
+    layers = [
+        AttentionCache(*kept, torch.float16, CPU, window if place % 6 < 5 else None) for place in range(26)
+    ]
+    model: Any = SimpleNamespace(
+        caches=layers,
+        has_encoder=False,
+        cache_bytes_per_token=26 << 10,
+        state_bytes_per_sequence=0,
+        device=CPU,
+    )
+    settings = EngineConfig(target="target", cache_memory=ByteSize(budget), **config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_plan, "prompt_bytes", lambda *_: 0)  # of a GPU
+        plan = plan_caches(settings, [model], 32768, None)
+    (own,) = plan.windows
+    return plan.num_blocks, 0 if own is None else own.num_blocks
+
+
 def test_how_many_blocks_layers_with_a_window_have() -> None:
-    """Gemma 3 1B: 22 of 26 layers have a window of 512, a token takes 1 KiB in a layer of float16."""
-    whole, own = 16 * 4 << 10, 16 * 22 << 10
-    windows = Windows(512, own, 16, 512)
-    assert (windows.held, windows.fewest) == (34, 66)
-    # One text of 32,768 tokens, with all memory that it can use: a fifth of what it took.
-    (alone,) = {windows.num_blocks(64 << 30, whole, 1, 2048)}
-    assert 0.19 < (2048 * whole + (alone + 1) * own) / (2048 * (whole + own)) < 0.24
-    for budget in (1 << 26, 1 << 28, 1 << 30, 4 << 30):
-        alike = budget // (whole + own)
-        number = windows.num_blocks(budget, whole, 32, 2048)
-        assert windows.fewest <= number < alike
+    """With all memory that one text of 32,768 tokens can use it takes a fifth of what it took."""
+    whole, own, alone = 16 * 4 << 10, 16 * 22 << 10, {"max_num_sequences": 1, "max_num_batched_tokens": 512}
+    num_blocks, number = planned(64 << 30, 512, **alone)
+    assert num_blocks == 2048
+    assert 0.19 < (num_blocks * whole + (number + 1) * own) / (2048 * (whole + own)) < 0.24
+    fewest = blocks_held(512, 16) + EngineConfig().max_num_batched_tokens // 16
+    for budget in (1 << 27, 1 << 28, 1 << 30, 4 << 30):
+        num_blocks, number = planned(budget, 512)
+        assert fewest <= number
         # As much as before can be stored at least, and half of the memory remains for the other layers.
-        rest = (budget - number * own) // whole
-        assert rest >= alike
-        assert number == windows.fewest or number * own <= budget // 2
-    # A cache without room for a text that is longer than its window, or no such text: nothing is gained.
-    assert windows.num_blocks(60 * (whole + own), whole, 32, 2048) == 0
-    assert windows.num_blocks(64 << 30, whole, 32, 34) == 0
-    # All layers have windows: the memory is theirs.
-    assert windows.num_blocks(100 * own, 0, 32, 2048) == 99
+        assert num_blocks >= budget // (whole + own)
+        assert num_blocks * whole + (number + 1) * own <= budget
+        assert number == fewest or number * own <= budget // 2
+    # A cache without room for a text that is longer than its window and a step, or a window as long as the
+    # context: nothing is gained.
+    assert planned(1 << 25, 512) == ((1 << 25) // (whole + own), 0)
+    assert planned(4 << 30, 32768)[1] == 0
+    assert planned(4 << 30, 512, kv_events_endpoint="tcp://127.0.0.1:*")[1] == 0
 
 
 def test_who_has_blocks_of_its_own(gemma: Pair) -> None:
@@ -400,6 +432,3 @@ def test_who_has_blocks_of_its_own(gemma: Pair) -> None:
     assert found.width == 8
     assert [cache.has_own_blocks(layer) for layer in range(2)] == [True, False]
     assert cache.num_window_blocks == windows_in(core).num_blocks + 1
-    told = EngineConfig(target="target", kv_events_endpoint="tcp://127.0.0.1:*")
-    assert windows_of(model, told) is None
-    assert isinstance(model.caches[0], AttentionCache)
