@@ -12,8 +12,8 @@ from unittest import mock
 from benchmarks import on_device
 from benchmarks import synthetic_pair as synthetic
 from truedraft.engine import build
+from truedraft.engine.machine.lifeline import end_with_parent
 from truedraft.engine.process import worker
-from truedraft.engine.process.lifeline import end_with_parent
 
 
 def main() -> int:

@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.common import OfflineRun
 from benchmarks.engine_runs import decode_params, run_engine
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.machine.lifeline import end_with_parent
 from truedraft.engine.process import worker
-from truedraft.engine.process.lifeline import end_with_parent
 from truedraft.engine.proposers.translated.pairing import load_tokenizer
 
 

@@ -26,7 +26,7 @@ from pydantic import Field
 from pydantic_settings import CliApp, SettingsConfigDict
 
 from benchmarks.common import OfflineRun, note, print_table
-from truedraft.engine.process.lifeline import end_with_parent
+from truedraft.engine.machine.lifeline import end_with_parent
 from truedraft.loadtest.client import BenchmarkError
 from truedraft.loadtest.command import Bench, Load, document, draw, loads, open_bench, show
 from truedraft.loadtest.generator import new_session
@@ -88,6 +88,9 @@ def running_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    if "ngram_pool_tokens" in (checkout / "engine" / "config.py").read_text(encoding="utf-8"):
+        # The same prompts come again and again: what they were answered must not help.
+        settings = {"ngram_pool_tokens": 0, **settings}
     flags = [
         f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}"
         for name, value in settings.items()

@@ -39,17 +39,20 @@ from truedraft.engine.models.heads.mtp import has_mtp
 from truedraft.engine.models.heads.vocabulary import count_tokens
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.kept_prefixes import Cached, keep_prefixes
+from truedraft.engine.models.lengths import limits_of, max_model_len_of
 from truedraft.engine.models.load import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions, draft_source, load_options
 from truedraft.engine.models.plausibility import warn_if_misread
+from truedraft.engine.models.ranks import load_ranked
+from truedraft.engine.models.vision import Tower, load_vision
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.ops import NativeOps, native_ops
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
 from truedraft.engine.proposers.heads.proposer import LOOKAHEAD, HeadProposer
-from truedraft.engine.proposers.ngram import NgramProposer
+from truedraft.engine.proposers.ngram import NgramPool, NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
@@ -95,6 +98,7 @@ class Models:
     encoder_decoder: EncoderDecoderLimits | None
     max_model_len: int
     adapters: AdapterTable | None = None
+    vision: Tower | None = None
 
     @property
     def draft(self) -> Model | None:
@@ -189,11 +193,15 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
         torch.backends.cuda.enable_cudnn_sdp(False)
     assert config.target is not None  # EngineConfig filled it in.
     begin("the target model")
-    target = load_model(config.target, options)
+    is_ranked = config.tensor_parallel_size > 1
+    target: Model = load_ranked(config) if is_ranked else load_model(config.target, options)
     warn_if_misread(target, config.target)
     adapters = load_adapters(target, config)  # before anything has caches over the target
+    vision = load_vision(target, config, options)
     num_threads = config.num_threads or _num_threads(target)
-    if config.native_kernels and device.type == "cpu":
+    if is_ranked:
+        pass  # The ranks have divided the threads among them.
+    elif config.native_kernels and device.type == "cpu":
         set_num_threads(num_threads)
     else:
         torch.set_num_threads(num_threads)
@@ -206,8 +214,8 @@ def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
             begin("what may draft")
             drafting = choose_draft(config, target)
     if not isinstance(target, EncoderDecoderModel):
-        return Models(target, drafting, None, _max_model_len(config, target), adapters)
-    limits = _encoder_decoder_limits(config, target, drafting.draft)
+        return Models(target, drafting, None, max_model_len_of(config, target), adapters, vision)
+    limits = limits_of(config, target, drafting.draft)
     longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
     return Models(target, drafting, limits, longest)
 
@@ -293,7 +301,9 @@ def _trial(config: EngineConfig, models: Models) -> Trial:
 
 def allocate(config: EngineConfig, models: Models) -> Memory:
     """Allocates the caches, and captures passes as CUDA graphs where the device allows it."""
-    planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
+    planned = None
+    if config.tensor_parallel_size == 1:
+        planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
     others = (models.draft, None if models.head is None else models.head.model)
     loaded = [models.target, *(model for model in others if model is not None)]
     pairing = models.drafting.pairing
@@ -354,10 +364,11 @@ def make_core(
     """Puts planning, scheduling and admission around the ``runner``."""
     assert config.target is not None  # EngineConfig filled it in.
     target = models.target
+    pool = NgramPool(config.num_pool_tokens) if config.num_pool_tokens else None
     lookups: list[Lookup] = [
         GrammarProposer(),
         PredictionProposer(),
-        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
+        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice, pool),
     ]
     costs = _costs(config, models, memory, proposers, runner)
     length = _fixed_length(config)
@@ -394,6 +405,7 @@ def make_core(
             encoder_decoder=models.encoder_decoder,
             has_rules=bool(target.rules),
             adapters=models.adapters,
+            vision=models.vision,
             grammars=Grammars(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
             ),
@@ -526,41 +538,6 @@ def _method(config: EngineConfig, proposers: Sequence[Proposer]) -> Method:
         if config.method == name and name not in names:
             raise ModelLoadError(f"method is {name}, but {what} is given")
     return config.method
-
-
-def _max_model_len(config: EngineConfig, target: Model) -> int:
-    context = target.max_position
-    if config.max_model_len is None:
-        if context is None:
-            raise ModelLoadError("the target does not say how long its context is; set max_model_len")
-        return context
-    if context is not None and config.max_model_len > context:
-        raise ModelLoadError(f"max_model_len is {config.max_model_len}, the target's context only {context}")
-    return config.max_model_len
-
-
-def _encoder_decoder_limits(
-    config: EngineConfig, target: EncoderDecoderModel, draft: Model | None
-) -> EncoderDecoderLimits:
-    """Returns the limits of both texts: ``max_model_len`` bounds the prompt and the output, each; with
-    relative positions any length is possible."""
-    context = config.max_model_len or target.max_position or target.usual_length
-    if context is None:
-        raise ModelLoadError(
-            "the target does not say how long prompts and outputs may be; set max_model_len, for each"
-        )
-    for name, model in (("target", target), ("draft", draft)):
-        if model is not None and model.max_position is not None and context > model.max_position:
-            raise ModelLoadError(
-                f"prompt and output may have {context} tokens each (max_model_len), "
-                f"the {name} reads and writes only {model.max_position}"
-            )
-    return EncoderDecoderLimits(
-        start_ids=tuple(target.start_ids),
-        max_prompt_len=context,
-        max_output_len=context - len(target.start_ids),
-        forced_eos_token_id=target.rules.forced_eos_token_id,
-    )
 
 
 def _check_kinds(target: Model, draft: Model) -> None:

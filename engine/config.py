@@ -18,6 +18,8 @@ from truedraft.engine.messages import DefaultMethod
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
 # This value leaves the choice of a draft to the engine.
 AUTO = "auto"
+# Tokens of finished answers that are kept for each salt, unless the settings say otherwise.
+DEFAULT_POOL_TOKENS = 32_768
 # These drafts are the target's own weights in fewer bits; each has its way of quantising.
 SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
 
@@ -52,6 +54,14 @@ class ModelSettings(BaseModel):
         "auto",
         description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one. A server may have several, "
         "such as cuda:0,1: a worker on each.",
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes on this machine, ranks, that compute the target together, each with a share "
+        "of its layers and caches: a worker then consists of so many. num_threads and the memory for caches "
+        "are divided among them. -tp for short. On GPUs, one for each rank, this has never run.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -153,6 +163,14 @@ class SpeculationSettings(BaseModel):
         description="What ngram drafts if the text has continued in several ways: the latest "
         "continuation, or the most frequent one.",
     )
+    ngram_pool_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 24,
+        description="Last tokens of finished answers that ngram also looks in. Each API key has its own, and "
+        "so has each cache_salt; the 16 used last are kept, in about 40 bytes a token. 0: none. Default: "
+        "32768 with prefix_caching, else 0.",
+    )
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | Literal["auto"] = Field(
         "auto",
         description="Tokens drafted per round; 0 switches speculation off. auto: as many as maximise "
@@ -221,6 +239,23 @@ class AdapterSettings(BaseModel):
         if len(names) > self.max_loras:
             raise ValueError(f"lora_modules has {len(names)} adapters, and max_loras is {self.max_loras}")
         return self
+
+
+class PictureSettings(BaseModel):
+    """Pictures"""
+
+    max_images: int = Field(
+        8,
+        ge=0,
+        description="Largest number of pictures in a request to a model that sees. 0: its vision tower is "
+        "not loaded, and pictures are refused.",
+    )
+    max_image_tokens: int = Field(
+        2048,
+        ge=1,
+        description="Largest number of tokens of a picture. Larger ones are scaled down, as they are to the "
+        "size that the model's preprocessor_config.json names.",
+    )
 
 
 def adapter_entry(entry: str) -> tuple[str, str]:
@@ -299,11 +334,16 @@ class BatchingSettings(BaseModel):
         "key. Needs the extra 'kv-events'.",
     )
     kv_events_topic: str = Field("", description="First frame of those messages, by which gateways choose.")
-    cache_dtype: Literal["auto", "float32", "float16"] = Field(
+    cache_dtype: Literal["auto", "float32", "float16", "int8"] = Field(
         "auto",
         description="What keys and values are kept in on a CPU. auto: float32 with dtype float32; else "
         "float16 where all linear layers of a fused model have weights of 16 bits or fewer, and the model's "
-        "own type otherwise, as on a GPU.",
+        "own type otherwise, as on a GPU. int8: 8 bits, with a scale for each token and head.",
+    )
+    draft_cache_dtype: Literal["auto", "float32", "float16", "int8"] = Field(
+        "auto",
+        description="What keys and values of the draft model or head are kept in on a CPU. auto: as "
+        "cache_dtype says.",
     )
     cache_memory: ByteSize | None = Field(
         None, description="Memory for both KV caches together, such as '2GiB'. Default: cache_memory_share."
@@ -324,7 +364,7 @@ def _expanded(model: str) -> str:
     return str(Path(model).expanduser()) if model.startswith("~") else model
 
 
-class EngineConfig(BatchingSettings, AdapterSettings, SpeculationSettings, ModelSettings):
+class EngineConfig(BatchingSettings, PictureSettings, AdapterSettings, SpeculationSettings, ModelSettings):
     """Holds the settings of one worker. ``target`` None means the bundled pair."""
 
     model_config = ConfigDict(extra="forbid")
@@ -332,6 +372,13 @@ class EngineConfig(BatchingSettings, AdapterSettings, SpeculationSettings, Model
     def num_sequences_on(self, device_type: str) -> int:
         """Returns ``max_num_sequences``, or its default for a device of this kind."""
         return self.max_num_sequences or (32 if device_type == "cpu" else 128)
+
+    @property
+    def num_pool_tokens(self) -> int:
+        """Returns ``ngram_pool_tokens``, or its default: nothing is shared where beginnings are not."""
+        if self.ngram_pool_tokens is None:
+            return DEFAULT_POOL_TOKENS if self.prefix_caching else 0
+        return self.ngram_pool_tokens
 
     @model_validator(mode="after")
     def _resolve_models(self) -> Self:
@@ -349,6 +396,11 @@ class EngineConfig(BatchingSettings, AdapterSettings, SpeculationSettings, Model
             )
         if self.prefix_cache_dir is not None and not self.prefix_caching:
             raise ValueError("prefix_cache_dir keeps what prefix_caching reuses: set both, or neither")
+        if self.ngram_pool_tokens and not self.prefix_caching:
+            raise ValueError(
+                "ngram_pool_tokens keeps texts for later requests, as prefix_caching keeps what it computed: "
+                "switch that on, or leave this out"
+            )
         self.target = _expanded(self.target)
         self.draft = None if self.draft is None else _expanded(self.draft)
         return self

@@ -15,6 +15,7 @@ import msgspec
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.block_table import BlockHash
+from truedraft.engine.memory.identities import FIRST_IDENTITY
 
 # Up to this many messages wait for a slow subscriber; further ones are dropped, and their numbers are
 # missing.
@@ -37,7 +38,10 @@ class KvEvents:
 
     def stored(self, chain: Sequence[BlockHash], token_ids: Sequence[int]) -> None:
         """Notes that the last block of ``chain`` can be found from now on; it follows the one before it, or
-        begins a text."""
+        begins a text. Tokens of a picture mean nothing to a gateway: nothing is told of them, nor of what
+        follows them."""
+        if max(token_ids) >= FIRST_IDENTITY or not self._told.issuperset(chain[:-1]):
+            return
         self._told.add(chain[-1])
         *before, number = map(_number, chain)
         last = self._events[-1] if self._events else {}

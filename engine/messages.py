@@ -51,6 +51,16 @@ class Adapter(msgspec.Struct, frozen=True):
     rank: int = 0  # the largest of its modules
 
 
+class Picture(msgspec.Struct, frozen=True):
+    """Is a picture of a prompt, in the size that the model is shown. Its tokens, which are placeholders,
+    stand from index ``first`` of the prompt on."""
+
+    first: int
+    height: int
+    width: int
+    pixels: bytes  # red, green and blue of each pixel, row by row
+
+
 class Generate(msgspec.Struct, frozen=True, tag=True):
     """Asks for ``n`` sequences after ``prompt_token_ids``."""
 
@@ -66,6 +76,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     place: int = 0  # orders requests of the same priority, lower numbers first
     tenant: str = ""  # the client's group: one tenant's sequences do not shut out another's
     adapter: Adapter | None = None  # computed prefixes are shared with requests of the same one
+    pictures: list[Picture] = []  # in the order of their places
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -145,6 +156,22 @@ class EmbeddingFacts(msgspec.Struct, frozen=True):
     instruction: str = ""  # stands in the template unless a request has another one
 
 
+class VisionFacts(msgspec.Struct, frozen=True):
+    """Says how pictures are prepared for a model that sees. Each ``tile`` x ``tile`` pixels of a picture are
+    a token; sides are multiples of ``tile``, and pixels are between ``min_pixels`` and ``max_pixels``."""
+
+    token_id: int  # the placeholder
+    tile: int
+    min_pixels: int
+    max_pixels: int
+    resample: int  # Pillow's number of the filter that scales pictures
+    max_images: int  # a prompt may have so many
+    has_axes: bool = True  # true if tokens of a picture have positions by row and column
+
+    def num_tokens(self, height: int, width: int) -> int:
+        return (height // self.tile) * (width // self.tile)
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Tells the front end that the models are loaded and the caches allocated, and describes both."""
 
@@ -179,6 +206,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     task: Task = "generate"
     embedding: EmbeddingFacts | None = None  # None if the model writes text
     adapters: list[Adapter] = []  # LoRA adapters that the settings name
+    vision: VisionFacts | None = None  # None if the model sees no pictures
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -234,7 +262,7 @@ class RoundOrigin(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int  # all of them: one more may follow the accepted ones
 
 
-class TokenOutput(msgspec.Struct, frozen=True):
+class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """Holds what one step gave one sequence: in each round 1 to k + 1 tokens."""
 
     request_id: str

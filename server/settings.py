@@ -293,6 +293,17 @@ class RequestSettings(BaseModel):
         ge=1 << 20,
         description="Memory that compiling a grammar may take; a larger one gets 400.",
     )
+    max_image_pixels: int = Field(
+        50_000_000,
+        ge=1,
+        description="Largest number of pixels of a picture, as it is sent; a larger one gets 400 unread.",
+    )
+    allowed_media_domains: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
+        [],
+        description="Host names from which pictures may be fetched that requests name by a URL, "
+        "comma-separated; addresses of private networks are never asked. Default: none, pictures come in "
+        "'data:' URLs.",
+    )
     max_logit_bias: int = Field(
         1024, ge=0, description="Largest number of entries in 'logit_bias'; more get 400."
     )

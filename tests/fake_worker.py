@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tests.server.orders import DIE, HANG
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
+from truedraft.engine.machine.lifeline import end_with_parent
 from truedraft.engine.messages import (
     Abort,
     Cleared,
@@ -52,7 +53,6 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.process.connection import Connection
 from truedraft.engine.process.heartbeat import Heartbeats
-from truedraft.engine.process.lifeline import end_with_parent
 from truedraft.engine.process.spawned import FOR_THE_FRONT_END
 
 VOCAB_SIZE = 260

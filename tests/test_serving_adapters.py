@@ -246,6 +246,17 @@ def test_keys_need_rights(folders: list[str], tmp_path: Path) -> None:
         assert (answer.status_code, "allow_lora_updating" in answer.text) == (403, True)
 
 
+def test_a_key_of_an_adapter_alone_may_unload_it(folders: list[str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("own operate models=one\n")
+    with served(lora_modules=[f"one={folders[0]}"], api_key_file=keys, allow_lora_updating=True) as running:
+        running.client.headers["Authorization"] = "Bearer own"
+        assert running.ask("one", max_tokens=1).status_code == 200
+        assert running.unload("one").status_code == 200
+        assert running.ask("one", max_tokens=1).status_code == 404
+        assert running.load("one", folders[1]).status_code >= 400  # the model is another's
+
+
 def test_flags_have_one_value_or_several() -> None:
     for flags in (
         ["--lora-modules", "a=x", "b=y"],

@@ -131,9 +131,9 @@ def _pair(settings: CheckSettings, length: int) -> EngineCore:
 
 def _fields(settings: CheckSettings, length: int, **others: Any) -> dict[str, Any]:
     """Returns the engine's own settings: lengths are measured one by one, so the policy must not choose
-    them."""
+    them. The same prompts come again and again, so what they were answered must not help."""
     fields = {name: getattr(settings, name) for name in EngineConfig.model_fields}
-    fields["num_speculative_tokens"] = length
+    fields |= {"num_speculative_tokens": length, "ngram_pool_tokens": 0}
     if settings.method == "auto" and length:
         # The pair is to be checked, not n-grams.
         draft = settings.draft

@@ -37,8 +37,8 @@ MAX_LOSS = 0.1
 
 @dataclass(frozen=True)
 class WeightsResult:
-    """Holds mean log-probabilities of a token: as served, with float32 caches in place of float16 ones, and
-    all in float32, from which the served ones differ by ``distance`` on average. None where caches are in
+    """Holds mean log-probabilities of a token: as served, with float32 caches in place of narrower ones,
+    and all in float32, from which the served ones differ by ``distance`` on average. None where caches are in
     float32 anyway, or if memory is too small for the last."""
 
     num_tokens: int
@@ -80,7 +80,7 @@ def check_weights(
         ids = list(tokenizer.encode(TEXT))
     ids = ids[: min(MAX_TOKENS, target.served.max_position or MAX_TOKENS)]
     of_tokens, wide, reference, distance = _log_probs(target, ids), None, None, None
-    if (cache_dtype := target.served.cache_dtype) == torch.float16:
+    if (cache_dtype := target.served.cache_dtype) in (torch.float16, torch.int8):
         target.served.keep_cache_in(torch.float32)
         wide = float(_log_probs(target, ids).mean())
         target.served.keep_cache_in(cache_dtype)

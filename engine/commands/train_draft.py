@@ -110,11 +110,12 @@ def _head(settings: TrainSettings, target: FusedDecoder) -> TrainedHead:
 
 
 def _fields(settings: TrainSettings) -> dict[str, Any]:
-    """Returns the engine's settings: without a draft, and without cached prefixes, as all states of a text
-    are needed."""
+    """Returns the engine's settings: without a draft, and without what earlier texts leave, as all states of
+    a text are needed."""
     fields = {name: getattr(settings, name) for name in EngineConfig.model_fields}
     del fields["target"], fields["draft"]
-    return fields | {"method": "auto", "num_speculative_tokens": 1, "prefix_caching": False}
+    nothing_kept = {"prefix_caching": False, "prefix_cache_dir": None, "ngram_pool_tokens": None}
+    return fields | nothing_kept | {"method": "auto", "num_speculative_tokens": 1}
 
 
 class _Run:

@@ -4,6 +4,7 @@ The front end has checked ranges already; what is checked here depends on the lo
 """
 
 import secrets
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,11 +12,20 @@ from msgspec import structs
 
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
 from truedraft.engine.core.sequence import Sequence, is_greedy, is_scored_alone, sequence_seed
-from truedraft.engine.core.step import auto_limit
+from truedraft.engine.core.step import AUTO_LIMITS, auto_limit
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import Adapter, DraftSampleMethod, Generate, SamplingParams, Verification
+from truedraft.engine.messages import (
+    WITH_DRAFT,
+    Adapter,
+    DraftSampleMethod,
+    Generate,
+    SamplingParams,
+    Verification,
+    VisionFacts,
+)
 
 if TYPE_CHECKING:
+    from truedraft.engine.memory.pictures import PromptPictures
     from truedraft.engine.sampling.grammar import Grammars, Matcher
     from truedraft.engine.sampling.thinking import ThinkingBudget
 
@@ -23,6 +33,11 @@ if TYPE_CHECKING:
 NO_ADAPTERS = (
     "this model takes no LoRA adapters: that needs a fused family (docs/models.md) on a CPU, and "
     "lora_modules or allow_lora_updating"
+)
+
+NO_PICTURES = (
+    "this model does not see pictures: that needs a Qwen3-VL checkpoint with its preprocessor_config.json "
+    "on a CPU, and max_images above 0 (docs/images.md)"
 )
 
 
@@ -54,6 +69,25 @@ class Adapters(Protocol):
         """Keeps the adapter at least as long as the sequence."""
         ...
 
+    def free_unused(self) -> None:
+        """Frees the memory of unloaded adapters whose last sequence has ended."""
+        ...
+
+
+class Vision(Protocol):
+    """Sees pictures for the target."""
+
+    facts: VisionFacts
+
+    def check(self, request: Generate) -> None:
+        """Raises ``RequestError`` unless the prompt has places for its pictures."""
+        ...
+
+    def see(self, request: Generate, *, waits: bool = True) -> "Future[PromptPictures]":
+        """Begins to look at a request's pictures, in another thread; if it ``waits``, not before there is
+        memory for what it sees."""
+        ...
+
 
 @dataclass(frozen=True)
 class EncoderDecoderLimits:
@@ -78,7 +112,7 @@ class Admission:
     Sources that are ``drawing`` can draft greedily or at random; what others draft is certain.
     ``encoder_decoder`` None: a decoder only.
     ``has_rules``: the checkpoint's generation config forbids or forces tokens. ``grammars`` None: outputs
-    cannot be constrained. ``adapters`` None: the target takes none.
+    cannot be constrained. ``adapters`` None: the target takes none. ``vision`` None: it sees no pictures.
     """
 
     vocab_size: int
@@ -94,9 +128,32 @@ class Admission:
     has_rules: bool = False
     grammars: "Grammars | None" = None
     adapters: Adapters | None = None
+    vision: Vision | None = None
 
-    def sequences(self, request: Generate) -> list[Sequence]:
-        """Returns the request's ``n`` sequences; raises ``RequestError`` if it can never be served."""
+    def seeing(self, request: Generate, *, waits: bool = True) -> "Future[PromptPictures] | None":
+        """Begins to look at a request's pictures, if it has some; raises ``RequestError`` if it can never be
+        served."""
+        if not request.pictures:
+            return None
+        if self.vision is None:
+            raise RequestError("unsupported_parameter", NO_PICTURES)
+        if request.params.trace:
+            raise RequestError(
+                "unsupported_parameter",
+                "a trace has no pictures, so nobody could verify it: leave out speculation.trace",
+            )
+        if request.params.method in WITH_DRAFT:
+            raise RequestError(
+                "speculation_unavailable",
+                f"method {request.params.method!r} drafts by what a model reads, and no draft sees pictures: "
+                "after a picture auto, none, ngram, prediction and grammar are there",
+            )
+        self.vision.check(request)
+        return self.vision.see(request, waits=waits)
+
+    def sequences(self, request: Generate, pictures: "PromptPictures | None" = None) -> list[Sequence]:
+        """Returns the request's ``n`` sequences, with what the target sees in its ``pictures``; raises
+        ``RequestError`` if it can never be served."""
         params, prompt = request.params, request.prompt_token_ids
         self._check(request)
         start_ids: tuple[int, ...] = ()
@@ -137,7 +194,7 @@ class Admission:
                 ),
                 num_encoder_tokens=num_encoder_tokens,
                 forced_end=self._forced_end(params),
-                target_blocks=BlockTable(num_encoder_tokens, adapter),
+                target_blocks=BlockTable(num_encoder_tokens, adapter, pictures),
                 priority=request.priority,
                 place=request.place,
                 tenant=request.tenant,
@@ -155,6 +212,8 @@ class Admission:
         return found
 
     def _adapter(self, request: Generate) -> int:
+        if self.adapters is not None:
+            self.adapters.free_unused()
         if request.adapter is None:
             return -1
         if self.adapters is None:
@@ -304,4 +363,6 @@ class Admission:
             allowed.add("grammar")
         if request.prediction_token_ids:
             allowed.add("prediction")
+        if request.pictures:  # What a draft would read is placeholders.
+            allowed -= set(self.methods) - {*AUTO_LIMITS}
         return tuple(source for source in self.methods if source in allowed)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.kv_events import KvEvents
 from truedraft.engine.memory.block_table import BlockHash, BlockTable
+from truedraft.engine.memory.identities import FIRST_IDENTITY, IDENTITY_BYTES
 
 if TYPE_CHECKING:
     from truedraft.engine.memory.cache_files import CacheFiles
@@ -376,13 +377,18 @@ class BlockPool(Blocks):
         self, token_ids: Sequence[int], salt: str, known: Sequence[BlockHash] = ()
     ) -> Iterator[BlockHash]:
         """Hashes each full block after the ``known`` ones: its tokens, all before them, those that it looks
-        ahead to, and the salt.
+        ahead to, and the salt. ``token_ids`` are those of ``Sequence.prefix_ids``.
 
         128 bits of a cryptographic hash: a collision would show one user another's text.
         """
         previous, size = known[-1] if known else salt.encode(), self.block_size + self.lookahead
         for start in range(len(known) * self.block_size, len(token_ids) - size + 1, self.block_size):
             digest = blake2b(previous, digest_size=16)
-            digest.update(b"".join(i.to_bytes(4, "little") for i in token_ids[start : start + size]))
+            digest.update(b"".join(map(_encoded, token_ids[start : start + size])))
             previous = digest.digest()
             yield previous
+
+
+def _encoded(token_id: int) -> bytes:
+    """Returns a token as bytes, those of a picture with as many as its digest needs."""
+    return token_id.to_bytes(4 if token_id < FIRST_IDENTITY else IDENTITY_BYTES, "little")

@@ -5,7 +5,7 @@ executes steps, ``worker`` runs the loop next to a socket, ``llm`` in place.
 """
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from truedraft.engine.core.admission import NO_ADAPTERS, Admission, RequestError
 from truedraft.engine.core.commit import EngineStats, commit
@@ -13,6 +13,9 @@ from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import is_scored_alone
 from truedraft.engine.messages import Adapter, Failed, Generate, Stats, TokenOutput
+
+if TYPE_CHECKING:
+    from truedraft.engine.memory.pictures import PromptPictures
 
 
 class EngineCore:
@@ -54,9 +57,12 @@ class EngineCore:
         self.when_stepped()
         return outputs
 
-    def add(self, request: Generate) -> None:
-        """Queues a request's sequences; raises ``RequestError`` if it can never be served."""
-        sequences = self.admission.sequences(request)
+    def add(self, request: Generate, pictures: "PromptPictures | None" = None) -> None:
+        """Queues a request's sequences; raises ``RequestError`` if it can never be served. ``pictures`` are
+        what the target sees in the request's; unless they are given, it looks at them first."""
+        if pictures is None and (seeing := self.admission.seeing(request, waits=False)) is not None:
+            pictures = seeing.result()
+        sequences = self.admission.sequences(request, pictures)
         longest = sequences[0].max_num_tokens - is_scored_alone(request.params)
         if not self.scheduler.can_ever_fit(longest):
             raise RequestError(
@@ -76,6 +82,11 @@ class EngineCore:
         """Forgets an adapter once no sequence has it; an unknown one is ignored."""
         if self.admission.adapters is not None:
             self.admission.adapters.unload(digest)
+
+    def free_unused(self) -> None:
+        """Frees what sequences have left that have ended. Calls now and then are enough."""
+        if self.admission.adapters is not None:
+            self.admission.adapters.free_unused()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forgets a request's sequences, or one of them; unknown ones are ignored."""

@@ -20,6 +20,7 @@ class Need(StrEnum):
     BIAS = auto()  # logit_bias, or stop tokens forbidden below min_tokens
     PENALTIES = auto()  # presence, frequency, repetition
     RULES = auto()  # tokens that the checkpoint's generation config forbids or forces
+    PICTURES = auto()  # pictures in the prompt, after which positions are shifted indices
     MASK = auto()  # tokens allowed by position, by a grammar
     LOGPROBS = auto()
     TRACE = auto()

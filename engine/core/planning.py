@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import DraftChoice, InRound, StepPlan, StepResult
@@ -12,13 +12,25 @@ from truedraft.engine.messages import Source
 MAX_FORCED = 8
 
 
+class Found(NamedTuple):
+    """Holds the length of a match in known text, and tokens that could follow it. ``where`` tells texts apart
+    that one look-up has: what is accepted is learned for each."""
+
+    match_length: int
+    token_ids: list[int]
+    where: str = ""
+
+
+NOTHING = Found(0, [])
+
+
 class Lookup(Protocol):
     """Finds drafts in known text."""
 
     name: Source
 
-    def offers(self, sequence: Sequence, limit: int) -> tuple[int, list[int]]:
-        """Returns the length of a match, and up to ``limit`` tokens that could follow it; changes nothing."""
+    def offers(self, sequence: Sequence, limit: int) -> Found:
+        """Returns a match with up to ``limit`` tokens; changes nothing."""
 
 
 @runtime_checkable
@@ -30,6 +42,17 @@ class ReadingLookup(Lookup, Protocol):
 
     def num_unread(self, sequence: Sequence) -> int:
         """Returns how many tokens of the sequence are still to be read."""
+
+
+@runtime_checkable
+class KeepingLookup(Lookup, Protocol):
+    """Drafts from texts of earlier sequences, too."""
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keeps the text of a sequence that is finished."""
+
+    def forget_texts(self) -> None:
+        """Forgets all texts that were kept."""
 
 
 @runtime_checkable
@@ -74,7 +97,10 @@ class Planner(Protocol):
         """Learns from the verdicts on the drafts that ``choose`` asked for, and from the rounds' costs."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Forgets a sequence, which has ended."""
+        """Forgets a sequence, which has ended: it is finished, or was given up."""
+
+    def forget_texts(self) -> None:
+        """Forgets what earlier sequences have left for later ones."""
 
     def state(self) -> dict[str, object]:
         """Returns builtins, for ``GET /speculation``."""

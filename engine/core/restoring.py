@@ -90,9 +90,9 @@ class Restoring:
             return True
         if sequence.request_id in self._loads:
             return False
-        token_ids, salt = sequence.token_ids, sequence.prefix_salt
+        salt = sequence.prefix_salt
         parts = [
-            _part(pool, list(pool.hash_chain(token_ids[: num_tokens + pool.lookahead], salt)))
+            _part(pool, list(pool.hash_chain(sequence.prefix_ids(num_tokens + pool.lookahead), salt)))
             for pool, _ in shares
             if pool.files is not None
         ]
@@ -155,7 +155,7 @@ class Restoring:
                 part.pool.states.restore(block_hash, arrived.num_folded, arrived.data)
             return
         size, sequence = part.pool.block_size, load.sequence
-        token_ids = sequence.token_ids[place * size : (place + 1) * size]
+        token_ids = sequence.prefix_ids((place + 1) * size, place * size)
         chain = part.hashes[max(0, place - 1) : place + 1]
         part.pool.restore(chain, token_ids, sequence.prefix_salt, arrived.data)
         if part is load.parts[0]:

@@ -109,6 +109,7 @@ class Scheduler:
                 self.restoring.forget(sequence)
         self._release(sequence)
         self.planner.forget(sequence)
+        sequence.hold = None
 
     def abort(self, request_ids: Set[str], index: int | None = None) -> None:
         """Forgets the sequences of requests, or one of each; unknown ones are ignored."""
@@ -120,6 +121,7 @@ class Scheduler:
         """Forgets all sequences and what the caches hold, whatever state a broken step has left."""
         for sequence in [*self.running, *self.waiting]:
             self.planner.forget(sequence)
+            sequence.hold = None
         self.running.clear()
         self.waiting.clear()
         if self.restoring is not None:
@@ -140,7 +142,7 @@ class Scheduler:
         for pool, table in self._shares(sequence):
             if is_shared and table.num_computed_tokens // pool.block_size > len(table.hashes):
                 end = table.num_computed_tokens + pool.lookahead
-                pool.publish(table, sequence.token_ids[:end], sequence.prefix_salt)
+                pool.publish(table, sequence.prefix_ids(end), sequence.prefix_salt)
                 pool.keep_beginning(table, sequence.num_prompt_tokens)
             pool.let_go(table)
 
@@ -320,7 +322,8 @@ class Scheduler:
             self.restoring.wait()
 
     def forget_prefixes(self) -> None:
-        """Forgets what the caches have published, and what files keep of it."""
+        """Forgets what the caches have published, what files keep of it, and texts that drafts come from."""
+        self.planner.forget_texts()
         pools = [self.target_pool, *self.draft_pools]
         if self.restoring is not None:
             self.restoring.forget_all()
@@ -346,7 +349,7 @@ class Scheduler:
         last, salt = _num_shareable(sequence), sequence.prefix_salt
         if not self._uses_prefix_cache(sequence) or last == 0:
             return [[] for _ in shares]
-        found = [(pool, pool.find(sequence.token_ids[: last + pool.lookahead], salt)) for pool, _ in shares]
+        found = [(pool, pool.find(sequence.prefix_ids(last + pool.lookahead), salt)) for pool, _ in shares]
         for (pool, table), (_, hashes) in zip(shares, found, strict=True):
             pool.expect_shared(table, hashes, pool.usable(hashes))
         bound = {id(pool) for proposer in self._followers for pool in proposer.pools}

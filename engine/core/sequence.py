@@ -21,6 +21,7 @@ from truedraft.engine.parameters import NEEDING
 from truedraft.engine.sampling.splitmix import WEYL, mix
 
 if TYPE_CHECKING:
+    from truedraft.engine.memory.pictures import PromptPictures
     from truedraft.engine.sampling.grammar import Matcher
     from truedraft.engine.sampling.thinking import ThinkingBudget
 
@@ -50,6 +51,7 @@ class Sequence:
     forced_end: bool = False  # the last token that fits is forced to be a stop token; it says nothing
     cache_salt: str = ""  # shares only with sequences of the same salt and adapter
     adapter: str = ""  # the digest of the target's adapter; empty without one
+    hold: object = None  # what is kept for it until the scheduler forgets it
     arrival: int = 0  # set by the scheduler
     arrived: float = 0.0  # when, by the monotonic clock; set by the scheduler
     queue_seconds: float | None = None  # from there to the first step; None until then
@@ -84,6 +86,7 @@ class Sequence:
             Need.BLOCK_RULE: not self.greedy and self.verification == "block",
             Need.RULES: self.has_rules,
             Need.MASK: self.matcher is not None,
+            Need.PICTURES: self.pictures is not None,
         }
         asked |= {Need(row.need): True for row in NEEDING if getattr(self.params, row.name) != row.default}
         return frozenset(need for need, is_asked in asked.items() if is_asked)
@@ -108,6 +111,18 @@ class Sequence:
         """Returns what sequences that share computed beginnings have in common besides these, empty without
         an adapter and a salt. A digest has no slash, so nobody's salt makes two adapters alike."""
         return f"{self.adapter}/{self.cache_salt}" if self.adapter or self.cache_salt else ""
+
+    @property
+    def pictures(self) -> "PromptPictures | None":
+        return self.target_blocks.pictures
+
+    def prefix_ids(self, end: int, first: int = 0) -> list[int]:
+        """Returns the tokens from ``first`` to ``end`` by what tells computed beginnings apart: the tokens of
+        two pictures have the same ids, and numbers of their own here."""
+        if self.pictures is None:
+            return self.token_ids[first:end]
+        known = self.pictures.identities
+        return known[first:end] + self.token_ids[max(first, len(known)) : end]
 
     @property
     def num_uncomputed_tokens(self) -> int:

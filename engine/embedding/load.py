@@ -94,6 +94,10 @@ def load_vectors(config: EngineConfig, task: Task) -> Loaded:
         raise ModelLoadError(
             f"{path} does not write text, and is not spread over devices: leave out device_map"
         )
+    if options.cache_dtype not in ("auto", "float32"):
+        raise ModelLoadError(
+            f"{path} does not write text, and keeps no keys and values after a pass: leave out cache_dtype"
+        )
     head: Head | None = None
     if is_gguf(path) and holds_encoder(path):
         files = VectorFiles(pooling=_pooling_of_gguf(path))

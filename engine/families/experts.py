@@ -6,8 +6,9 @@ from typing import Any
 from truedraft.engine.checkpoints.stacks import Matrix
 from truedraft.engine.families.family import ExpertSpec, setting
 from truedraft.engine.families.linear import Make
-from truedraft.engine.layers.linear import Linear, TorchLinear, WideLinear
+from truedraft.engine.layers.linear import Linear
 from truedraft.engine.layers.mlp import Activation, Experts, GatedMlp, Router
+from truedraft.engine.layers.sharding import widened
 
 
 def make_experts(
@@ -26,8 +27,8 @@ def make_experts(
         return make([matrix], multiplier)
 
     number, chooses = int(own.num_experts), make([Matrix(router)], 1.0)
-    if spec.has_wide_router and isinstance(chooses, TorchLinear):
-        chooses = WideLinear(chooses)
+    if spec.has_wide_router:
+        chooses = widened(chooses)
     return Experts(
         router=Router(
             linear=chooses,

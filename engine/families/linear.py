@@ -144,7 +144,7 @@ def places_of(
         begin += weight_of(module).shape[0] if rows is None else len(rows)
     for module, first, rows in found:
         outputs, inputs = weight_of(module).shape
-        yield names[module], Place(linear, first, inputs, outputs, rows, multiplier, begin)
+        yield names[module], Place(linear, first, inputs, outputs, rows, multiplier)
 
 
 def _joined(biases: Sequence[torch.Tensor | int]) -> torch.Tensor | None:

@@ -27,8 +27,7 @@ NO_ADAPTER = -1
 @dataclass(frozen=True, slots=True)
 class Place:
     """Says where the outputs of a module of transformers' are in a layer of ours: from ``first`` on, and only
-    those of ``rows``, in their order, unless that is None. The layer multiplies them by ``multiplier``, and
-    has ``width`` outputs in all."""
+    those of ``rows``, in their order, unless that is None. The layer multiplies them by ``multiplier``."""
 
     linear: Linear
     first: int
@@ -36,7 +35,6 @@ class Place:
     out_features: int
     rows: npt.NDArray[np.int64] | None
     multiplier: float
-    width: int
 
 
 class LowRank(NamedTuple):
@@ -46,21 +44,30 @@ class LowRank(NamedTuple):
     up: torch.Tensor
 
 
-LayersOfAnAdapter: TypeAlias = Mapping[Linear, LowRank]
+class Part(NamedTuple):
+    """Holds what an adapter of one module adds to a layer's outputs from ``first`` on: ``down`` [rank, in
+    features] and ``up`` [outputs, rank]."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    first: int
 
 
-def joined(parts: Sequence[tuple[LowRank, Sequence[Place]]]) -> LowRank:
-    """Makes one product for a layer of ours of those of the modules that it has, each with its places."""
-    down = torch.cat([low.down for low, _ in parts])
-    up = torch.zeros(parts[0][1][0].width, len(down))
-    column = 0
-    for low, places in parts:
-        rank = len(low.down)
-        for place in places:
-            rows = low.up if place.rows is None else low.up[torch.from_numpy(place.rows)]
-            up[place.first : place.first + len(rows), column : column + rank] = rows * place.multiplier
-        column += rank
-    return LowRank(down, up)
+LayersOfAnAdapter: TypeAlias = Mapping[Linear, Sequence[Part]]
+
+
+def part_of(low: LowRank, places: Sequence[Place]) -> Part:
+    """Returns what the adapter of a module adds to a layer that has the module's outputs in these places: up
+    to the last of them, and nothing to the outputs between them."""
+    first = min(place.first for place in places)
+    ups = []
+    for place in places:
+        rows = low.up if place.rows is None else low.up[torch.from_numpy(place.rows)]
+        ups.append((place.first - first, rows * place.multiplier))
+    up = torch.zeros(max(begin + len(rows) for begin, rows in ups), low.up.shape[1])
+    for begin, rows in ups:
+        up[begin : begin + len(rows)] = rows
+    return Part(low.down, up, first)
 
 
 class AdaptedLayers(Protocol):
@@ -84,14 +91,11 @@ class TorchAdapters:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        self._layers: dict[int, dict[Linear, LowRank]] = {}
+        self._layers: dict[int, dict[Linear, list[Part]]] = {}
         self._rows: dict[int, torch.Tensor] = {}
 
     def put(self, number: int, layers: LayersOfAnAdapter) -> None:
-        self._layers[number] = {
-            linear: LowRank(*(each.to(self.device, self.dtype) for each in low))
-            for linear, low in layers.items()
-        }
+        self._layers[number] = {linear: [*map(self._kept, parts)] for linear, parts in layers.items()}
 
     def drop(self, number: int) -> None:
         del self._layers[number]
@@ -109,10 +113,14 @@ class TorchAdapters:
     def add(self, linear: Linear, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Adds to the layer's ``output``, which is overwritten, what the rows' adapters make of ``x``."""
         for number, rows in self._rows.items():
-            if (low := self._layers[number].get(linear)) is not None:
-                added = F.linear(F.linear(x[rows].to(self.dtype), low.down), low.up)
-                output.index_add_(0, rows, added.to(output.dtype))
+            for down, up, first in self._layers[number].get(linear, ()):
+                added = F.linear(F.linear(x[rows].to(self.dtype), down), up).to(output.dtype)
+                output[:, first : first + len(up)].index_add_(0, rows, added)
         return output
+
+    def _kept(self, part: Part) -> Part:
+        down, up = (each.to(self.device, self.dtype) for each in part[:2])
+        return Part(down, up, part.first)
 
 
 class AdaptedTorchRun(TorchRun):

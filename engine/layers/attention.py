@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import AttentionGroup, ForwardBatch
-from truedraft.engine.memory.kv_cache import KVCache
+from truedraft.engine.memory.kv_cache import KVCache, widened
 
 ATTENTION_NAME = "truedraft"
 
@@ -90,7 +90,7 @@ class PagedAttention:
         groups = self._groups_for(query.device, call.sliding_window)
         if len(groups) == 1:
             return attend_group(groups[0], self.cache, call, query)
-        output = query.new_empty(*query.shape[:2], self.cache.values[call.layer].shape[-1])
+        output = query.new_empty(*query.shape[:2], self.cache.value_size(call.layer))
         for group in groups:
             rows = group.query_index
             assert rows is not None  # Only a lone group can be the whole batch.
@@ -117,7 +117,7 @@ def attend_group(
     else:
         gathered = cache.gather(call.layer, group.key_slots)
         keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
-    keys, values = keys.to(query.dtype), values.to(query.dtype)
+    keys, values = widened(keys, query.dtype), widened(values, query.dtype)
     is_plain = call.softcap is None and call.sinks is None
     is_causal = call.sliding_window is None and not call.looks_ahead
     if is_plain and is_causal and group.is_lone and _has_flash(query, values):

@@ -21,8 +21,10 @@ from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape, LayerRun
+from truedraft.engine.layers.split_linear import own_linear
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.memory.recurrent_state import RecurrentCache
+from truedraft.engine.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,7 @@ class DecoderWeights:
     """Describes a whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``. A decoder with a
     ``joint`` takes hidden states, too. ``make_output`` makes other output layers of what ``head`` is made of,
     where that can be read again. ``places`` has those of transformers' modules that adapters can change, by
-    the modules' names."""
+    the modules' names. With a ``group`` layers are a rank's share."""
 
     embeddings: Embeddings
     layers: list[DecoderLayer]
@@ -269,17 +271,25 @@ class DecoderWeights:
     make_output: MakeOutput | None = None
     layer_inputs: LayerInputs | None = None
     places: dict[str, list[Place]] = field(default_factory=dict)
+    group: Group | None = None
 
     @property
     def linears(self) -> Iterator[Linear]:
-        """Yields all linear layers, the output layer first."""
-        yield self.head
+        """Yields all linear layers that this process computes, the output layer first."""
+        yield own_linear(self.head)
         if self.joint is not None and self.joint.projection is not None:
             yield self.joint.projection
         for layer in self.layers:
-            yield from layer.linears
+            yield from map(own_linear, layer.linears)
         if self.layer_inputs is not None:
             yield self.layer_inputs.projection
+
+    @property
+    def whole_head(self) -> Linear:
+        """Returns the output layer with all of its outputs, for others than the ranks that share ``head``."""
+        made = self.head if self.make_output is None or self.group is None else self.make_output(None, False)
+        assert made is not None
+        return made
 
     @property
     def mixers(self) -> list[Attention | Recurrent]:

@@ -197,8 +197,14 @@ class Experts:
         if self.shared_gate is not None:
             yield self.shared_gate
 
-    def __call__(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
-        return run.experts(self, x, residual)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        run: MlpRun,
+        residual: torch.Tensor | None,
+        routed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return run.experts(self, x, residual, routed)
 
     def by_definition(
         self,
@@ -254,6 +260,6 @@ class DenseAndExperts:
     def __call__(self, x: torch.Tensor, run: MlpRun, residual: torch.Tensor | None) -> torch.Tensor:
         dense = self.dense(run.norm(self.dense_norm, x), run, None)
         routed = run.norm(self.router_norm, x)
-        chosen = run.experts(self.experts, run.norm(self.experts_norm, x), None, routed)
+        chosen = self.experts(run.norm(self.experts_norm, x), run, None, routed)
         found = run.norm(self.experts_post_norm, chosen, run.norm(self.dense_post_norm, dense))
         return found if residual is None else residual + found

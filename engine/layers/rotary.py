@@ -49,6 +49,8 @@ class Rotary:
     and dynamic frequencies change beyond the context only. ``repeats``: the module gives each angle twice in
     a row, not all of them twice; ``halves``: it gives each once, as two numbers or a complex one. ``apart``:
     pairs that are not rotated are left out (``turned_pairs``), rather than rotated by an angle of 0.
+    ``axis_of`` [``size``] says which of a picture's three positions each number is rotated by, where a model
+    sees pictures.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Rotary:
         self.config = config
         self.kinds = rotary_kinds(config)
         self.like = like
+        self.axis_of: torch.Tensor | None = None
         # Numbers of a head that are rotated, the first ones; where kinds differ, the most.
         self.size = self.compute(torch.zeros(1, dtype=torch.int64, device=like.device))[0].shape[-1]
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -87,6 +90,14 @@ class Rotary:
         if self.num_reached < cos.shape[1]:
             self.reach(int(positions.max()) + 1)
         return cos.index_select(1, positions), sin.index_select(1, positions)
+
+    def mixed(self, axes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the same where tokens have three positions each: ``axes`` [3, tokens]. A text's tokens have
+        three equal ones, and the angles of one."""
+        assert self.axis_of is not None, "the model rotates by one position"
+        cos, sin = zip(*(self.angles(positions) for positions in axes), strict=True)
+        axis_of = self.axis_of.expand(1, *cos[0].shape)
+        return tuple(torch.stack(each).gather(0, axis_of)[0] for each in (cos, sin))
 
     def reach(self, num_positions: int) -> int:
         """Extends the table to this many positions, as far as it goes; returns their number."""

@@ -74,7 +74,7 @@ class TorchRun(TorchPointwise):
     def __init__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.context = PagedAttention(batch, cache)
         self.states = TorchStates(batch.spans, cache.states)
-        cos, sin = rotary.angles(batch.positions[0])
+        cos, sin = rotary.angles(batch.positions[0]) if batch.axes is None else rotary.mixed(batch.axes)
         self.angles = list(zip(cos[:, :, None], sin[:, :, None], strict=True))
 
     def recur(self, recurrence: Recurrence, x: torch.Tensor) -> torch.Tensor:

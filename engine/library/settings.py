@@ -16,6 +16,7 @@ class LLMSettings(TypedDict, total=False):
     task: Literal["auto", "generate", "embed", "rerank"]
     matryoshka: bool
     device: str
+    tensor_parallel_size: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None
     trust_remote_code: bool
@@ -32,6 +33,7 @@ class LLMSettings(TypedDict, total=False):
     ngram_min_match: int
     ngram_max_tokens: int
     ngram_choice: Literal["most_recent", "most_frequent"]
+    ngram_pool_tokens: int | None
     num_speculative_tokens: int | Literal["auto"]
     draft_vocab_size: int | Literal["auto", "full"]
     draft_vocab_file: str | None
@@ -41,6 +43,8 @@ class LLMSettings(TypedDict, total=False):
     allow_lora_updating: bool
     max_loras: int
     max_lora_rank: int
+    max_images: int
+    max_image_tokens: int
     max_num_sequences: int | None
     max_num_batched_tokens: int
     step_seconds: float
@@ -52,6 +56,7 @@ class LLMSettings(TypedDict, total=False):
     prefix_cache_disk: int | str
     kv_events_endpoint: str | None
     kv_events_topic: str
-    cache_dtype: Literal["auto", "float32", "float16"]
+    cache_dtype: Literal["auto", "float32", "float16", "int8"]
+    draft_cache_dtype: Literal["auto", "float32", "float16", "int8"]
     cache_memory: int | str | None
     cache_memory_share: float | None

@@ -177,6 +177,8 @@ class ForwardBatch:
     is_there: torch.Tensor | None = None  # bool [tokens], False for padding; None: no token is padding
     states: torch.Tensor | None = None  # [tokens, hidden size], for a model that takes states
     window_slots: torch.Tensor | None = None  # slots in layers with a window, if these have their own blocks
+    # [3, tokens] positions by which tokens are turned; None: ``positions``, as no span has a picture
+    axes: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -216,8 +218,23 @@ class ForwardBatch:
             slots=packed_slots,
             logits_index=index,
             states=states_of(spans),
+            axes=_axes(spans, device),
             window_slots=own_slots if num_own else None,
         )
+
+    @cached_property
+    def pictures(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns which of the packed tokens are a picture's, and their features (``PromptPictures``); None
+        if none are. It is asked before the pass has counted its tokens as computed."""
+        rows, features = [], []
+        for span, offset in zip(self.spans, self.offsets, strict=False):
+            if span.table.pictures is not None:
+                found, seen = span.table.pictures.rows(span.table.num_computed_tokens, span.end)
+                rows.append(torch.from_numpy(found + offset))
+                features.append(seen)
+        if not sum(map(len, rows)):
+            return None
+        return torch.cat(rows).to(self.slots.device), torch.cat(features)
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
@@ -353,6 +370,18 @@ def state_rows(spans: Sequence[Span], offsets: Sequence[int], device: torch.devi
         *(*(table.num_folded_tokens for table in tables), *(span.num_folded_after for span in spans)),
     ]
     return StateRows(max(counts), *on_device(numbers, device).view(6, len(spans)).unbind())
+
+
+def _axes(spans: Sequence[Span], device: torch.device) -> torch.Tensor | None:
+    """Returns ``ForwardBatch.axes``."""
+    if all((seen := span.table.pictures) is None or seen.axes is None for span in spans):
+        return None
+    found = []
+    for span in spans:
+        first, end = span.table.num_computed_tokens, span.end
+        seen = span.table.pictures
+        found.append(np.arange(first, end)[None].repeat(3, 0) if seen is None else seen.axes_of(first, end))
+    return send(torch.from_numpy(np.concatenate(found, axis=1)), device)
 
 
 def states_of(spans: list[Span]) -> torch.Tensor | None:

@@ -1,4 +1,9 @@
-"""Says where one sequence's keys, values and states are: plain integers, no tensors."""
+"""Says where one sequence's keys, values and states are: plain integers, no tensors of its own."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from truedraft.engine.memory.pictures import PromptPictures
 
 BlockHash = bytes
 
@@ -14,7 +19,8 @@ class BlockTable:
     kept for other texts, with a snapshot of the states, has ``num_kept_tokens``. Another text shares the
     first ``num_shared_tokens``; 0 if there is a kept beginning near by. Blocks have been taken away
     ``num_cuts`` times; others are only added at the end. ``adapter`` is the number of the adapter that the
-    model has for the sequence; -1 if it has none.
+    model has for the sequence; -1 if it has none. ``pictures`` are those that the model sees in the
+    sequence's prompt, if there are some.
 
     Where layers with a window have blocks of their own, ``window_ids`` has as many entries as ``block_ids``.
     Those from ``first_window_block`` on, up to ``end_window_block``, are there: earlier ones have been let
@@ -22,7 +28,9 @@ class BlockTable:
     a block that belongs to nobody. ``num_promised`` blocks are promised to it (``WindowBlocks``).
     """
 
-    def __init__(self, num_encoder_tokens: int = 0, adapter: int = -1) -> None:
+    def __init__(
+        self, num_encoder_tokens: int = 0, adapter: int = -1, pictures: "PromptPictures | None" = None
+    ) -> None:
         self.num_encoder_tokens = num_encoder_tokens
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
@@ -33,10 +41,21 @@ class BlockTable:
         self.num_shared_tokens = 0
         self.num_cuts = 0
         self.adapter = adapter
+        self.pictures = pictures
         self.window_ids: list[int] | None = None
         self.first_window_block = 0
         self.end_window_block = 0
         self.num_promised = 0
+
+    @property
+    def is_past_pictures(self) -> bool:
+        """Tells whether what is not computed yet has no picture, so that positions are shifted indices."""
+        return self.pictures is None or self.num_computed_tokens >= self.pictures.end
+
+    @property
+    def shift(self) -> int:
+        """Returns what is added to the index of a token after the pictures for its position."""
+        return 0 if self.pictures is None else self.pictures.shift
 
     def ids_of(self, has_window: bool) -> list[int]:
         """Returns the blocks of layers with a window, or of the others."""

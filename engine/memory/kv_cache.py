@@ -1,8 +1,9 @@
 """Stores keys and values of every layer by slot; blocks stand for tensors here.
 
 Slot = block id * block size + offset. The block manager decides which slots belong to whom; this module
-stores and gathers. A model's layers are probed once, so any architecture's shapes fit. Layers with a running
-state have no keys and values, but a state of each sequence in a slot of another kind.
+stores and gathers. A model's layers are probed once, so any architecture's shapes fit. A cache in int8 keeps
+the scale of each head after its numbers: whatever copies or saves a block's bytes has both. Layers with a
+running state have no keys and values, but a state of each sequence in a slot of another kind.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from typing import TypeAlias
 
 import torch
 
-from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.huge_pages import HugePages
 from truedraft.engine.memory.recurrent_state import LayerState, RecurrentCache
 
@@ -31,12 +31,40 @@ class AttentionCache:
     @property
     def bytes_per_token(self) -> int:
         kept = self.key, self.value or NOTHING
-        return sum(heads * size for heads, size in kept) * self.dtype.itemsize
+        return sum(heads * stored_size(size, self.dtype) for heads, size in kept) * self.dtype.itemsize
 
 
 # One layer stores this for each token, or for each sequence.
 CacheSpec: TypeAlias = AttentionCache | RecurrentCache
 NOTHING = 0, 0
+
+
+# A head's numbers in int8 are multiples of its largest one's 127th part, a float32 number that follows them.
+SCALE_BYTES, MOST = 4, 127
+
+
+def stored_size(size: int, dtype: torch.dtype) -> int:
+    """Returns how many numbers of ``dtype`` a head of ``size`` takes."""
+    return size + SCALE_BYTES if dtype == torch.int8 and size else size
+
+
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    """Returns what a cache in int8 keeps of heads [..., size]. Where one number of a head is not finite, its
+    scale is not finite either, and so is no number of it that is read."""
+    x = x.float()
+    scales = x.abs().amax(-1, keepdim=True) * (1 / MOST)
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+    is_usual = scales.isfinite() & (scales > 0)
+    numbers = torch.where(is_usual, x * scales.reciprocal(), 0.0).round().to(torch.int8)
+    return torch.cat((numbers, scales.view(torch.int8)), -1)
+
+
+def widened(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns in ``dtype`` what a cache has kept."""
+    if kept.dtype != torch.int8:
+        return kept.to(dtype)
+    numbers, scales = kept.split_with_sizes((kept.shape[-1] - SCALE_BYTES, SCALE_BYTES), -1)
+    return (numbers * scales.contiguous().view(torch.float32)).to(dtype)
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -84,9 +112,10 @@ TOUCHED_BYTES = 64 << 20
 
 
 class KVCache:
-    """Holds keys and values of one model: for each layer two tensors [slots, kv heads, size], or one that
-    serves as both. ``states`` are those of its recurrent layers, by their index, with ``num_state_slots``
-    each. Layers with a window have ``num_window_blocks`` of their own, or else the same blocks as all."""
+    """Holds keys and values of one model: for each layer two tensors [slots, kv heads, ``stored_size``], or
+    one that serves as both. ``states`` are those of its recurrent layers, by their index, with
+    ``num_state_slots`` each. Layers with a window have ``num_window_blocks`` of their own, or else the same
+    blocks as all."""
 
     def __init__(
         self,
@@ -110,7 +139,9 @@ class KVCache:
             num_slots = self.blocks_of(layer) * block_size
             value: tuple[int, int] | None = NOTHING
             if isinstance(spec, AttentionCache):
-                key, value, dtype = spec.key, spec.value, spec.dtype
+                dtype = spec.dtype
+                key = spec.key[0], stored_size(spec.key[1], dtype)
+                value = None if spec.value is None else (spec.value[0], stored_size(spec.value[1], dtype))
             else:
                 self.states[layer] = LayerState.zeros(spec, num_state_slots, self._pages)
             self.keys.append(self._pages.zeros(num_slots, *key, dtype=dtype, device=spec.device))
@@ -190,14 +221,16 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors())
 
-    def clear(self, tables: Sequence[BlockTable]) -> None:
-        """Writes zeros to the blocks of ``tables``. Memory that was never written to is read faster, as it is
-        all one page."""
-        for own_blocks in (False, True):
-            block_ids = [block for table in tables for block in table.ids_of(own_blocks)]
-            for tensor in self._tensors(own_blocks):
-                blocks = len(tensor) // self.block_size, self.block_size
-                tensor.view(*blocks, *tensor.shape[1:])[block_ids] = 0
+    def clear(self, block_ids: list[int], own_blocks: bool = False) -> None:
+        """Writes zeros to these blocks, in layers that have their own or in the others. Memory that was never
+        written to is read faster, as it is all one page."""
+        for tensor in self._tensors(own_blocks):
+            blocks = len(tensor) // self.block_size, self.block_size
+            tensor.view(*blocks, *tensor.shape[1:])[block_ids] = 0
+
+    def value_size(self, layer: int) -> int:
+        values = self.values[layer]
+        return values.shape[-1] - (SCALE_BYTES if values.dtype == torch.int8 else 0)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""
@@ -205,13 +238,18 @@ class KVCache:
         if self.values[layer] is not self.keys[layer]:
             pairs.append((self.values[layer], value))
         for cached, new in pairs:
-            cached.index_copy_(0, slots, new if new.dtype == cached.dtype else narrowed(new, cached.dtype))
+            if cached.dtype == torch.int8:
+                new = quantised(new)
+            elif new.dtype != cached.dtype:
+                new = narrowed(new, cached.dtype)
+            cached.index_copy_(0, slots, new)
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values [slots, kv heads, size] of ``slots``, contiguous."""
+        """Returns keys and values [slots, kv heads, size] of ``slots`` as they are kept, contiguous."""
         return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
 
     def run(self, layer: int, first: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values [1, kv heads, num_slots, size] of the slots from ``first`` on, as views."""
+        """Returns keys and values [1, kv heads, num_slots, size] of the slots from ``first`` on, as views of
+        what is kept."""
         keys, values = self._by_head[layer]
         return keys.narrow(2, first, num_slots), values.narrow(2, first, num_slots)

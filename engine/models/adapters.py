@@ -6,13 +6,12 @@ An adapter that is unloaded stays until the last sequence that has it has ended.
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
 
 from truedraft.engine.config import EngineConfig, adapter_entry
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.sequence import Sequence as TokenSequence
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers.adapters import LowRank, Place, joined
+from truedraft.engine.layers.adapters import Part, Place, part_of
 from truedraft.engine.layers.linear import Linear
 from truedraft.engine.messages import Adapter
 from truedraft.engine.models.adapter_file import AdapterFile, read_adapter
@@ -38,12 +37,12 @@ class AdapterTable:
     @property
     def num_loaded(self) -> int:
         """Counts those that take memory, unloaded ones that are still in use included."""
-        self._settle()
+        self.free_unused()
         return len(self._num_users)
 
     def load(self, name: str, path: str) -> Adapter:
         """Loads an adapter, unless it is there; raises ``RequestError`` if that cannot be."""
-        self._settle()
+        self.free_unused()
         try:
             found = read_adapter(name, path, self._places, self._max_rank)
             if is_new := found.digest not in self._number_of:
@@ -65,11 +64,10 @@ class AdapterTable:
         if number is None:
             return
         self._retired.add(number)
-        self._settle()
+        self.free_unused()
         self._free(number)
 
     def number_of(self, adapter: Adapter) -> int:
-        self._settle()
         if adapter.digest not in self._number_of:
             self._load_again(adapter)
         return self._number_of[adapter.digest]
@@ -93,23 +91,23 @@ class AdapterTable:
 
     def keep_for(self, number: int, sequence: TokenSequence) -> None:
         self._num_users[number] += 1
-        # A sequence may end in any thread, as whoever lets go of it last does that.
-        weakref.finalize(sequence, self._ended.append, number).atexit = False
+        sequence.hold = hold = _Hold()
+        # A sequence that was never scheduled may end in any thread: whoever lets go of it last does that.
+        weakref.finalize(hold, self._ended.append, number).atexit = False
 
     def _put(self, found: AdapterFile) -> None:
-        by_layer: dict[Linear, list[tuple[LowRank, Sequence[Place]]]] = {}
+        by_layer: dict[Linear, list[Part]] = {}
         for module, low in found.modules.items():
             of_layer: dict[Linear, list[Place]] = {}
             for place in self._places[module]:
                 of_layer.setdefault(place.linear, []).append(place)
             for linear, places in of_layer.items():
-                by_layer.setdefault(linear, []).append((low, places))
+                by_layer.setdefault(linear, []).append(part_of(low, places))
         number = next(n for n in range(len(self._num_users) + 1) if n not in self._num_users)
-        self._layers.put(number, {linear: joined(parts) for linear, parts in by_layer.items()})
+        self._layers.put(number, by_layer)
         self._number_of[found.digest], self._num_users[number] = number, 0
 
-    def _settle(self) -> None:
-        """Counts the sequences that have ended, and lets go of adapters that nobody has any more."""
+    def free_unused(self) -> None:
         while self._ended:
             number = self._ended.popleft()
             self._num_users[number] -= 1
@@ -120,6 +118,10 @@ class AdapterTable:
             self._layers.drop(number)
             self._retired.remove(number)
             del self._num_users[number]
+
+
+class _Hold:
+    """Is what a sequence has of its adapter: it is gone when the sequence has ended."""
 
 
 def load_adapters(model: Model, config: EngineConfig) -> AdapterTable | None:

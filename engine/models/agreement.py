@@ -19,12 +19,14 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.families.linear import ModuleLinear
 from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.options import CACHE_DTYPES
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.native.native_run import NativeKernels
+from truedraft.engine.parallel.group import is_agreed
 
 # A logit may deviate by this share of the largest logit. Tiny random models round to 2e-6, 5e-3 and 4e-2 of
 # it; a wrong mask or position makes 0.3 and more.
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15, torch.int8: 0.15}
 # Where experts score alike, rounding sends a token to others: this share of a text's tokens may deviate. A
 # wrong window changes half as many again of the text that is longer than it.
 REROUTED = 0.1
@@ -54,22 +56,24 @@ def first_that_agrees(
 
 
 def _agrees(model: FusedDecoder, expected: Sequence[torch.Tensor]) -> bool:
-    return all(map(_comparison(model), packed_logits(model, probe_texts(model.facts)), expected))
+    agrees = all(map(_comparison(model), packed_logits(model, probe_texts(model.facts)), expected))
+    return is_agreed(model.weights.group, agrees, model.device)
 
 
 def _choose_cache_dtype(model: FusedDecoder, expected: Sequence[torch.Tensor], asked: str) -> None:
-    """Lets the model keep keys and values in 16 bits where the settings ask for it (``asked``), or where its
-    weights have no more bits, unless that shows in the logits."""
+    """Lets the model keep keys and values in 16 or 8 bits where the settings ask for it (``asked``), and in
+    16 where its weights have no more bits, unless that shows in the logits."""
     own = str(model.dtype).removeprefix("torch.")
     if asked == own or (asked == "auto" and (own != "float32" or not model.has_halves)):
         return
     if own != "float32":
         raise ModelLoadError(f"cache_dtype is {asked}, but the model is computed in {own}: leave it out")
-    model.keep_cache_in(torch.float16)
+    narrow = "float16" if asked == "auto" else asked
+    model.keep_cache_in(CACHE_DTYPES[narrow])
     if _agrees(model, expected):
         return
-    words = "keys or values of this model do not fit into float16: its logits would differ"
-    if asked == "float16":
+    words = f"keys or values of this model do not fit into {narrow}: its logits would differ"
+    if asked != "auto":
         raise ModelLoadError(f"{words}; set cache_dtype to float32")
     logger.warning("%s; its caches are kept in float32", words)
     model.keep_cache_in(torch.float32)
@@ -82,7 +86,9 @@ def _models(
         yield "the native kernels", FusedDecoder(facts, weights, NativeKernels(library))
         return
     cuda = find_kernels(weights.attention, facts.dtype, facts.device, weights.recurrences)
-    if cuda is not None:
+    if cuda is not None and weights.group is not None:
+        yield "the CUDA kernels", FusedDecoder(facts, weights, partial(TritonRun, cuda))
+    elif cuda is not None:
         given = cuda, facts.dtype, facts.device, CUDA_TOLERANCES[facts.dtype]
         own = with_grouped_heads(grouped(weights, *given), *given)
         yield "the CUDA kernels", FusedDecoder(facts, own, partial(TritonRun, cuda))

@@ -73,12 +73,13 @@ class Windows:
 
 def windows_of(model: Model, config: EngineConfig, is_target: bool = True) -> Windows | None:
     """Returns those of a model whose layers with a window may have blocks of their own; None if it has no
-    such layers, or they keep all blocks as the others do: on other devices than a CPU, with an encoder, and
-    where gateways are told of blocks with which any text can begin (``kv_events_endpoint``)."""
+    such layers, or they keep all blocks as the others do: on other devices than a CPU, in several ranks, with
+    an encoder, and where gateways are told of blocks with which any text can begin
+    (``kv_events_endpoint``)."""
     layers = [
         cache for cache in model.caches if isinstance(cache, AttentionCache) and cache.window is not None
     ]
-    is_here = all(cache.device.type == "cpu" for cache in model.caches)
+    is_here = all(cache.device.type == "cpu" for cache in model.caches) and config.tensor_parallel_size == 1
     if not layers or not is_here or model.has_encoder or config.kv_events_endpoint is not None:
         return None
     return Windows(

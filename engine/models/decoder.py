@@ -32,6 +32,7 @@ from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.native_run import NativeKernels
 from truedraft.engine.native.quantised import QuantisedLinear
+from truedraft.engine.parallel.group import is_agreed
 
 
 class FusedDecoder(Model):
@@ -87,7 +88,8 @@ class FusedDecoder(Model):
         sizes = [linear.in_features * linear.out_features for linear in linears]
         wide = [linear.struct.type == WEIGHT_TYPES[torch.float32] for linear in linears]
         is_all = self.is_native and len(linears) == sum(1 for _ in self.weights.linears)
-        return is_all and 10 * sum(compress(sizes, wide)) <= sum(sizes)
+        is_so = is_all and 10 * sum(compress(sizes, wide)) <= sum(sizes)
+        return is_agreed(self.weights.group, is_so, self.device)
 
     def keep_cache_in(self, dtype: torch.dtype) -> None:
         """Sets the type of keys and values, for caches that are made later."""
@@ -137,12 +139,17 @@ class FusedDecoder(Model):
             states = torch.zeros_like(hidden) if batch.states is None else batch.states
             hidden, joined = weights.joint(hidden, states, run)
         tapped = {}
+        if batch.pictures is not None:
+            rows, features = batch.pictures
+            hidden[rows] = features[:, 0]
         given = None
         if weights.layer_inputs is not None:
             given = weights.layer_inputs(batch.token_ids[0], hidden, run)
         for index, layer in enumerate(weights.layers):
             of_layer = None if given is None else given[:, index]
             hidden = layer(hidden, run, None if index else joined, of_layer)
+            if batch.pictures is not None and index + 1 < features.shape[1]:
+                hidden.index_add_(0, rows, features[:, index + 1])
             if index in taps:
                 tapped[index] = hidden.clone()  # Layers may add to this tensor in place.
         if len(weights.layers) in taps:
@@ -153,6 +160,8 @@ class FusedDecoder(Model):
         """Returns passes over a few tokens as one call of C; None without the kernels, or without a table of
         angles."""
         if not isinstance(self.begin, NativeKernels) or self.rotary.table is None:
+            return None
+        if self.weights.group is not None:  # Ranks gather between two layers, which C does not.
             return None
         if not all(isinstance(linear, NativeLinear) for linear in self.weights.linears):
             return None

@@ -28,6 +28,7 @@ from truedraft.engine.families.layer import decoder_layer
 from truedraft.engine.families.linear import join
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
 from truedraft.engine.layers.linear import DenseEmbeddings, Linears, TorchLinears
+from truedraft.engine.layers.sharding import PendingLinears, Sharding
 from truedraft.engine.models.agreement import first_that_agrees
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.decoder_only import DecoderModel
@@ -37,6 +38,7 @@ from truedraft.engine.models.reader import Reader
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.native_run import serves
+from truedraft.engine.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +65,29 @@ def load_fused(
         facts = ModelFacts(
             module.config, generation, count(module), backend.dtype, options.device, backend.bf16_linears
         )
-        weights, expected = Reader(module, checkpoint, facts, backend.linears).read()
+        if options.group is not None:
+            _check_shares(make_skeleton(backend.dtype), facts, options.group)
+        weights, expected = Reader(module, checkpoint, facts, backend.linears, options.group).read()
         if not all(logits.isfinite().all() for logits in expected):
             return None  # transformers' own module fails with a message about it.
         model = first_that_agrees(facts, weights, backend.library, expected, options.cache_dtype)
         if model is not None and (options.quantize == "none" or model.is_quantised):
             return model
     return None
+
+
+def _check_shares(module: Any, facts: ModelFacts, group: Group) -> None:
+    """Raises ``ModelLoadError`` for a model that cannot be divided among ranks, before weights are read:
+    ``module`` has none, and is used up."""
+    pending = PendingLinears(TorchLinears())
+    sharding, make = Sharding(group, pending), partial(join, linears=pending)
+    for layer in module.model.layers:
+        for part in layer.modules():  # A description has the values of single numbers.
+            single = {
+                name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.numel() == 1
+            }
+            part._buffers.update({name: torch.ones(buffer.shape) for name, buffer in single.items()})
+        sharding.layer(decoder_layer(layer, 0, facts, make))
 
 
 def fuse_module(decoder: DecoderModel, options: LoadOptions) -> FusedDecoder | None:

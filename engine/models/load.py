@@ -40,7 +40,7 @@ from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.module import load_decoder
 from truedraft.engine.models.hf.self_check import self_check
 from truedraft.engine.models.load_errors import stage
-from truedraft.engine.models.options import DTYPES, LoadOptions
+from truedraft.engine.models.options import CACHE_DTYPES, LoadOptions
 from truedraft.engine.models.sources import (
     find,
     find_quantised,
@@ -132,6 +132,11 @@ def _is_faster(model: FusedDecoder, options: LoadOptions) -> bool:
 
 def _check_unfused(found: Architecture, skeleton: Any, options: LoadOptions) -> None:
     """Refuses settings that only our layers could honour, and logs where their speed is missed."""
+    if options.group is not None:
+        raise ModelLoadError(
+            f"{found.path} is not divided among {options.group.size} ranks: that needs a model of a fused "
+            "family (docs/models.md); set tensor_parallel_size to 1"
+        )
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(found.path))
     if skeleton is not None and not _has_experts_on_a_gpu(skeleton, options):
@@ -143,7 +148,7 @@ def _has_experts_on_a_gpu(skeleton: Any, options: LoadOptions) -> bool:
 
 
 def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
-    if options.cache_dtype != "auto" and DTYPES[options.cache_dtype] != options.dtype:
+    if options.cache_dtype != "auto" and CACHE_DTYPES[options.cache_dtype] != options.dtype:
         raise ModelLoadError(
             f"{found.path} is served by transformers' layers, whose caches have the model's type: leave out "
             f"cache_dtype, which is {options.cache_dtype}"
@@ -231,9 +236,9 @@ def _may_round(path: str, options: LoadOptions) -> bool:
     """Tells whether a model may have quantised layers, or caches of fewer bits than it is computed in."""
     compact, cached = options.compact_weights, options.cache_dtype
     if is_gguf(path):
-        return compact or cached == "float16"
+        return compact or cached in ("float16", "int8")
     found = find(path, options)
-    if cached == "float16" or (cached == "auto" and compact and options.is_on_cpu):
+    if cached in ("float16", "int8") or (cached == "auto" and compact and options.is_on_cpu):
         return fused_skeleton(found, options.dtype) is not None
     quantised = find_quantised(found, options) if compact else None
     return quantised is not None and isinstance(quantised[0], PackedCheckpoint)

@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from truedraft.engine.errors import ModelLoadError, QuantizationError
+from truedraft.engine.parallel.group import RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ def stage(path: str, what: str) -> Iterator[None]:
     or the stage."""
     try:
         yield
-    except ModelLoadError:
+    except (ModelLoadError, RankLostError):
         raise
     except Exception as error:  # Formats, quantisers and hubs fail in many ways; the user needs one line.
         logger.debug("%s: %s", path, what, exc_info=True)

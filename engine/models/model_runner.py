@@ -33,7 +33,7 @@ class ModelRunner:
         """Makes a runner over a new cache, with the fast pass that the model provides. ``windows`` are the
         blocks of layers with a window, if these have their own."""
         num_own = None if windows is None else windows.num_blocks + 1  # the last one is nobody's
-        cache = KVCache(model.caches, num_blocks, block_size, num_state_slots, num_own)
+        cache = model.make_cache(num_blocks, block_size, num_state_slots, num_own)
         return cls(model, cache, model.fast_pass(cache))
 
     def forward(

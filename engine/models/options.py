@@ -6,8 +6,10 @@ import torch
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.parallel.group import Group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 # NVIDIA devices compute in bfloat16 from this capability on.
 BFLOAT16_CAPABILITY = (8, 0)
 
@@ -21,7 +23,8 @@ class LoadOptions:
     ``bf16_linears`` lets linear layers round their weights and inputs to bfloat16, in kernels that multiply
     in it. ``self_check`` refuses a model whose results over our cache deviate from its own. ``quantize`` is
     fp8, int8, int4 or ``none``. ``cache_dtype`` is as in ``BatchingSettings``. ``max_model_len`` is the
-    longest text that will be served, in tokens; None: the model's context.
+    longest text that will be served, in tokens; None: the model's context. With a ``group`` a rank's share
+    is loaded.
     """
 
     dtype: torch.dtype = torch.float32
@@ -36,6 +39,7 @@ class LoadOptions:
     quantize: str = "none"
     cache_dtype: str = "auto"
     max_model_len: int | None = None
+    group: Group | None = None
 
     @property
     def is_on_cpu(self) -> bool:
@@ -65,6 +69,11 @@ def load_options(config: EngineConfig) -> LoadOptions:
     """Returns the options of the target and of separate drafts; raises ``ModelLoadError`` if the device does
     not exist."""
     device = resolve_device(config.device)
+    if config.draft_cache_dtype != "auto" and device.type != "cpu":
+        raise ModelLoadError(
+            f"draft_cache_dtype is {config.draft_cache_dtype}, but on a GPU caches have the model's type: "
+            "leave it out"
+        )
     return LoadOptions(
         dtype=resolve_dtype(config.dtype, device),
         device=device,
@@ -91,6 +100,8 @@ def _cache_dtype(config: EngineConfig, device: torch.device) -> str:
 def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:
     """Returns the draft's checkpoint, and the options with which it is loaded."""
     options = load_options(config)
+    if config.draft_cache_dtype != "auto":
+        options = replace(options, cache_dtype=config.draft_cache_dtype)
     assert config.target is not None
     assert config.draft is not None
     if config.draft not in SELF_DRAFTS:

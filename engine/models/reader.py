@@ -51,9 +51,11 @@ from truedraft.engine.layers.adapters import Place
 from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights, LayerInputs, MakeOutput
 from truedraft.engine.layers.linear import Embeddings, Linear, Linears
 from truedraft.engine.layers.rotary import NoAngles
+from truedraft.engine.layers.sharding import PendingLinears, Sharding
 from truedraft.engine.layers.weight import Weight
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
+from truedraft.engine.parallel.group import Group
 
 # The output layer is converted this many rows at a time.
 HEAD_ROWS = 1 << 13
@@ -65,13 +67,21 @@ logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERRO
 
 class Reader:
     """Reads a model. ``skeleton`` is transformers' module on the meta device; ``checkpoint`` has all of its
-    tensors; ``linears`` makes our layers."""
+    tensors; ``linears`` makes our layers, or a rank's share of them if there is a ``group``."""
 
-    def __init__(self, skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, linears: Linears) -> None:
+    def __init__(
+        self,
+        skeleton: Any,
+        checkpoint: Checkpoint,
+        facts: ModelFacts,
+        linears: Linears,
+        group: Group | None = None,
+    ) -> None:
         self.skeleton = skeleton
         self.checkpoint = checkpoint
         self.facts = facts
         self.linears = linears
+        self.group = group
         self.layers: list[DecoderLayer] = []
         self.places: dict[str, list[Place]] = {}
 
@@ -90,9 +100,14 @@ class Reader:
         head = stored if module.config.tie_word_embeddings else self._weight(HEAD)
         logits = self._logits(torch.cat(states), head)
         multiplier = logit_multiplier(module.config)
-        output = self.linears.make([head], None, multiplier)
         rows, columns = head.shape
-        self.places[HEAD.removesuffix(".weight")] = [Place(output, 0, columns, rows, None, multiplier, rows)]
+        if self.group is None:
+            output = self.linears.make([head], None, multiplier)
+            place = Place(output, 0, columns, rows, None, multiplier)
+            self.places[HEAD.removesuffix(".weight")] = [place]
+        else:
+            whole = PendingLinears(self.linears).make([head], None, multiplier)
+            output = Sharding(self.group, self.linears).output(whole)
         weights = DecoderWeights(
             embeddings,
             self.layers,
@@ -104,6 +119,7 @@ class Reader:
             make_output=self._make_output(head.name, head.shape),
             layer_inputs=inputs,
             places=self.places,
+            group=self.group,
         )
         trim_heap()
         return weights, [*torch.split(logits.float(), [*map(len, states)])]
@@ -195,6 +211,8 @@ class Reader:
             names = {module: f"model.layers.{index}.{name}" for name, module in layer.named_modules()}
 
             def make(sources: Sequence[Source], multiplier: float) -> Linear:
+                if self.group is not None:
+                    return join(sources, multiplier, PendingLinears(self.linears), weights_of)
                 linear = join(sources, multiplier, self.linears, weights_of)
                 for name, place in places_of(sources, multiplier, linear, names):
                     # Heads that are tiled are not in the order that adapters know.
@@ -203,7 +221,10 @@ class Reader:
                 return linear
 
             first = sum(len(each.mixers) for each in self.layers)
-            self.layers.append(decoder_layer(layer, first, self.facts, make, self.checkpoint.is_tiled))
+            described = decoder_layer(layer, first, self.facts, make, self.checkpoint.is_tiled)
+            if self.group is not None:
+                described = Sharding(self.group, self.linears).layer(described)
+            self.layers.append(described)
             weights.clear()
             layer.to("meta")
             trim_heap()

@@ -8,7 +8,7 @@ import torch
 
 from truedraft.engine.layers.adapters import LayersOfAnAdapter
 from truedraft.engine.memory.pointers import address
-from truedraft.engine.native.library import AdaptedRows, Adapter
+from truedraft.engine.native.library import AdaptedRows, Adapter, LowRank
 from truedraft.engine.native.linear import NativeLinear, half_scale
 
 FIRST_CAPACITY = 8
@@ -24,19 +24,26 @@ class NativeAdapters:
         self._capacity = FIRST_CAPACITY
         # C has the addresses of these for as long as a layer points to them.
         self._tables: dict[NativeLinear, ctypes.Array[Adapter]] = {}
-        self._kept: dict[int, dict[NativeLinear, tuple[NativeLinear, NativeLinear]]] = {}
+        self._kept: dict[int, dict[NativeLinear, tuple[list[NativeLinear], ctypes.Array[LowRank]]]] = {}
 
     def put(self, number: int, layers: LayersOfAnAdapter) -> None:
         while number >= self._capacity:
             self._grow()
-        made = {linear: (self._layer(low.down), self._layer(low.up)) for linear, low in layers.items()}
+        # A layer that cannot be made must leave nothing behind.
+        made = {
+            linear: [(self._layer(part.down), self._layer(part.up)) for part in parts]
+            for linear, parts in layers.items()
+        }
         self._kept[number] = {}
-        for linear, (down, up) in made.items():
+        for linear, pairs in made.items():
             assert isinstance(linear, NativeLinear)
-            self._kept[number][linear] = down, up
+            parts = (LowRank * len(pairs))()
+            for place, ((down, up), part) in enumerate(zip(pairs, layers[linear], strict=True)):
+                parts[place] = LowRank(addressof(down.struct), addressof(up.struct), part.first)
+            self._kept[number][linear] = [each for pair in pairs for each in pair], parts
             if linear not in self._tables:
                 self._point(linear, (Adapter * self._capacity)())
-            self._tables[linear][number] = Adapter(addressof(down.struct), addressof(up.struct))
+            self._tables[linear][number] = Adapter(addressof(parts), len(parts))
 
     def drop(self, number: int) -> None:
         for linear in self._kept[number]:

@@ -1,5 +1,6 @@
-/* Attention over the paged cache, for float32 rows on a CPU: a decoding row's, or a prompt's. The cache is in float32
- * or float16, whose numbers are widened as they are read.
+/* Attention over the paged cache, for float32 rows on a CPU: a decoding row's, or a prompt's. The cache is in float32,
+ * or in float16 or int8, whose numbers are widened as they are read. The scales of int8 multiply scores, and weights of
+ * values.
  *
  * Rows of different lengths are attended as they are, straight from the cache: no padding, no copies. A query's sums
  * have one order, however many queries there are.
@@ -11,6 +12,8 @@
 #else
 #pragma GCC optimize("no-associative-math")
 #endif
+
+#include <float.h>
 
 #include "kernels.h"
 #include "vectors.h"
@@ -73,11 +76,15 @@ static inline int64_t qkv_width(const Heads *layer) {
 /* Float16 has no larger numbers: what is larger, and finite, becomes this. */
 #define LARGEST_HALF 65504.0f
 
-static inline ALWAYS int64_t cached_bytes(const int64_t type) { return type == FLOAT32 ? 4 : 2; }
+/* Bytes that a cached head takes. */
+static inline ALWAYS int64_t bytes_of_head(const int64_t size, const int64_t type) {
+    return type == WHOLE8 ? size + (int64_t)sizeof(float) : size * (type == FLOAT32 ? 4 : 2);
+}
 
-/* Vector ``i`` of cached numbers of that type, as float32. */
+/* Vector ``i`` of cached numbers of that type, as float32; those of WHOLE8 without their scale. */
 static inline ALWAYS vec cached(const char *from, const int64_t i, const int64_t type) {
     if (type == FLOAT16) return widen((const uint16_t *)from + i * LANES);
+    if (type == WHOLE8) return widen_eight((const uint8_t *)from + i * LANES, 1);
     return ((const vec *)from)[i];
 }
 
@@ -90,11 +97,37 @@ static inline uint16_t to_half(float x) {
     return bits;
 }
 
-/* Numbers into a slot of a cache. */
-static void store(void *cache, int64_t slot, const float *x, int64_t size, int64_t type) {
-    uint16_t *halves = (uint16_t *)cache + slot * size;
-    if (type == FLOAT32) memcpy((float *)cache + slot * size, x, size * sizeof(float));
-    for (int64_t i = 0; type == FLOAT16 && i < size; i++) halves[i] = to_half(x[i]);
+/* The largest number of int8 that is used. */
+#define MOST 127
+
+/* A head in int8, and after it what multiplies it: as kv_cache.py does, whose bits these are. */
+static void quantise(int8_t *to, const float *x, int64_t size) {
+    /* Numbers that are none or infinite have the largest bits. */
+    uint32_t bits, largest = 0;
+    for (int64_t i = 0; i < size; i++) {
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    float scale;
+    memcpy(&scale, &largest, sizeof scale);
+    scale *= 1.0f / MOST;
+    if (scale < FLT_MIN) scale = 0.0f;
+    const int is_usual = scale > 0.0f && scale < INFINITY;
+    const float inverse = is_usual ? 1.0f / scale : 0.0f;
+    for (int64_t i = 0; i < size; i++) to[i] = is_usual ? (int8_t)rintf(x[i] * inverse) : 0;
+    memcpy(to + size, &scale, sizeof scale);
+}
+
+/* Heads of one token into a slot of a cache. */
+static void store(void *cache, int64_t slot, const float *x, int64_t num_heads, int64_t size, int64_t type) {
+    const int64_t head_bytes = bytes_of_head(size, type);
+    char *to = (char *)cache + slot * num_heads * head_bytes;
+    for (int64_t head = 0; head < num_heads; head++, x += size, to += head_bytes) {
+        if (type == FLOAT32) memcpy(to, x, head_bytes);
+        else if (type == WHOLE8) quantise((int8_t *)to, x, size);
+        else for (int64_t i = 0; i < size; i++) ((uint16_t *)to)[i] = to_half(x[i]);
+    }
 }
 
 /* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size], or without values, or
@@ -120,13 +153,12 @@ static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t to
         }
         if (weight && layer->norm_after_rotary) norm_row(x, x, weight, NULL, size, layer->norm_eps);
     }
-    const int64_t width = num_stored * size;
     float *values = qkv + rotated * size;
     for (int64_t head = 0; layer->value_norm && head < num_stored; head++)
         norm_row(values + head * size, values + head * size, layer->value_norm, NULL, size, layer->norm_eps);
     if (layer->is_reader) return;
-    store(layer->keys, to, keys, width, layer->cache_type);
-    if (!layer->values_are_keys) store(layer->values, to, values, width, layer->cache_type);
+    store(layer->keys, to, keys, num_stored, size, layer->cache_type);
+    if (!layer->values_are_keys) store(layer->values, to, values, num_stored, size, layer->cache_type);
 }
 
 /* One query's product with one key. */
@@ -212,6 +244,19 @@ static inline ALWAYS void turn(
                 for (int64_t n = 0; n < 4; n++) block[n][k] = from[k][i + n];
             for (int64_t n = 0; n < 4; n++) memcpy(to + (i + n) * CHUNK + j, block[n], sizeof block[n]);
         }
+    }
+}
+
+/* Multiplies what rows have for each key or value of a chunk by the scales that follow these, for ``num_heads`` with
+ * ``num_rows`` each; past the last key there may be anything. */
+static inline ALWAYS void rescale(
+    float (*rows)[CHUNK], int64_t num_heads, int64_t num_rows, const char *heads, const int64_t *offset, int64_t length,
+    int64_t size) {
+    for (; num_heads > 0; num_heads--, rows += num_rows, heads += bytes_of_head(size, WHOLE8)) {
+        float scales[CHUNK] = { 0 };
+        for (int64_t j = 0; j < length; j++) memcpy(scales + j, heads + offset[j] + size, sizeof scales[j]);
+        for (int64_t row = 0; row < num_rows; row++)
+            for (int64_t j = 0; j < CHUNK; j++) rows[row][j] *= scales[j];
     }
 }
 
@@ -308,7 +353,7 @@ static inline int64_t first_chunk(const Heads *layer, int64_t stored) {
 static inline ALWAYS void attend_queries(
     const Spans *spans, const Heads *layer, int64_t span, int64_t first_query, int64_t num_queries,
     const HeadRange range, int turned, const float *qkv, float *out, const int64_t width, const int64_t type) {
-    const int64_t size = LANES * width, head_bytes = size * cached_bytes(type);
+    const int64_t size = LANES * width, head_bytes = bytes_of_head(size, type);
     const int64_t shared = layer->num_heads / layer->num_kv_heads, rows_of_head = range.num_shared * num_queries;
     const int64_t num_kv_heads = range.end_head - range.first_head, rows = num_kv_heads * rows_of_head;
     const int64_t qkv_size = qkv_width(layer);
@@ -354,6 +399,7 @@ static inline ALWAYS void attend_queries(
                 for (const int64_t end = row + rows_of_head; row < end; row++)
                     scores[row][j] = score(queries[row], key, width, type) * scaling;
         }
+        if (type == WHOLE8) rescale(scores, num_kv_heads, rows_of_head, keys, offset, length, size);
         for (int64_t row = 0; row < rows; row++) {
             const int64_t past = stored + row % num_queries + 1 - begin, window_start = past - layer->window;
             const int64_t until = seen_until(spans, layer, span, past + begin - 1) - begin;
@@ -365,6 +411,7 @@ static inline ALWAYS void attend_queries(
             shrink[row] = before == -INFINITY ? 0.0f : fast_exp(before - best[row]);
             total[row] = total[row] * shrink[row] + sum;
         }
+        if (type == WHOLE8) rescale(scores, num_kv_heads, rows_of_head, values, offset, length, size);
         const char *of_head = values;
         for (int64_t row = 0; row < rows; of_head += head_bytes) {
             for (const int64_t end = row + rows_of_head; row < end;) {
@@ -427,6 +474,7 @@ static void attend_task(const void *arguments, int64_t item) {
     }
     for (int64_t head = first; head < end; head += step) {
         if (layer->cache_type == FLOAT16) ATTEND_IN(FLOAT16)
+        else if (layer->cache_type == WHOLE8) ATTEND_IN(WHOLE8)
         else ATTEND_IN(FLOAT32)
     }
 }

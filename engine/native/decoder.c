@@ -98,8 +98,9 @@ static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t n
         first_token[span] = token;
         const int64_t *blocks = new->blocks + new->first_block[span];
         const int64_t start = new->num_stored[span], end = start + new->num_tokens[span];
+        const int64_t shift = new->shift ? new->shift[span] : 0;
         for (int64_t at = start; at < end; at++, token++) {
-            angle[token] = at < decoder->num_angles ? at : 0;
+            angle[token] = at + shift >= 0 && at + shift < decoder->num_angles ? at + shift : 0;
             for (int64_t kind = 0; kind < kinds; kind++) {
                 const int64_t block = blocks[at / block_size * kinds + kind];
                 slots[kind * num_tokens + token] = block * block_size + at % block_size;

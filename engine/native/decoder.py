@@ -88,11 +88,14 @@ class PackedTokens:
         self.num_logits = sum(wanted)
         adapters = [span.table.adapter for span in spans] if is_adapted else []
         states = state_columns(spans) if has_states else []
-        numbers = [*counts, *stored, *wanted, *first_blocks, *states, *token_ids, *blocks, *adapters]
+        shifts = [span.table.shift for span in spans]
+        shifts = shifts if any(shifts) else []
+        numbers = [*counts, *stored, *wanted, *first_blocks, *states, *token_ids, *blocks, *shifts, *adapters]
         self._numbers = array("q", numbers)
         start = address(self._numbers, torch.int64, (len(self._numbers),))
         column = INTEGER_BYTES * len(spans)
         first_id = start + 4 * column + INTEGER_BYTES * len(states)
+        first_shift = first_id + INTEGER_BYTES * (len(token_ids) + len(blocks))
         self.new = NewTokens(
             len(spans),
             start,
@@ -102,7 +105,8 @@ class PackedTokens:
             first_id,
             first_id + INTEGER_BYTES * len(token_ids),
             **(state_fields(start + 4 * column, column) if states else {}),
-            adapter=start + INTEGER_BYTES * (len(numbers) - len(adapters)) if adapters else None,
+            adapter=first_shift + INTEGER_BYTES * len(shifts) if adapters else None,
+            shift=first_shift if shifts else None,
         )
 
 
@@ -172,7 +176,7 @@ class NativeDecoder:
         ids_on_device: torch.Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns logits, and states if there are ``taps``; None if a span is too long."""
+        """Returns logits, and states if there are ``taps``; None if a span is too long, or has a picture."""
         if ids_on_device is not None:
             # C reads ids from the spans, and here the host is the device.
             for span, token_id in zip(spans, ids_on_device.tolist(), strict=True):
@@ -224,7 +228,9 @@ class NativeDecoder:
         return bool(self.decoder.num_state_slots)
 
     def holds(self, spans: Sequence[Span]) -> bool:
-        return all(len(span.token_ids) <= MAX_GROUPED_QUERIES for span in spans)
+        return all(
+            len(span.token_ids) <= MAX_GROUPED_QUERIES and span.table.is_past_pictures for span in spans
+        )
 
 
 class _Parts:

@@ -51,8 +51,9 @@ typedef struct {
     const float *value_norm;      /* [head_size] or NULL */
     const float *query_norm, *key_norm; /* of all numbers of a token's queries, and of its keys, or NULL */
     const float *sinks;           /* [num_heads], a further score each whose value is nothing, or NULL */
-    int64_t cache_type;           /* FLOAT32 or FLOAT16: what keys and values are kept in */
-    void *keys, *values;          /* [slots, num_kv_heads, head_size]; may be the same */
+    int64_t cache_type;           /* FLOAT32, FLOAT16 or WHOLE8: what keys and values are kept in */
+    void *keys, *values;          /* [slots, num_kv_heads, head_size], after each head of WHOLE8 a float that multiplies
+                                   * it; may be the same */
 } Heads;
 
 /* COLUMNS columns of quantised weights. ``type``: one of the types of blocks. */
@@ -67,9 +68,17 @@ typedef struct {
     const int64_t *numbers;       /* [num_rows], or NULL: no row has one */
 } AdaptedRows;
 
-/* What one adapter adds to a linear layer's outputs: what ``up`` makes of what ``down`` makes of the inputs. */
+/* What an adapter of one module adds to a layer's outputs from ``first`` on: what ``up`` makes of what ``down`` makes of the
+ * inputs. */
 typedef struct {
-    const void *down, *up;        /* Linears, or NULL where the adapter leaves the layer as it is */
+    const void *down, *up;        /* Linears */
+    int64_t first;
+} LowRank;
+
+/* What one adapter adds to a linear layer, which may have several modules. */
+typedef struct {
+    const LowRank *parts;         /* [num_parts] */
+    int64_t num_parts;            /* 0 where the adapter leaves the layer as it is */
 } Adapter;
 
 /* A linear layer. ``type``: of its weights. */
@@ -248,6 +257,7 @@ typedef struct {
     const int64_t *state_slot, *num_folded, *num_certain; /* [num_spans] as in Spans */
     const float *states;          /* [tokens, hidden_size] that come with them, where a decoder takes such; NULL: zeros */
     const int64_t *adapter;       /* [num_spans] each one's, or -1; NULL: none has one */
+    const int64_t *shift;         /* [num_spans] what is added to an index for its position; NULL: nothing */
 } NewTokens;
 
 /* Hidden states that a pass gives in addition to logits. */

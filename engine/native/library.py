@@ -42,6 +42,10 @@ class AdaptedRows(ctypes.Structure):
     _fields_ = fields_of("AdaptedRows")
 
 
+class LowRank(ctypes.Structure):
+    _fields_ = fields_of("LowRank")
+
+
 class Adapter(ctypes.Structure):
     _fields_ = fields_of("Adapter")
 

@@ -314,27 +314,48 @@ static void multiply_weights(const Linear *linear, float *out, const float *x, c
     run_task(is_tiled ? multiply_tiles_task : multiply_task, &product, (width + PANEL - 1) / PANEL, in * width * rows);
 }
 
-/* Adds to each row's outputs what its adapter makes of its inputs. Rows that follow each other with the same adapter are
- * computed together; their bits do not depend on that. */
-static void add_adapters(const Linear *linear, float *out, const float *x, int64_t rows) {
+/* Adds to the outputs of the ``count`` rows ``members`` what the adapter's parts make of their inputs ``x`` [count,
+ * in_features], one row after the other. */
+static int add_adapter(const Adapter *adapter, const Linear *linear, float *out, const float *x, const int64_t *members,
+                       int64_t count) {
     static _Thread_local Arena arena;
-    const int64_t *numbers = linear->adapted->numbers, width = linear->out_features;
-    int64_t end = rows;
-    for (int64_t begin = 0; begin < rows; begin = end) {
-        for (end = begin + 1; end < rows && numbers[end] == numbers[begin];) end++;
-        if (numbers[begin] < 0) continue;
-        const Linear *down = linear->adapters[numbers[begin]].down, *up = linear->adapters[numbers[begin]].up;
-        if (!down) continue;
-        float *to = out + begin * width;
-        const int64_t count = end - begin;
-        if (!arena_reserve(&arena, arena_size(count * down->out_features, sizeof(float)))) {
-            for (int64_t i = 0; i < count * width; i++) to[i] = NAN; /* no memory: not a distribution */
-            continue;
+    for (const LowRank *part = adapter->parts; part < adapter->parts + adapter->num_parts; part++) {
+        const Linear *down = part->down, *up = part->up;
+        const int64_t rank = down->out_features, width = up->out_features;
+        if (!arena_reserve(&arena, arena_size(count * rank, sizeof(float)) + arena_size(count * width, sizeof(float))))
+            return 0;
+        float *low = arena_alloc(&arena, count * rank, sizeof(float));
+        float *added = arena_alloc(&arena, count * width, sizeof(float));
+        multiply_weights(down, low, x, NULL, count);
+        multiply_weights(up, added, low, NULL, count);
+        for (int64_t i = 0; i < count; i++) {
+            float *to = out + members[i] * linear->out_features + part->first;
+            for (int64_t j = 0; j < width; j++) to[j] += added[i * width + j];
         }
-        float *low = arena_alloc(&arena, count * down->out_features, sizeof(float));
-        multiply_weights(down, low, x + begin * linear->in_features, NULL, count);
-        multiply_weights(up, to, low, to, count);
     }
+    return 1;
+}
+
+/* Adds to each row's outputs what its adapter makes of its inputs. The rows of one adapter are computed together; their
+ * bits do not depend on that. Returns 0 if there is no memory. */
+static int add_adapters(const Linear *linear, float *out, const float *x, int64_t rows) {
+    static _Thread_local Arena arena;
+    const int64_t *numbers = linear->adapted->numbers, size = linear->in_features;
+    if (!arena_reserve(&arena, arena_size(rows * size, sizeof(float)) + arena_size(rows, sizeof(int64_t)))) return 0;
+    float *inputs = arena_alloc(&arena, rows * size, sizeof(float));
+    int64_t *members = arena_alloc(&arena, rows, sizeof(int64_t));
+    for (int64_t first = 0; first < rows; first++) {
+        int64_t before = 0, count = 0;
+        while (numbers[before] != numbers[first]) before++;
+        if (before < first || numbers[first] < 0 || !linear->adapters[numbers[first]].num_parts) continue;
+        for (int64_t row = first; row < rows; row++) {
+            if (numbers[row] != numbers[first]) continue;
+            memcpy(inputs + count * size, x + row * size, size * sizeof(float));
+            members[count++] = row;
+        }
+        if (!add_adapter(&linear->adapters[numbers[first]], linear, out, inputs, members, count)) return 0;
+    }
+    return 1;
 }
 
 /* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
@@ -342,11 +363,9 @@ static void add_adapters(const Linear *linear, float *out, const float *x, int64
 void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
     multiply_weights(linear, out, x, residual, rows);
     if (!linear->adapters || !linear->adapted->numbers) return;
-    if (linear->adapted->num_rows == rows) {
-        add_adapters(linear, out, x, rows);
-        return;
-    }
-    for (int64_t i = 0; i < rows * linear->out_features; i++) out[i] = NAN; /* whose rows these are is not known */
+    /* Without memory, or where nobody knows whose rows these are, the outputs are no distribution. */
+    if (linear->adapted->num_rows == rows && add_adapters(linear, out, x, rows)) return;
+    for (int64_t i = 0; i < rows * linear->out_features; i++) out[i] = NAN;
 }
 
 /* Columns of a Linear's weights together, panel by panel: what the weights must be laid out as. */

@@ -15,7 +15,7 @@ from truedraft.engine.layers.recurrent import Recurrence
 from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch
-from truedraft.engine.memory.kv_cache import KVCache
+from truedraft.engine.memory.kv_cache import KVCache, stored_size
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.native.library import Heads, Spans
 from truedraft.engine.native.mlp import NativeExperts
@@ -26,7 +26,11 @@ from truedraft.engine.native.shared import WeightType
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 576
 FLOAT, INTEGER = torch.float32, torch.int64
 # A cache has one of these types.
-CACHE_TYPES = {torch.float32: WeightType.FLOAT32, torch.float16: WeightType.FLOAT16}
+CACHE_TYPES = {
+    torch.float32: WeightType.FLOAT32,
+    torch.float16: WeightType.FLOAT16,
+    torch.int8: WeightType.WHOLE8,
+}
 
 
 def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
@@ -94,14 +98,16 @@ class NativeRun:
         num_spans, num_tokens = len(batch.spans), batch.offsets[-1]
         start = address(self.numbers, INTEGER, (len(self.numbers),))
         end = max((span.end for span in batch.spans), default=0)
-        if rotary.table is None:
+        if batch.axes is not None:
+            self.angles = (*rotary.mixed(batch.axes), torch.arange(num_tokens))
+        elif rotary.table is None:
             self.angles = (*rotary.compute(batch.positions[0]), torch.arange(num_tokens))
         else:
             rotary.reach(end)
             self.angles = (*rotary.table, batch.positions[0].contiguous())
         cos, sin, rows = self.angles
         kinds, num_angles, size = angles = shape_of(cos, 3)
-        if rotary.table is not None and end > num_angles:
+        if rotary.table is not None and batch.axes is None and end > num_angles:
             raise PointerError(f"there are {num_angles} angles for {end} positions")
         self.rotary = kinds, size
         own = batch.window_slots
@@ -267,7 +273,7 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
     query_norm, key_norm = shape.whole_norms or (None, None)
     if (value_norm := shape.value_norm) is not None and (norm is None or value_norm.eps != norm.eps):
         raise PointerError("C norms values where it norms queries and keys, with the same eps")
-    stored = len(keys), kv_heads, size
+    stored = len(keys), kv_heads, stored_size(size, keys.dtype)
     return Heads(
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -19,7 +19,7 @@ typedef struct {
     int64_t *first_scored;        /* of a row's logits */
     /* Spans of a pass. */
     int64_t *query_lens, *num_logits, *num_stored, *span_first_block, *state_slot, *num_folded, *num_certain;
-    int64_t *adapter;             /* of the target's passes */
+    int64_t *adapter, *shift;     /* of the target's passes */
     int64_t *token_ids;           /* [tokens of a pass] */
     int64_t *active;              /* rows that draft on */
     float *logits;                /* [tokens scored, vocab] */
@@ -82,6 +82,7 @@ static int make_scratch(Scratch *scratch, const Decoder *target, const Decoder *
         { (void **)&scratch->num_folded, rows, integer },
         { (void **)&scratch->num_certain, rows, integer },
         { (void **)&scratch->adapter, rows, integer },
+        { (void **)&scratch->shift, rows, integer },
         { (void **)&scratch->active, rows, integer },
         { (void **)&scratch->verdicts, rows, sizeof(Verdict) },
         { (void **)&scratch->blocks, num_blocks, integer },
@@ -146,16 +147,16 @@ static void plan_pass(const Decoder *draft, const Rounds *rounds, Scratch *scrat
     }
 }
 
-/* Runs the pass that is planned. What a round stores is not certain before it is complete. Drafts have no adapters:
- * ``adapter`` is NULL. */
-static int run_pass(const Decoder *decoder, const Scratch *scratch, const int64_t *adapter, int64_t num_spans,
-                    float *logits) {
+/* Runs the pass that is planned. What a round stores is not certain before it is complete. Drafts have no adapters and
+ * see no pictures: ``adapter`` and ``shift`` are NULL. */
+static int run_pass(const Decoder *decoder, const Scratch *scratch, const int64_t *adapter, const int64_t *shift,
+                    int64_t num_spans, float *logits) {
     const NewTokens new = {
         .num_spans = num_spans, .num_tokens = scratch->query_lens, .num_stored = scratch->num_stored,
         .num_logits = scratch->num_logits, .first_block = scratch->span_first_block,
         .token_ids = scratch->token_ids, .blocks = scratch->blocks,
         .state_slot = scratch->state_slot, .num_folded = scratch->num_folded, .num_certain = scratch->num_certain,
-        .adapter = adapter,
+        .adapter = adapter, .shift = shift,
     };
     return decode(decoder, &new, NULL, logits) != 0;
 }
@@ -208,7 +209,7 @@ static int draft_round(const Decoder *draft, const Rounds *rounds, Scratch *scra
     }
     for (int64_t offset = 0; num_active; offset++) {
         plan_pass(draft, rounds, scratch, num_active, offset);
-        if (!run_pass(draft, scratch, NULL, num_active, scratch->draft_logits)) return 0;
+        if (!run_pass(draft, scratch, NULL, NULL, num_active, scratch->draft_logits)) return 0;
         for (int64_t i = 0; i < num_active; i++) {
             Row *row = row_at(rounds, scratch->active[i]);
             row->draft_num_folded = num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
@@ -239,12 +240,13 @@ static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) 
         scratch->num_folded[i] = row->num_folded;
         scratch->num_certain[i] = row->num_computed + 1;
         scratch->adapter[i] = row->adapter;
+        scratch->shift[i] = row->shift;
         copy_ids(scratch->token_ids + size, row->token_ids + row->num_computed, num_new);
         copy_ids(scratch->token_ids + size + num_new, rounds->draft_ids + i * rounds->max_drafts, row->num_drafts);
         size += num_new + row->num_drafts;
         num_logits += count;
     }
-    if (!run_pass(target, scratch, scratch->adapter, rounds->num_rows, scratch->logits)) return 0;
+    if (!run_pass(target, scratch, scratch->adapter, scratch->shift, rounds->num_rows, scratch->logits)) return 0;
     for (int64_t i = 0; i < rounds->num_rows; i++)
         row_at(rounds, i)->num_folded = num_folded_after(scratch->num_folded[i], scratch->num_certain[i]);
     return 1;

@@ -51,6 +51,7 @@ typedef struct {
     int64_t num_draft_blocks;       /* blocks of the row in the draft model's cache */
     const int64_t *draft_blocks;    /* [num_draft_blocks, kinds of layers] the draft model's, with room for all rounds */
     int64_t adapter;                /* the number of the target's adapter; -1: none */
+    int64_t shift;                  /* what is added to an index for its position in the target's passes, after pictures */
 } Row;
 
 #endif

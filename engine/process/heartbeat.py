@@ -9,6 +9,7 @@ changed: what it computes from then on would be wrong. Started by ``worker``; wa
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from truedraft.engine.messages import WEIGHTS_CHANGED, Failed, Heartbeat
 from truedraft.engine.process.connection import Connection
@@ -17,6 +18,8 @@ from truedraft.engine.process.mapped_files import MappedFiles
 INTERVAL_SECONDS = 1.0
 # The exit code of a worker whose files have changed.
 CHANGED_EXIT_CODE = 3
+# The exit code of a worker that has lost another rank.
+LOST_RANK_EXIT_CODE = 4
 
 
 class Heartbeats:
@@ -26,6 +29,8 @@ class Heartbeats:
     def __init__(self) -> None:
         self._last_beat: float | None = None
         self.files = MappedFiles()
+        # Says which other rank of the target has ended, if one has.
+        self.ranks: Callable[[], str | None] = lambda: None
 
     def beat(self) -> None:
         self._last_beat = time.monotonic()
@@ -39,6 +44,16 @@ class Heartbeats:
             if fault := self.files.fault():
                 connection.send(Failed(request_id="", code=WEIGHTS_CHANGED, message=fault))
                 os._exit(CHANGED_EXIT_CODE)
+            if fault := self.ranks():
+                connection.send(lost_rank(fault))
+                os._exit(LOST_RANK_EXIT_CODE)
             last = self._last_beat
             connection.send(Heartbeat(0.0 if last is None else time.monotonic() - last))
             time.sleep(INTERVAL_SECONDS)
+
+
+def lost_rank(fault: str) -> Failed:
+    """Returns the message that a worker cannot go on, because a rank of its target has ended."""
+    return Failed(
+        request_id="", code="rank_lost", message=f"The worker has lost a process of its own: {fault}."
+    )

@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 
-from truedraft.engine.process.lifeline import end_with_parent
+from truedraft.engine.machine.lifeline import end_with_parent
 
 # Ctrl-C and a service manager's SIGTERM reach all processes of a group or service. The front end decides when
 # to leave, and the kernel does when the front end is gone.

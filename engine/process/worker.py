@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from truedraft.engine.embedding.task import task_of
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.machine.heap import trim_heap
 from truedraft.engine.machine.limits import own_memory
+from truedraft.engine.memory.pictures import PromptPictures
 from truedraft.engine.messages import (
     Abort,
     AdapterLoaded,
@@ -52,17 +54,34 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.models.identity import fingerprint, weight_bytes, weight_types
+from truedraft.engine.models.ranks import LeadingDecoder
 from truedraft.engine.native.threads import set_num_threads, thread_limit, usual_num_threads
+from truedraft.engine.parallel.group import RankLostError
 from truedraft.engine.process import embed_worker
 from truedraft.engine.process.connection import Connection, drain
-from truedraft.engine.process.heartbeat import Heartbeats
+from truedraft.engine.process.heartbeat import LOST_RANK_EXIT_CODE, Heartbeats, lost_rank
 from truedraft.engine.process.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
-# The worker waits this long while a grammar is compiled.
-COMPILING_POLL_MILLISECONDS = 1
+# The worker waits this long while a grammar is compiled, or pictures are looked at.
+PREPARING_POLL_MILLISECONDS = 1
 # While there is work, reports of the state of speculation are this many seconds apart.
 STATE_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class Preparing:
+    """Holds a request whose grammar is compiled, or whose pictures are looked at, while others go on, and the
+    sequences that were aborted meanwhile."""
+
+    request: Generate
+    grammar: Future[Any] | None
+    pictures: Future[PromptPictures] | None
+    aborts: list[Abort] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return all(each is None or each.done() for each in (self.grammar, self.pictures))
 
 
 class Worker:
@@ -82,8 +101,7 @@ class Worker:
             core.runner.when_launched = self._send_rest
         self.heartbeat = Heartbeats()
         self.is_trimmed = False  # True once the memory that passes freed has been returned to the system.
-        # Each entry is a request, its grammar while that is compiled, and the sequences aborted meanwhile.
-        self.compiling: dict[str, tuple[Generate, Future[Any], list[Abort]]] = {}
+        self.preparing: dict[str, Preparing] = {}
 
     def run(self) -> None:
         try:
@@ -125,7 +143,7 @@ class Worker:
 
     def _drain_inbox(self) -> None:
         """Handles the messages that have arrived; with nothing to do, waits for one, but not for ever."""
-        timeout = COMPILING_POLL_MILLISECONDS if self.compiling else IDLE_POLL_MILLISECONDS
+        timeout = PREPARING_POLL_MILLISECONDS if self.preparing else IDLE_POLL_MILLISECONDS
         if self.core.has_work:
             timeout = 0
         try:
@@ -134,28 +152,35 @@ class Worker:
         except EOFError:
             self.running = False
         if timeout == IDLE_POLL_MILLISECONDS and not self.is_trimmed:  # No message has come in all that time.
+            self.core.free_unused()
             trim_heap()
             self.is_trimmed = True
-        for request, compiled, aborts in [*self.compiling.values()]:
-            if compiled.done():
-                del self.compiling[request.request_id]
-                self._add(request)
-                for abort in aborts:
+        for begun in [*self.preparing.values()]:
+            if begun.is_done:
+                del self.preparing[begun.request.request_id]
+                self._add(begun.request, begun.pictures)
+                for abort in begun.aborts:
                     self._abort(abort)
 
     def _begin(self, request: Generate) -> None:
-        """Adds the request, or begins to compile its grammar: other sequences go on meanwhile."""
+        """Adds the request, or begins to compile its grammar and to look at its pictures: other sequences go
+        on meanwhile."""
         compiled, grammar = None, request.params.grammar
+        try:
+            pictures = self.core.admission.seeing(request)
+        except RequestError as error:
+            self.connection.send(Failed(request.request_id, error.code, str(error)))
+            return
         if grammar is not None and self.core.has_work and self.core.admission.grammars is not None:
             compiled = self.core.admission.grammars.compile_beside(grammar)
-        if compiled is None:
+        if compiled is None and pictures is None:
             self._add(request)
         else:
-            self.compiling[request.request_id] = request, compiled, []
+            self.preparing[request.request_id] = Preparing(request, compiled, pictures)
 
-    def _add(self, request: Generate) -> None:
+    def _add(self, request: Generate, pictures: Future[PromptPictures] | None = None) -> None:
         try:
-            self.core.add(request)
+            self.core.add(request, None if pictures is None else pictures.result())
         except RequestError as error:
             self.connection.send(Failed(request.request_id, error.code, str(error)))
 
@@ -168,8 +193,10 @@ class Worker:
             self.connection.send(AdapterLoaded(message.request_id, adapter))
 
     def _abort(self, message: Abort) -> None:
-        if message.request_id in self.compiling:
-            self.compiling[message.request_id][2].append(message)
+        if (begun := self.preparing.get(message.request_id)) is not None:
+            begun.aborts.append(message)
+            if message.index is None and begun.pictures is not None and begun.pictures.cancel():
+                del self.preparing[message.request_id]
             return
         self.core.abort(message.request_id, message.index)
         self.outbox.forget(message.request_id, message.index)
@@ -198,7 +225,7 @@ class Worker:
 def describe(core: EngineCore, config: EngineConfig) -> Ready:
     target_pool = core.scheduler.target_pool
     pools = target_pool, *core.scheduler.draft_pools
-    limits = core.admission.encoder_decoder
+    limits, vision = core.admission.encoder_decoder, core.admission.vision
     runners = [core.target] if core.draft is None else [core.target, core.draft]
     assert config.target is not None
     return Ready(
@@ -224,6 +251,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         if limits is None
         else EncoderDecoderLengths(limits.max_prompt_len, limits.max_output_len, len(limits.start_ids)),
         forward=core.target.model.way,
+        vision=None if vision is None else vision.facts,
         max_num_sequences=core.scheduler.max_num_sequences,
         num_state_slots=max(pool.states.num_slots if pool.states else 0 for pool in pools),
         state_bytes=sum(model.model.state_bytes_per_sequence for model in (core.target, core.draft) if model),
@@ -278,21 +306,38 @@ def main() -> int:
         assert config.target is not None
         task = task_of(config.target) if config.task == "auto" else config.task
         if task != "generate":
+            if config.tensor_parallel_size > 1:
+                raise ModelLoadError(
+                    f"tensor_parallel_size is for models that write text, not for task {task}"
+                )
             return _serve_vectors(config, task, connection, heartbeat)
         core = build_engine(config, lambda stage: connection.send(Loading(stage)))
         ready = describe(core, config)
     except ModelLoadError as error:
         connection.send(Failed(request_id="", code="model_load_failed", message=str(error)))
         return 2
+    except RankLostError as error:
+        return _without_rank(connection, str(error))
     keep_loaded()
     heartbeat.files.watch()
+    if isinstance(core.target.model, LeadingDecoder):
+        heartbeat.ranks = core.target.model.followers.fault
     connection.send(ready)
     worker = Worker(core, connection, Outbox(config.stream_interval))
     worker.heartbeat = heartbeat
     if core.admission.grammars is not None:
         core.admission.grammars.preload()
-    worker.run()
+    try:
+        worker.run()
+    except RankLostError as error:
+        return _without_rank(connection, str(error))
     return 0
+
+
+def _without_rank(connection: Connection, reason: str) -> int:
+    """Tells why the worker cannot go on, and returns its exit code."""
+    connection.send(lost_rank(reason))
+    return LOST_RANK_EXIT_CODE
 
 
 if __name__ == "__main__":

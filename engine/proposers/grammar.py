@@ -5,6 +5,7 @@ The target's distribution there is one-hot, so they are accepted with certainty,
 
 from dataclasses import dataclass
 
+from truedraft.engine.core.planning import Found
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import InRound
 from truedraft.engine.messages import Source
@@ -32,9 +33,9 @@ class GrammarProposer:
 
     name: Source = "grammar"
 
-    def offers(self, sequence: Sequence, limit: int) -> tuple[int, list[int]]:
+    def offers(self, sequence: Sequence, limit: int) -> Found:
         assert sequence.matcher is not None
-        return CERTAIN, sequence.matcher.forced(limit)
+        return Found(CERTAIN, sequence.matcher.forced(limit))
 
     def in_round(self, sequence: Sequence, limit: int) -> InRound:
         assert sequence.matcher is not None

@@ -1,5 +1,6 @@
 """Drafts the output that the client expects; deterministic, so exact at any temperature."""
 
+from truedraft.engine.core.planning import Found
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.messages import Source
 
@@ -9,8 +10,8 @@ class PredictionProposer:
 
     name: Source = "prediction"
 
-    def offers(self, sequence: Sequence, limit: int) -> tuple[int, list[int]]:
+    def offers(self, sequence: Sequence, limit: int) -> Found:
         """Offers tokens after a run of agreeing ones; a run of none is a guess that one token was
         replaced."""
         assert sequence.prediction is not None
-        return sequence.prediction.run, sequence.prediction.expected(limit)
+        return Found(sequence.prediction.run, sequence.prediction.expected(limit))

@@ -168,7 +168,9 @@ def _touch(model: ModelRunner, pool: BlockPool, row_lengths: list[int]) -> None:
     if pool.states is not None:
         num_rows = min(num_rows, pool.states.num_free)
     with _scratch(pool, row_lengths[:num_rows]) as tables:
-        model.cache.clear(tables)
+        model.cache.clear([block for table in tables for block in table.block_ids])
+        if own := [block for table in tables for block in table.window_ids or ()]:
+            model.cache.clear(own, own_blocks=True)
 
 
 def _fastest(

@@ -26,7 +26,10 @@ from truedraft.engine.rows.table import Row, RowTable
 
 NUM_PHASES = len(PhaseSeconds._fields)
 INTEGER_BYTES = 8
-NEEDS = {Need.PROMPT, Need.SAMPLING, Need.OTHER_DRAWS, Need.BLOCK_RULE, Need.BIAS, Need.PENALTIES}
+NEEDS = {
+    *(Need.PROMPT, Need.SAMPLING, Need.OTHER_DRAWS, Need.BLOCK_RULE, Need.BIAS, Need.PENALTIES),
+    Need.PICTURES,
+}
 
 
 class NativeLoop:
@@ -48,8 +51,10 @@ class NativeLoop:
         self.supports = frozenset(NEEDS if draft is None else {*NEEDS, draft.need})
 
     def runs(self, plan: StepPlan) -> bool:
-        """Tells whether the loop covers the needs of all rows."""
-        return plan.needs <= self.supports and not any(part.draft.in_round for part in plan.rows)
+        """Tells whether the loop covers the needs of all rows. Of a picture it knows what follows."""
+        return plan.needs <= self.supports and not any(
+            part.draft.in_round or not part.sequence.target_blocks.is_past_pictures for part in plan.rows
+        )
 
     def run(self, plan: StepPlan, rows: Sequences[Row]) -> list[Round]:
         """Runs up to ``plan.max_rounds``, until a row ends. Returns an empty list if the first round could
@@ -109,6 +114,7 @@ class NativeLoop:
             Field.NUM_WANTED: [draft.num_tokens for draft in drafts],
             Field.NUM_KNOWN: [len(ids) for ids in self._known(plan)],
             Field.ADAPTER: [table.adapter for table in tables],
+            Field.SHIFT: [table.shift for table in tables],
             **_columns(tables, Field.STATE_SLOT, Field.NUM_FOLDED),
         }
         num_missing = 0

@@ -100,6 +100,7 @@ class Field(IntEnum):
     NUM_DRAFT_BLOCKS = INTEGER, "blocks of the row in the draft model's cache"
     DRAFT_BLOCKS = IDS, "[num_draft_blocks, kinds of layers] the draft model's, with room for all rounds"
     ADAPTER = INTEGER, "the number of the target's adapter; -1: none"
+    SHIFT = INTEGER, "what is added to an index for its position in the target's passes, after pictures"
 
 
 WIDTH = len(Field)

@@ -110,7 +110,7 @@ class RowLookup:
     wait: int = START_BALANCE  # tokens from a stop to the next start
     reader: ReadingLookup | None = field(init=False)  # the source, if it reads
     in_round: InRoundLookup | None = field(init=False)  # the source, if it follows the rounds of a step
-    _tables: dict[int, Acceptance] = field(default_factory=dict)  # keys are strengths
+    _tables: dict[tuple[str, int], Acceptance] = field(default_factory=dict)  # keys: where, strength
 
     def __post_init__(self) -> None:
         self.reader = self.source if isinstance(self.source, ReadingLookup) else None
@@ -134,12 +134,12 @@ class RowLookup:
     def ask(self, limit: int, terms: Terms, model_tokens: float, is_fixed: bool) -> Offer | None:
         """Returns what the source has found, judged against the draft model's ``model_tokens`` (expected to
         be accepted); None if it has found nothing."""
-        match_length, token_ids = self.source.offers(self.sequence, limit)
+        match_length, token_ids, where = self.source.offers(self.sequence, limit)
         if self.sequence.matcher is not None:
             token_ids = self.sequence.matcher.allowed(token_ids)
         offer = None
         if token_ids:
-            acceptance = self._table(min(match_length.bit_length(), MAX_STRENGTH))
+            acceptance = self._table(where, min(match_length.bit_length(), MAX_STRENGTH))
             saved, best = 0.0, 0
             for length in range(len(token_ids) if is_fixed else 1, len(token_ids) + 1):
                 gain = acceptance.expected(length) - model_tokens
@@ -150,11 +150,12 @@ class RowLookup:
             self._settle(0.0 if offer is None else offer.saved, terms.free)
         return offer
 
-    def _table(self, strength: int) -> Acceptance:
-        if strength not in self._tables:
-            group = self.group.lookups.setdefault((self.source.name, strength), Acceptance())
-            self._tables[strength] = Acceptance(group)
-        return self._tables[strength]
+    def _table(self, where: str, strength: int) -> Acceptance:
+        if (where, strength) not in self._tables:
+            name = f"{self.source.name} of {where}" if where else self.source.name
+            group = self.group.lookups.setdefault((name, strength), Acceptance())
+            self._tables[where, strength] = Acceptance(group)
+        return self._tables[where, strength]
 
     def _settle(self, saved: float, free: float) -> None:
         """Counts what asking has saved in this step, and cost beyond what is ``free``."""

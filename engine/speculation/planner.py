@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from truedraft.engine.core.planning import (
     MAX_FORCED,
+    KeepingLookup,
     Lookup,
     ReadingLookup,
     StepChoice,
@@ -146,6 +147,7 @@ class SpeculationPlanner:
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self._followers = [proposer.name for proposer in proposers if proposer.lets_go]
         self._sources: dict[str, Lookup] = {lookup.name: lookup for lookup in lookups}
+        self._keepers = [lookup for lookup in lookups if isinstance(lookup, KeepingLookup)]
         self._explorer = Explorer()  # its options are texts that may repeat themselves
         self._now = 0.0  # seconds of all steps
         self._groups: dict[str, Group] = {}
@@ -266,6 +268,14 @@ class SpeculationPlanner:
     def forget(self, sequence: Sequence) -> None:
         if sequence in self._rows:
             self._ended.append(sequence)  # its last verdicts are still to be learned
+            if sequence.finish_reason is not None:
+                for lookup in self._keepers:
+                    if lookup.name in sequence.sources:
+                        lookup.keep(sequence)
+
+    def forget_texts(self) -> None:
+        for lookup in self._keepers:
+            lookup.forget_texts()
 
     def _free_seconds(self, num_rows: int) -> float:
         """Returns what asking for a row may take in a step without drafts."""

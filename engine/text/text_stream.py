@@ -1,6 +1,7 @@
 """Turns the token ids of one sequence into text as they come, whole characters at a time.
 
-The text is decoded from a window over the last tokens, so that a token costs the same wherever it stands.
+Where tokens stand for bytes, these are decoded; else a window over the last tokens is, so that a token costs
+the same wherever it stands.
 """
 
 import codecs
@@ -80,6 +81,30 @@ class TokenTextStream:
         return bool(utf8.getstate()[0])
 
 
+class ByteLevelTextStream:
+    """Decodes vocabularies like GPT-2's, whose tokens are bytes, without asking the decoder."""
+
+    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skip_special_tokens = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_id: int) -> str:
+        if self._vocabulary.is_without_text(token_id, skip_special_tokens=self._skip_special_tokens):
+            return ""
+        return self._utf8.decode(self._vocabulary.bytes_of(token_id) or b"")
+
+    def flush(self, *, is_cut: bool = False) -> str:
+        if is_cut:
+            self._utf8.reset()
+        return self._utf8.decode(b"", final=True)
+
+    def copy(self) -> Self:
+        other = copy(self)
+        other._utf8 = _copied(self._utf8)
+        return other
+
+
 class ByteFallbackTextStream:
     """Decodes vocabularies with a token for each byte, as SentencePiece makes them.
 
@@ -113,8 +138,7 @@ class ByteFallbackTextStream:
     def copy(self) -> Self:
         other = copy(self)
         other._text = self._text.copy()
-        other._utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
-        other._utf8.setstate(self._utf8.getstate())
+        other._utf8 = _copied(self._utf8)
         return other
 
     def _enter_bytes(self) -> str:
@@ -158,6 +182,8 @@ class MarkedTextStream:
 
 def text_stream(fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> TextStream:
     """Starts a text of the kind that the vocabulary needs."""
+    if vocabulary.is_byte_level:
+        return ByteLevelTextStream(vocabulary, skip_special_tokens=skip_special_tokens)
     kind = ByteFallbackTextStream if vocabulary.fallback_bytes else TokenTextStream
     return kind(fast, vocabulary, skip_special_tokens=skip_special_tokens)
 
@@ -184,6 +210,12 @@ def continued(stream: TextStream, before: Sequence[int]) -> TextStream:
     for token_id in before:
         stream.step(token_id)
     return stream
+
+
+def _copied(utf8: codecs.IncrementalDecoder) -> codecs.IncrementalDecoder:
+    other = codecs.getincrementaldecoder("utf-8")(utf8.errors)
+    other.setstate(utf8.getstate())
+    return other
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:

@@ -24,6 +24,8 @@ class Vocabulary:
             token_id: token.content.encode() for token_id, token in fast.get_added_tokens_decoder().items()
         }
         self._decoder_types = set(_decoder_types(fast))
+        # Is true where a text is its tokens' bytes in a row, with nothing done to it afterwards.
+        self.is_byte_level = self._decoder_types == {"ByteLevel"}
         self._known: dict[int, bytes | None] = {}
         self.special = {
             token.content: token_id
@@ -46,7 +48,7 @@ class Vocabulary:
     def bytes_of(self, token_id: int) -> bytes | None:
         """Returns a token's bytes; None for an id without a token: models pad their vocabularies."""
         if token_id not in self._known:
-            self._known[token_id] = self._added.get(token_id) or self._read(token_id)
+            self._known[token_id] = self._read(token_id)
         return self._known[token_id]
 
     def is_without_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
@@ -70,9 +72,11 @@ class Vocabulary:
         if token is None:
             return None
         if "ByteLevel" in self._decoder_types:
-            return b"".join(
-                bytes([BYTES[character]]) if character in BYTES else character.encode() for character in token
-            )
+            # The decoder takes whatever is written in its alphabet for bytes, added tokens too.
+            is_bytes = all(character in BYTES for character in token)
+            return bytes(map(BYTES.__getitem__, token)) if is_bytes else str(token).encode()
+        if token_id in self._added:
+            return self._added[token_id]
         if "ByteFallback" in self._decoder_types and (match := BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         if self._decoder_types & {"Metaspace", SPACE_MARK}:

@@ -52,6 +52,10 @@ USE: Mapping[str, str] = {
     "--cache-type-v": "--cache-dtype",
     "-ctv": "--cache-dtype",
     "--kv-cache-dtype": "--cache-dtype",
+    "--cache-type-k-draft": "--draft-cache-dtype",
+    "-ctkd": "--draft-cache-dtype",
+    "--cache-type-v-draft": "--draft-cache-dtype",
+    "-ctvd": "--draft-cache-dtype",
     "--tool-call-parser": "no flag: the chat template tells how tools are called",
     "--enable-auto-tool-choice": "no flag: tools are always on",
     "--reasoning-parser": "no flag: the chat template tells how reasoning is marked",
@@ -67,15 +71,14 @@ USE: Mapping[str, str] = {
 }
 
 # Flags without an equivalent: what stands in their place, as a sentence of its own.
-BY_LAYERS = "Tensors are not split over GPUs; --device-map auto puts layers on several."
 DEVICE = "--device decides where the whole model runs."
 NONE: Mapping[str, str] = {
-    "--tensor-parallel-size": BY_LAYERS,
-    "-tp": BY_LAYERS,
     "-ngl": DEVICE,
     "--n-gpu-layers": DEVICE,
     "--gpu-layers": DEVICE,
-    "--mmproj": "Images are not supported; the text part of a model is served without it.",
+    "--mmproj": "Pictures are read by models in transformers' form (docs/images.md); the text part of a GGUF "
+    "file is served without it.",
+    "--limit-mm-per-prompt": "--max-images is the largest number of pictures in a request.",
     "--enforce-eager": "CUDA graphs are taken where they help.",
 }
 

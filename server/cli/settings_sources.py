@@ -75,6 +75,10 @@ def read_options(kind: type[S], flags: Sequence[str]) -> S:
             for name, value in (read_yaml(path) if path else {}).items()
             if name in kind.model_fields and f"{ENV_PREFIX}{name.upper()}" not in given
         }
+        flags = [
+            f"--tensor-parallel-size{flag.removeprefix('-tp')}" if flag.partition("=")[0] == "-tp" else flag
+            for flag in flags
+        ]
     check_flags(flags, kind)
     try:
         return kind(_cli_parse_args=list(flags), _cli_exit_on_error=False, **values)

@@ -5,7 +5,6 @@ request of p prompts with ``n`` sequences each has p * n choices, numbered promp
 """
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from truedraft.engine.messages import FinishReason, TokenOutput
@@ -22,11 +21,10 @@ from truedraft.server.observability.metrics import ModelMetrics, RequestTimer
 from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from truedraft.server.text.choice import (
-    AnswerDetails,
+    AnswerCounts,
     ChoiceDelta,
     ChoiceReader,
     FinishedChoice,
-    SpeculationCounts,
 )
 from truedraft.server.text.message_parser import MessageParser
 from truedraft.server.text.tokenizer import Tokenizer
@@ -45,20 +43,15 @@ class Generation:
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         self._timer = RequestTimer(metrics.requests, self._num_prompt_tokens)
         self._stream: EngineStream[TokenOutput] | None = None
-        self.choices = list(_readers(prepared, tokenizer))
+        self.counts = AnswerCounts()
+        self.choices = list(_readers(prepared, tokenizer, self.counts))
         self._num_unfinished = len(self.choices)
         self._num_tokens = 0
         self._cached_tokens = [0] * len(prepared.prompts)
-        # Sums over the choices, which a stream may want with each of its events.
-        self._num_cached_tokens = 0
-        self._details = AnswerDetails()
+        self._num_cached_tokens = 0  # the sum of them, which a stream may want with each of its events
         self._deadline: asyncio.TimerHandle | None = None
         self._is_over = False
         self._error: str | None = None
-
-    @property
-    def speculation(self) -> SpeculationCounts:
-        return functools.reduce(SpeculationCounts.plus, (choice.speculation for choice in self.choices))
 
     @property
     def is_complete(self) -> bool:
@@ -102,8 +95,7 @@ class Generation:
         self._is_over = True
         by_length = any(choice.finish_reason == "length" for choice in self.choices)
         reason: FinishReason = "length" if by_length else "stop"
-        _, num_drafted, num_accepted = self.speculation
-        self._timer.finished(reason, num_drafted, num_accepted)
+        self._timer.finished(reason, self.counts.drafted, self.counts.accepted)
 
     async def collect(self) -> list[FinishedChoice]:
         choices = [FinishedChoice(index) for index in range(self.prepared.num_choices)]
@@ -122,16 +114,16 @@ class Generation:
             self._timer.aborted("disconnect")
 
     def usage(self) -> Usage:
-        prompt, details = self._num_prompt_tokens, self._details
+        prompt, counts = self._num_prompt_tokens, self.counts
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self._num_tokens,
             total_tokens=prompt + self._num_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
-                reasoning_tokens=details.num_reasoning,
-                accepted_prediction_tokens=details.num_accepted,
-                rejected_prediction_tokens=details.num_rejected,
+                reasoning_tokens=counts.reasoning,
+                accepted_prediction_tokens=counts.predicted,
+                rejected_prediction_tokens=counts.mispredicted,
                 thinking_budget_spent=None
                 if self.prepared.params.thinking_budget is None
                 else any(choice.budget_spent for choice in self.choices),
@@ -143,7 +135,7 @@ class Generation:
         return Summary(
             id=self.prepared.id,
             usage=self.usage(),
-            speculation=self.speculation,
+            speculation=self.counts,
             num_rounds=sum(choice.num_rounds for choice in self.choices),
             seconds=self._timer.seconds,
             prepared_seconds=self._timer.prepared_seconds,
@@ -170,9 +162,7 @@ class Generation:
                 self._num_unfinished -= 1
                 yield choice.read_prompt(rounds[0])
                 continue
-            before = choice.details
             delta = choice.read(rounds)
-            self._details = self._details.with_change(before, choice.details)
             if delta.finish_reason is not None:
                 self._num_unfinished -= 1
                 assert self._stream is not None
@@ -182,7 +172,7 @@ class Generation:
             yield delta
 
 
-def _readers(prepared: PreparedRequest, tokenizer: Tokenizer) -> Iterator[ChoiceReader]:
+def _readers(prepared: PreparedRequest, tokenizer: Tokenizer, counts: AnswerCounts) -> Iterator[ChoiceReader]:
     """Yields the readers of all choices, which share what the request and their prompt have in common."""
     new = tokenizer.stream(
         skip_special_tokens=prepared.skip_special_tokens,
@@ -205,4 +195,5 @@ def _readers(prepared: PreparedRequest, tokenizer: Tokenizer) -> Iterator[Choice
                 stop_token_ids=prepared.params.stop_token_ids,
                 prediction_length=len(prepared.prediction_token_ids or ()),
                 message=None if prepared.message is None else MessageParser(prepared.message),
+                counts=counts,
             )

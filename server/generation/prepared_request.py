@@ -103,6 +103,7 @@ class PreparedRequest:
                 cache_prompt=self.cache_prompt,
                 cache_salt=self.cache_salt,
                 adapter=self.adapter,
+                pictures=list(prompt.pictures),
             )
             for number, prompt in enumerate(self.prompts)
         ]

@@ -14,7 +14,7 @@ from truedraft.server.errors import code_of
 from truedraft.server.observability.metrics import ModelMetrics, RequestTimer
 from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import PromptTokensDetails, Usage
-from truedraft.server.text.choice import ChoiceDelta, SpeculationCounts
+from truedraft.server.text.choice import AnswerCounts, ChoiceDelta
 from truedraft.server.text.decisions import Asked
 from truedraft.server.workers.worker_pool import WorkerPool
 
@@ -143,7 +143,7 @@ class Scoring:
         return Summary(
             id=self._id,
             usage=usage,
-            speculation=SpeculationCounts(),
+            speculation=AnswerCounts(),
             num_rounds=self._num_sequences,
             seconds=self._timer.seconds,
             prepared_seconds=self._timer.prepared_seconds,

@@ -23,7 +23,7 @@ from truedraft.server.schemas.answer import DraftedToken, SpeculationReport, Tra
 
 
 def speculation_report(generation: Generation, config: EngineConfig, worker: Ready) -> SpeculationReport:
-    counts, prepared = generation.speculation, generation.prepared
+    counts, prepared = generation.counts, generation.prepared
     is_predicted = bool(prepared.prediction_token_ids)
     params = _effective_params(prepared.engine_params() or prepared.params, config, worker, is_predicted)
     report = SpeculationReport(

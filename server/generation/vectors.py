@@ -12,7 +12,7 @@ from truedraft.server.observability.metrics import RequestMetrics
 from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from truedraft.server.stages import current_stages
-from truedraft.server.text.choice import SpeculationCounts
+from truedraft.server.text.choice import AnswerCounts
 from truedraft.server.workers.worker_pool import WorkerPool
 
 
@@ -75,7 +75,7 @@ class VectorRun:
         return Summary(
             id=self.id,
             usage=usage,
-            speculation=SpeculationCounts(),
+            speculation=AnswerCounts(),
             num_rounds=0,
             seconds=time.perf_counter() - current_stages().arrived,
             prepared_seconds=0.0,

@@ -7,17 +7,17 @@ no ``[DONE]``.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 from pydantic import BaseModel
-from starlette.types import Message, Receive, Scope, Send
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
 
 from truedraft.server.errors import ApiError
-from truedraft.server.schemas.answer import Answer
 
-DONE = format_sse_event(data_str="[DONE]")
+DONE = b"data: [DONE]\n\n"
 PING = KEEPALIVE_COMMENT
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -27,27 +27,26 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 
 
-def chunk_event(chunk: Answer, *, with_usage: bool) -> bytes:
-    """Without ``with_usage`` the key is absent, with it every chunk has it, null until the last."""
-    return _event(chunk.model_dump_json(exclude=None if with_usage else {"usage"}))
+def chunk_event(chunk: Mapping[str, Any]) -> bytes:
+    return _event(to_json(chunk, inf_nan_mode="null"))
 
 
 def data_event(part: BaseModel) -> bytes:
-    return _event(part.model_dump_json())
+    return _event(part.model_dump_json().encode())
 
 
 def typed_event(fields: dict[str, Any]) -> bytes:
     """Returns an event of ``/v1/responses`` or ``/v1/messages``, named by the type that its data also has."""
     data = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-    return _event(data, str(fields["type"]))
+    return b"event: %b\n%b" % (str(fields["type"]).encode(), _event(data.encode()))
 
 
 def error_event(error: ApiError) -> bytes:
-    return _event(json.dumps(error.body(), ensure_ascii=False))
+    return _event(json.dumps(error.body(), ensure_ascii=False).encode())
 
 
-def _event(data: str, name: str | None = None) -> bytes:
-    return format_sse_event(data_str=data if data.isascii() else data.translate(LINE_ENDS), event=name)
+def _event(data: bytes) -> bytes:
+    return b"data: %b\n\n" % (data if data.isascii() else data.decode().translate(LINE_ENDS).encode())
 
 
 class EventStreamResponse(EventSourceResponse):
@@ -81,23 +80,21 @@ class EventStreamResponse(EventSourceResponse):
         clock = asyncio.get_running_loop().time
         last_sent = clock()
 
-        async def send_and_note(message: Message) -> None:
-            nonlocal last_sent
-            last_sent = clock()
-            if not message.get("more_body", True):
-                pinging.cancel()  # nothing may follow the last message
-            await send(message)
-
         async def ping() -> None:
+            nonlocal last_sent
             while True:
                 silence = clock() - last_sent
                 if silence >= self._ping_seconds:
-                    silence = 0.0
-                    await send_and_note(self._ping)
+                    silence, last_sent = 0.0, clock()
+                    await send(self._ping)
                 await asyncio.sleep(self._ping_seconds - silence)
 
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         pinging = asyncio.create_task(ping())
         try:
-            await super().stream_response(send_and_note)
+            async for event in self.body_iterator:
+                last_sent = clock()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
-            pinging.cancel()
+            pinging.cancel()  # nothing may follow the last message
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -6,12 +6,15 @@ not make a counter fall. Updated by ``server.workers`` and ``server.generation``
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from truedraft.engine.messages import FinishReason, PrefixFileStats, Ready, Source, Stats
 from truedraft.server.errors import error_codes
@@ -31,6 +34,32 @@ RATE_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
 PHASES = ("draft", "score", "verify", "host")
 # What may become of a piece of a text that was not kept, or not found, in ``prefix_cache_dir``.
 DISK_ERRORS = ("damaged", "failed", "dropped")
+
+
+class FrequentHistogram(Collector):
+    """A histogram of what every token is observed by. Only the event loop's thread may use it: it does
+    without the locks that one of the library takes for a sample."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = (*bounds, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, total: float, times: int) -> None:
+        """Adds ``times`` samples that are equal, and ``total`` together."""
+        if times:
+            self._counts[bisect_left(self._bounds, total / times)] += times
+            self._sum += total
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = map(floatToGoString, self._bounds)
+        counts = accumulate(self._counts)
+        yield HistogramMetricFamily(
+            self._name, self._text, buckets=[*zip(bounds, counts, strict=True)], sum_value=self._sum
+        )
 
 
 class ServerMetrics:
@@ -99,13 +128,17 @@ class RequestMetrics:
             "From the request's first byte to the first token.",
             DURATION_BUCKETS,
         )
-        self.inter_token = histogram(
-            "inter_token_latency_seconds",
+        self.inter_token = FrequentHistogram(
+            registry,
+            f"{prefix}inter_token_latency_seconds",
             "Between tokens of a sequence, one sample a token.",
             LATENCY_BUCKETS,
         )
-        self.round_interval = histogram(
-            "round_interval_seconds", "Between rounds of a sequence, one sample a round.", LATENCY_BUCKETS
+        self.round_interval = FrequentHistogram(
+            registry,
+            f"{prefix}round_interval_seconds",
+            "Between rounds of a sequence, one sample a round.",
+            LATENCY_BUCKETS,
         )
         self.queue_time = histogram(
             "request_queue_time_seconds",
@@ -437,10 +470,8 @@ class RequestTimer:
             in_engine = now - self._submitted
             self._metrics.prefill_time.observe(max(0.0, in_engine - (queue_seconds or 0.0)))
         if (previous := self._last_output.get(delta.index)) is not None:
-            for _ in range(delta.num_rounds):
-                self._metrics.round_interval.observe((now - previous) / delta.num_rounds)
-            for _ in range(num_tokens):
-                self._metrics.inter_token.observe((now - previous) / num_tokens)
+            self._metrics.round_interval.observe(now - previous, delta.num_rounds)
+            self._metrics.inter_token.observe(now - previous, num_tokens)
         self._last_output[delta.index] = now
         self._num_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)

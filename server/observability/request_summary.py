@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.server.schemas.answer import Usage
-from truedraft.server.text.choice import SpeculationCounts
+from truedraft.server.text.choice import AnswerCounts
 
 # Where a route leaves a function in the request's state that sums up its generation.
 SUMMARY = "summary"
@@ -17,7 +17,7 @@ class Summary:
 
     id: str
     usage: Usage
-    speculation: SpeculationCounts
+    speculation: AnswerCounts
     num_rounds: int
     seconds: float
     prepared_seconds: float

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
@@ -13,11 +13,9 @@ from truedraft.server.routes.checks import check_request
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.submit import start_chat
 from truedraft.server.routes.waiting import GeneratingRoute
-from truedraft.server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
+from truedraft.server.routes.writer import CHUNK_STREAM, ChunkWriter, chunk_choice, respond
 from truedraft.server.schemas.chat import (
     ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
     ChatCompletion,
     ChatRequest,
     Delta,
@@ -26,7 +24,7 @@ from truedraft.server.schemas.examples import CHATS
 from truedraft.server.schemas.logprobs import ChatLogprobs
 from truedraft.server.services import ServicesDep
 from truedraft.server.text.chat_parts import DeltaWriter, whole_message
-from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
+from truedraft.server.text.choice import FinishedChoice
 from truedraft.server.text.logprobs import ScoredToken, chat_logprobs
 
 router = APIRouter(tags=["generate"], route_class=GeneratingRoute)
@@ -48,6 +46,8 @@ async def create_chat_completion(
 
 
 class ChatWriter(ChunkWriter):
+    chunk_object = "chat.completion.chunk"
+
     def __init__(self, context: GenerationContext, body: ChatRequest) -> None:
         super().__init__(context)
         self._num_top_logprobs = body.top_logprobs or 0 if body.logprobs else None
@@ -62,32 +62,27 @@ class ChatWriter(ChunkWriter):
             **context.totals(),
         )
 
-    async def chunks(self) -> AsyncIterator[ChatChunk]:
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         context = self._context
         seen: set[int] = set()
         calls: defaultdict[int, DeltaWriter] = defaultdict(DeltaWriter)
         async for delta in context.generation.deltas():
             if delta.index not in seen:
-                yield self._role_chunk(delta.index, is_first=not seen)
+                # Sent with the first token, even if its text is still held back: clients time it.
+                choice = chunk_choice(delta.index, delta=Delta(role="assistant", content=""))
+                token_ids = None if seen else self._prompt_token_ids()
+                yield self._chunk([choice], prompt_token_ids=token_ids)
                 seen.add(delta.index)
             *earlier, last = calls[delta.index].deltas(delta.parts) or [Delta()]
             for message in earlier:
-                choice = ChatChunkChoice(index=delta.index, delta=message, finish_reason=None)
-                yield ChatChunk(**context.header(), choices=[choice])
-            choice = self._chunk_choice(delta, last)
-            if delta.parts or delta.finish_reason or choice.token_ids or choice.origins or choice.logprobs:
-                yield ChatChunk(**context.header(), choices=[choice], **context.ending())
+                yield self._chunk([chunk_choice(delta.index, delta=message)])
+            logprobs = self._logprobs(delta.scored) if delta.scored else None
+            choice = self._choice(delta, logprobs, delta=last)
+            is_news = logprobs or choice.get("token_ids") or choice.get("origins")
+            if delta.parts or delta.finish_reason or is_news:
+                yield self._chunk([choice], **context.ending())
         if context.include_usage:
-            yield ChatChunk(**context.header(), choices=[], **context.totals())
-
-    def _role_chunk(self, index: int, *, is_first: bool) -> ChatChunk:
-        """Sent with the first token, even if its text is still held back: clients time it."""
-        delta = Delta(role="assistant", content="")
-        return ChatChunk(
-            **self._context.header(),
-            choices=[ChatChunkChoice(index=index, delta=delta, finish_reason=None)],
-            prompt_token_ids=self._prompt_token_ids() if is_first else None,
-        )
+            yield self._chunk([], is_last=True, truedraft=context.report())
 
     def _whole_choice(self, choice: FinishedChoice) -> ChatChoice:
         return ChatChoice(
@@ -98,17 +93,6 @@ class ChatWriter(ChunkWriter):
             stop_reason=choice.stop_reason,
             token_ids=self._context.token_ids(choice.token_ids),
             origins=self._context.origins(choice.origins),
-        )
-
-    def _chunk_choice(self, delta: ChoiceDelta, message: Delta) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index=delta.index,
-            delta=message,
-            logprobs=self._logprobs(delta.scored) if delta.scored else None,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            token_ids=self._context.token_ids(delta.token_ids),
-            origins=self._context.origins(delta.origins) or None,
         )
 
     def _logprobs(self, scored: list[ScoredToken]) -> ChatLogprobs | None:

@@ -25,6 +25,7 @@ from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services
 from truedraft.server.settings import Settings
 from truedraft.server.text.front_metadata import leave_out_metadata
+from truedraft.server.text.pictures import Sight
 from truedraft.server.text.prompt import PromptLimits
 
 # Where a request's state has its hold on the model that it uses.
@@ -172,7 +173,15 @@ def prompt_limits(model: Model) -> PromptLimits:
     worker = model.worker
     max_tokens, context = longest_prompt(worker)
     most = model.settings.max_prompt_characters or max_prompt_characters(worker)
-    return PromptLimits(most, max_tokens, context, worker.vocab_size)
+    return PromptLimits(most, max_tokens, context, worker.vocab_size, sight_of(model))
+
+
+def sight_of(model: Model) -> Sight | None:
+    """Returns how the model sees pictures; None if it sees none."""
+    facts, settings = model.worker.vision, model.settings
+    if facts is None:
+        return None
+    return Sight(facts, settings.max_image_pixels, settings.allowed_media_domains)
 
 
 def max_prompt_characters(worker: Ready) -> int:

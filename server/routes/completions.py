@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
@@ -57,6 +57,8 @@ async def create_completion(
 
 
 class CompletionWriter(ChunkWriter):
+    chunk_object = "text_completion"
+
     def __init__(self, context: GenerationContext, body: CompletionRequest) -> None:
         super().__init__(context)
         self._echo = bool(body.echo)
@@ -68,7 +70,7 @@ class CompletionWriter(ChunkWriter):
             **context.header(), choices=[self._whole_choice(choice) for choice in choices], **context.totals()
         )
 
-    async def chunks(self) -> AsyncIterator[Completion]:
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         context = self._context
         seen: set[int] = set()
         async for delta in context.generation.deltas():
@@ -82,10 +84,11 @@ class CompletionWriter(ChunkWriter):
                 )
             else:
                 choice = self._chunk_choice(delta, is_first)
-            if choice.text or choice.token_ids or choice.origins or choice.finish_reason:
-                yield Completion(**context.header(), choices=[choice], **context.ending())
+            is_news = choice["text"] or choice.get("token_ids") or choice.get("origins")
+            if is_news or delta.finish_reason:
+                yield self._chunk([choice], **context.ending())
         if context.include_usage:
-            yield Completion(**context.header(), choices=[], **context.totals())
+            yield self._chunk([], is_last=True, truedraft=context.report())
 
     def _whole_choice(self, choice: FinishedChoice) -> CompletionChoice:
         return CompletionChoice(
@@ -100,17 +103,13 @@ class CompletionWriter(ChunkWriter):
             prompt_token_ids=self._prompt_token_ids(choice.index),
         )
 
-    def _chunk_choice(self, delta: ChoiceDelta, is_first: bool) -> CompletionChoice:
+    def _chunk_choice(self, delta: ChoiceDelta, is_first: bool) -> dict[str, Any]:
         echoed = self._echoed_tokens(delta.index, delta.prompt_scored) if is_first else []
         scored = echoed + delta.scored
-        return CompletionChoice(
-            index=delta.index,
+        return self._choice(
+            delta,
+            self._logprobs(scored) if scored else None,
             text=(self._echoed(delta.index) if is_first else "") + delta.text,
-            logprobs=self._logprobs(scored) if scored else None,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            token_ids=self._context.token_ids(delta.token_ids),
-            origins=self._context.origins(delta.origins) or None,
             prompt_token_ids=self._prompt_token_ids(delta.index) if is_first else None,
         )
 

@@ -54,6 +54,7 @@ async def ollama_show(
     generates = model.worker.task == "generate"
     can = {
         "completion": generates,
+        "vision": model.worker.vision is not None,
         "tools": generates and bool(templates.source),
         "thinking": generates and templates.reasoning_marks is not None,
         "insert": generates and {"fim_pre", "fim_suf", "fim_mid"} <= model.tokenizer.fill_ids.keys(),
@@ -101,6 +102,7 @@ async def llama_props(request: Request, services: ServicesDep) -> Props:
         model_alias=model.name,
         model_path=model.settings.public_target,
         chat_template=model.tokenizer.templates.source,
+        modalities={"vision": worker.vision is not None, "audio": False},
         build_info=f"truedraft {package_version()}",
     )
 

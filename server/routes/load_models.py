@@ -91,7 +91,7 @@ async def unload_lora_adapter(
     name = served.adapters.own_name(body.lora_name)
     if name is None:
         raise InvalidRequestError(f"'{body.lora_name}' is a model: use /models/unload.", param="lora_name")
-    model = await use_model(served.name, request, services)
+    model = await use_model(body.lora_name, request, services)  # a key may have rights to the adapter alone
     served.adapters.unload(name, model.engine, model.worker)
     return Success()
 

@@ -22,6 +22,7 @@ from truedraft.server.schemas.tokenize import (
     TokenizeRequest,
 )
 from truedraft.server.services import ServicesDep
+from truedraft.server.text.pictures import placed, shown
 from truedraft.server.text.prompt import (
     PromptLimits,
     check_characters,
@@ -108,11 +109,17 @@ def _encode(
     if body.messages is None:
         check_characters(len(body.prompt or ""), limits, "prompt")
         return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+    pictures = shown(body.messages, limits.sight)
     text = render_chat(
         body.messages,
         tokenizer,
         param="messages",
         options=template_options(body, tokenizer, leniency),
+        pictures=pictures,
+        sight=limits.sight,
     )
     check_characters(len(text), limits, "messages")
-    return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    token_ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    if pictures and limits.sight is not None:
+        token_ids, _ = placed(token_ids, pictures, limits.sight.facts, "messages")
+    return token_ids

@@ -199,19 +199,8 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatChunkChoice(Choice):
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-
-
 class ChatCompletion(Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=is_none)
-    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
-
-
-class ChatChunk(Answer):
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)

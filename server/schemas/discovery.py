@@ -47,7 +47,9 @@ class OllamaShow(BaseModel):
     template: str = Field(description="The chat template.")
     details: OllamaDetails
     model_info: dict[str, Any] = Field(description="`general.context_length`, in tokens.")
-    capabilities: list[str] = Field(description="`completion`, `tools`, `thinking`, `insert`, `embedding`.")
+    capabilities: list[str] = Field(
+        description="`completion`, `vision`, `tools`, `thinking`, `insert`, `embedding`."
+    )
     modified_at: str
 
 
@@ -64,5 +66,5 @@ class Props(BaseModel):
     model_alias: str
     model_path: str
     chat_template: str
-    modalities: dict[str, bool] = {"vision": False, "audio": False}
+    modalities: dict[str, bool]
     build_info: str

@@ -6,7 +6,9 @@ left out and reported, and the rest is refused by ``unsupported_fields``.
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import PrivateAttr
 
 from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.tools import CalledFunction, GivenCall
@@ -28,12 +30,50 @@ TRACES = frozenset(
 THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoning_text")
 CALLS = ("tool_use", "function_call", "tool_call", "mcp_tool_use")
 RESULTS = ("tool_result", "mcp_tool_result", "function_call_output")
+# OpenAI's chats, its responses and Anthropic's messages have pictures in parts of these types.
+PICTURES = ("image_url", "input_image", "image")
+NO_PICTURES = "the model sees no pictures here; describe the image in a text part"
+
+
+class PictureSource(NamedTuple):
+    """Says where a picture is: in a ``data:`` URL, or at another one. ``detail`` is OpenAI's name for how
+    closely it is looked at."""
+
+    url: str
+    detail: str
 
 
 class OtherPart(RequestPart):
     """Any other part is parsed so that it can be read as far as it is text, or else refused by name."""
 
     type: str
+    _place: str = PrivateAttr("")  # its path in the body, where it is a picture that may be shown
+
+    @property
+    def place(self) -> str:
+        return self._place
+
+    def put(self, place: str) -> None:
+        """Lets the part be a picture that is shown, as it stands in a user's message."""
+        self._place = place
+
+    @property
+    def picture(self) -> PictureSource:
+        """Returns where the picture is; raises ``ValueError`` if the part does not say."""
+        fields, given = self.fields, self.fields.get("image_url")
+        detail = fields.get("detail", given.get("detail") if isinstance(given, dict) else None) or "auto"
+        match self.type, given, fields.get("source"):
+            case ("image_url" | "input_image", str(url), _) | ("image_url", {"url": str(url)}, _):
+                pass
+            case "image", _, {"type": "base64", "media_type": str(kind), "data": str(data)}:
+                url = f"data:{kind};base64,{data}"
+            case "image", _, {"type": "url", "url": str(url)}:
+                pass
+            case _:
+                raise ValueError("no files are stored here: put the picture itself into a 'data:' URL")
+        if detail not in ("auto", "low", "high", "original"):
+            raise ValueError("detail is low, high or auto")
+        return PictureSource(url, detail)
 
     @property
     def fields(self) -> dict[str, Any]:

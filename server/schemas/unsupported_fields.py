@@ -26,9 +26,10 @@ from truedraft.server.schemas.embeddings import (
     RerankRequest,
     ScoreRequest,
 )
-from truedraft.server.schemas.foreign_parts import TRACES, OtherPart
+from truedraft.server.schemas.foreign_parts import NO_PICTURES, PICTURES, TRACES, OtherPart
 from truedraft.server.schemas.infill import InfillRequest
 from truedraft.server.schemas.messages import (
+    Conversation,
     MessagesInputMessage,
     MessagesRequest,
     SealedThought,
@@ -279,7 +280,7 @@ HARMLESS_IN: Mapping[type[BaseModel], frozenset[str]] = {
 
 # Parts and items cannot be read if they are of these kinds; each has what to send in its place.
 INSTEAD_OF_PARTS: dict[str, str] = {
-    "image_url": "this server reads text only; describe the image in a text part",
+    "image_url": NO_PICTURES,
     "input_audio": "this server reads text only; write down what is said in a text part",
     "file": "this server reads text only; put the file's text into a text part",
     "additional_tools": "put these tools into 'tools'",
@@ -294,6 +295,10 @@ INSTEAD_OF_PARTS |= {"document": INSTEAD_OF_PARTS["file"], "search_result": INST
 INSTEAD_OF_PARTS |= {"input_file": INSTEAD_OF_PARTS["file"], "audio": INSTEAD_OF_PARTS["input_audio"]}
 
 
+# Messages of these may have pictures, if the model sees.
+MAY_SHOW = (ChatRequest, ResponsesRequest, Conversation, TokenizeRequest)
+
+
 def check_parameters(request: RequestPart, leniency: Leniency) -> None:
     """Refuses what would change the output and is not served, and reports what is ignored."""
     if not any(isinstance(request, kind) for kind in REFUSED_IN):
@@ -303,11 +308,12 @@ def check_parameters(request: RequestPart, leniency: Leniency) -> None:
     if isinstance(request, ChatRequest | TokenizeRequest):
         for number, message in enumerate(request.messages or []):
             _check_message(message, f"messages.{number}.")
-    _check_keys(request, "", leniency)
+    _check_keys(request, "", leniency, isinstance(request, MAY_SHOW))
 
 
-def _check_keys(model: BaseModel, prefix: str, leniency: Leniency) -> None:
-    """Checks the undeclared keys of an object, and of all objects inside of it."""
+def _check_keys(model: BaseModel, prefix: str, leniency: Leniency, shows: bool) -> None:
+    """Checks the undeclared keys of an object, and of all objects inside of it. ``shows``: messages may have
+    pictures."""
     kind = type(model)
     for name, value in (model.model_extra or {}).items():
         if (refused := _refused_in(kind).get(name)) is not None:
@@ -322,6 +328,8 @@ def _check_keys(model: BaseModel, prefix: str, leniency: Leniency) -> None:
                 leniency.ignore(prefix + name)
             case OtherInput() | OtherPart() if inner.type in TRACES:
                 leniency.ignore(prefix + name)
+            case OtherPart() if shows and inner.type in PICTURES and _is_shown(model):
+                inner.put(f"{prefix}{name}")  # the route knows whether the model sees it
             case OtherPart() if _is_read(inner, model):
                 if inner.thought is not None and model.role != "assistant":  # type: ignore[attr-defined]
                     leniency.ignore(prefix + name)
@@ -329,7 +337,12 @@ def _check_keys(model: BaseModel, prefix: str, leniency: Leniency) -> None:
                 instead = INSTEAD_OF_PARTS.get(inner.type, TEXT_ONLY)
                 raise _unsupported(f"{prefix}{name}.type", instead, f" as {inner.type[:40]!r}")
             case _:
-                _check_keys(inner, f"{prefix}{name}.", leniency)
+                _check_keys(inner, f"{prefix}{name}.", leniency, shows)
+
+
+def _is_shown(parent: BaseModel) -> bool:
+    """Tells whether pictures in ``parent`` are shown to a model that sees: those in a user's message."""
+    return isinstance(parent, Message | InputMessage | MessagesInputMessage) and parent.role == "user"
 
 
 def _is_read(part: OtherPart, parent: BaseModel) -> bool:

@@ -6,8 +6,10 @@ log-probability out together with its text. ``server.generation`` has one ``Choi
 
 from collections import deque
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec.structs import replace
 
 from truedraft.engine.messages import PredictionUse, RoundTrace, TokenLogprob, TokenOutput
 from truedraft.engine.text.detokenizer import Detokenizer
@@ -17,8 +19,7 @@ from truedraft.server.text.message_parser import MessageParser, Part, joined
 from truedraft.server.text.origins import OriginReader
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct, frozen=True):
     """Holds what one or several rounds added to a choice.
 
     ``text`` may be empty while it is held back; ``scored`` and ``origins`` are of the tokens whose text it
@@ -30,12 +31,12 @@ class ChoiceDelta:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    scored: list[ScoredToken] = field(default_factory=list)
-    origins: list[TokenOrigin] = field(default_factory=list)
+    scored: list[ScoredToken] = []
+    origins: list[TokenOrigin] = []
     prompt_scored: list[TokenLogprob | None] | None = None
     num_rounds: int = 0
     stop_reason: str | int | None = None
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Part] = []
 
 
 def one_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
@@ -88,59 +89,47 @@ class FinishedChoice:
         self.prompt_scored = self.prompt_scored or delta.prompt_scored
 
 
-class AnswerDetails(NamedTuple):
-    """Counts tokens of the reasoning, and those of a prediction that appeared and that did not."""
-
-    num_reasoning: int = 0
-    num_accepted: int = 0
-    num_rejected: int = 0
-
-    def with_change(self, before: Self, after: Self) -> "AnswerDetails":
-        return AnswerDetails(*(mine + new - old for mine, old, new in zip(self, before, after, strict=True)))
-
-
-class SpeculationCounts(NamedTuple):
-    """Counts the rounds that drafted, and their tokens."""
+@dataclass(slots=True)
+class AnswerCounts:
+    """Counts over all choices of an answer, whose readers add to it: the rounds that drafted and their
+    tokens, tokens of the reasoning, and those of a prediction that appeared and that did not."""
 
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-
-    def plus(self, other: "SpeculationCounts") -> "SpeculationCounts":
-        return SpeculationCounts(
-            self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted
-        )
+    reasoning: int = 0
+    predicted: int = 0
+    mispredicted: int = 0
 
 
 class PredictionCount:
     """Counts which of the prediction's ``length`` tokens appeared in a choice; none do unless it was used."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, counts: AnswerCounts) -> None:
         self._length = length
+        self._counts = counts
         self._appeared: set[int] = set()
         self._is_used = False
 
     def add(self, use: PredictionUse, num_tokens: int) -> None:
         """Adds one round; only its first ``num_tokens`` are part of the choice."""
+        if not self._is_used:
+            self._is_used = True
+            self._counts.mispredicted += self._length
+        num_before = len(self._appeared)
         self._appeared.update(index for index in use.matched[:num_tokens] if index >= 0)
-        self._is_used = True
-
-    @property
-    def num_accepted(self) -> int:
-        return len(self._appeared)
-
-    @property
-    def num_rejected(self) -> int:
-        return self._length - len(self._appeared) if self._is_used else 0
+        num_new = len(self._appeared) - num_before
+        self._counts.predicted += num_new
+        self._counts.mispredicted -= num_new
 
 
 class ReasoningCount:
     """Tokens of a message's reasoning, its marks included: those that begin before its end."""
 
-    def __init__(self, message: MessageParser) -> None:
+    def __init__(self, message: MessageParser, counts: AnswerCounts) -> None:
         self._message = message
+        self._counts = counts
         self._offsets: list[int] | None = []  # while the end is not known
-        self.num_tokens = 0
 
     def add(self, offsets: Sequence[int]) -> None:
         if self._offsets is None:
@@ -148,12 +137,13 @@ class ReasoningCount:
         self._offsets += offsets
         end = self._message.reasoning_end
         if end is not None:
-            self.num_tokens = sum(offset < end for offset in self._offsets)
+            self._counts.reasoning += sum(offset < end for offset in self._offsets)
             self._offsets = None
 
 
 class ChoiceReader:
-    """``text_start`` is where the choice's own text starts: after the echoed prompt."""
+    """``text_start`` is where the choice's own text starts: after the echoed prompt. ``counts`` are those of
+    the answer that the choice belongs to."""
 
     def __init__(
         self,
@@ -165,14 +155,15 @@ class ChoiceReader:
         stop_token_ids: Container[int] = (),
         prediction_length: int = 0,
         message: MessageParser | None = None,
+        counts: AnswerCounts | None = None,
     ) -> None:
         self.index = index
         self.finish_reason: FinishReason | None = None
         self.seed: int | None = None
         self.trace: list[RoundTrace] = []
-        self.predicted = PredictionCount(prediction_length)
+        self.counts = counts or AnswerCounts()
+        self._predicted = PredictionCount(prediction_length, self.counts)
         self._stop_token_ids = stop_token_ids
-        self.speculation = SpeculationCounts()
         self._detokenizer = detokenizer
         self._include_stop_string = include_stop_string
         self._text_start = text_start
@@ -181,7 +172,7 @@ class ChoiceReader:
         self._origins = OriginReader()
         self.budget_spent = False
         self._message = message
-        self._reasoning = None if message is None else ReasoningCount(message)
+        self._reasoning = None if message is None else ReasoningCount(message, self.counts)
 
     def read(self, outputs: Sequence[TokenOutput]) -> ChoiceDelta:
         """Turn one output or more into text. Not to be called after ``finish_reason`` is set.
@@ -228,11 +219,6 @@ class ChoiceReader:
             parts=parts,
         )
 
-    @property
-    def details(self) -> AnswerDetails:
-        num_reasoning = 0 if self._reasoning is None else self._reasoning.num_tokens
-        return AnswerDetails(num_reasoning, self.predicted.num_accepted, self.predicted.num_rejected)
-
     def read_prompt(self, output: TokenOutput) -> ChoiceDelta:
         """The output of a request for no tokens: only what it says about the prompt counts."""
         self.seed = output.seed
@@ -255,9 +241,10 @@ class ChoiceReader:
         unless a stop string cuts one."""
         if self._message is None or self._reasoning is None:
             return []
-        ends = [*offsets[1:], self._detokenizer.num_characters]
-        marks = self._message.mark_ids
-        mark_ends = [end for token_id, end in zip(token_ids, ends, strict=False) if token_id in marks]
+        marks, mark_ends = self._message.mark_ids, []
+        if marks:
+            ends = [*offsets[1:], self._detokenizer.num_characters]
+            mark_ends = [end for token_id, end in zip(token_ids, ends, strict=False) if token_id in marks]
         parts = joined(self._message.push(text, mark_ends))
         if self.finish_reason is not None:
             parts = joined(parts, self._message.finish(cut_off))
@@ -271,16 +258,18 @@ class ChoiceReader:
         self.num_rounds += output.num_rounds
         self.budget_spent = output.budget_spent
         if output.prediction is not None:
-            self.predicted.add(output.prediction, num_tokens)
+            self._predicted.add(output.prediction, num_tokens)
         if output.trace is not None:
             self.trace.append(output.trace)
         if output.num_draft_tokens:
-            self.speculation = self.speculation.plus(
-                SpeculationCounts(output.num_rounds, output.num_draft_tokens, output.num_accepted_tokens)
-            )
+            self.counts.rounds += output.num_rounds
+            self.counts.drafted += output.num_draft_tokens
+            self.counts.accepted += output.num_accepted_tokens
 
     def _show(self, output: TokenOutput, offsets: list[int], num_shown: int) -> list[ScoredToken]:
         """Take in the tokens that counted, give out those whose text is out."""
+        if output.logprobs is None and not self._unshown:
+            return []
         self._unshown += [
             ScoredToken.of(scored, self._text_start + offset)
             for scored, offset in zip(output.logprobs or [], offsets, strict=False)

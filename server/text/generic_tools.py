@@ -59,7 +59,7 @@ def _without_calls(messages: Sequence[Fields]) -> list[Fields]:
             message["content"] = content
         last = written[-1] if written else None
         if last and last["role"] == message["role"] == "user" and (is_result or was_result):
-            last["content"] += f"\n{message['content']}"
+            last["content"] = _joined(last["content"], message["content"], "\n")
         else:
             written.append(dict(message))
     return written
@@ -70,8 +70,13 @@ def _call(call: Fields) -> str:
     return f"{GENERIC.first}{name}{GENERIC.before_arguments}{_json(arguments)}{GENERIC.end}"
 
 
-def _joined(first: str, second: str) -> str:
-    return f"{first}\n\n{second}" if first else second
+def _joined(first: Any, second: Any, gap: str = "\n\n") -> Any:
+    """Joins contents, which are texts or, with pictures, lists of parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{gap}{second}" if first else second
+    before = [{"type": "text", "text": f"{first}{gap}"}] if isinstance(first, str) else first
+    after = [{"type": "text", "text": f"{gap}{second}"}] if isinstance(second, str) else second
+    return [*before, *after]
 
 
 def _json(value: Any) -> str:

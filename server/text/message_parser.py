@@ -5,28 +5,28 @@ Knows nothing of tokens. However the text is cut, the pieces of a part add up to
 
 import re
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from truedraft.engine.text.detokenizer import longest_stop_prefix
 from truedraft.server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
 from truedraft.server.text.tool_arguments import quoted_as_json, tagged_as_json
 
 
-@dataclass(frozen=True, slots=True)
-class TextPart:
+class TextPart(msgspec.Struct, frozen=True):
     kind: Literal["reasoning", "content"]
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallStart:
+class CallStart(msgspec.Struct, frozen=True):
     id: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(msgspec.Struct, frozen=True):
     """More of the last call's arguments."""
 
     text: str
@@ -42,8 +42,11 @@ Steps = Generator[Part | None, None, None]
 
 def joined(parts: Iterable[Part], later: Iterable[Part] = ()) -> list[Part]:
     """One after the other, without a cut through a text."""
+    found = [*parts, *later]
+    if len(found) < 2:
+        return found
     runs: list[list[Part]] = []
-    for part in (*parts, *later):
+    for part in found:
         if runs and _is_same_text(runs[-1][0], part):
             runs[-1].append(part)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 from truedraft.server.errors import InvalidRequestError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message, ThinkingSwitch
-from truedraft.server.schemas.common import SamplingRequest
+from truedraft.server.schemas.common import SamplingRequest, TextPart
 from truedraft.server.schemas.foreign_parts import OtherPart
 from truedraft.server.schemas.messages import (
     AnyBlock,
@@ -35,6 +35,7 @@ from truedraft.server.schemas.tools import (
     OtherTool,
     ToolChoice,
 )
+from truedraft.server.text.pictures import is_picture
 from truedraft.server.text.prompt import template_variables
 from truedraft.server.text.tokenizer import Tokenizer
 
@@ -120,6 +121,8 @@ def _messages_of(message: MessagesInputMessage, called: set[str], where: str) ->
         place = f"{where}.{number}"
         _check_place(message, block, place)
         match block:
+            case OtherPart() if is_picture(block):
+                yield Message.model_construct(role=message.role, content=[block])
             case TextBlock():
                 yield Message(role=message.role, content=block.text)
             case ThinkingBlock():
@@ -159,10 +162,20 @@ def _append(messages: list[Message], message: Message) -> None:
     if last is None or last.role != message.role or message.role == "tool":
         messages.append(message)
         return
-    last.content = _joined(last.content, message.content)
+    last.content = _joined_contents(last.content, message.content)
     last.reasoning_content = _joined(last.reasoning_content, message.reasoning_content) or None
     if message.tool_calls:
         last.tool_calls = [*(last.tool_calls or []), *message.tool_calls]
+
+
+def _joined_contents(first: Any, second: Any) -> Any:
+    """Returns a text, or a list of parts where one of the contents has pictures."""
+    if not isinstance(first, list) and not isinstance(second, list):
+        return _joined(first, second)
+    parts: list[Any] = []
+    for content in (first, second):
+        parts += content if isinstance(content, list) else [TextPart(text=content)] if content else []
+    return parts
 
 
 def _joined(*texts: object) -> str:

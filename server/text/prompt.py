@@ -7,6 +7,7 @@ a long prompt takes a while to encode.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from truedraft.engine.messages import Picture
 from truedraft.server.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -31,6 +32,16 @@ from truedraft.server.schemas.responses import AnyInput, InputMessage, Responses
 from truedraft.server.text.families import GENERIC
 from truedraft.server.text.generic_tools import as_plain_messages
 from truedraft.server.text.infill import infill_tokens
+from truedraft.server.text.pictures import (
+    Shown,
+    Sight,
+    check_marks,
+    is_picture,
+    no_pictures,
+    pictures_in,
+    placed,
+    shown,
+)
 from truedraft.server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
@@ -50,19 +61,21 @@ class TokenPrompt(NamedTuple):
     token_ids: list[int]
     text: str
     ending: Sequence[int] = ()
+    pictures: Sequence[Picture] = ()
 
 
 class PromptLimits(NamedTuple):
     """A request's prompts may have this much, which is checked before anything is tokenized.
 
     ``max_characters`` is that of all of them together (a setting), ``max_tokens`` that of each, for the
-    reason that ``context`` says.
+    reason that ``context`` says. ``sight`` None: the model sees no pictures.
     """
 
     max_characters: int
     max_tokens: int
     context: str
     vocab_size: int
+    sight: Sight | None = None
 
 
 def completion_prompts(
@@ -94,16 +107,28 @@ def chat_prompt(
         options = template_options(request, tokenizer, leniency)
     else:
         options = response_options(request, tokenizer, leniency)
-    text = render_chat(messages, tokenizer, param=name, options=options)
+    pictures = shown(messages, limits.sight)
+    text = render_chat(
+        messages, tokenizer, param=name, options=options, pictures=pictures, sight=limits.sight
+    )
     check_characters(len(text), limits, name)
     if request.truncate_prompt_tokens is None:
         check_length(text, tokenizer, limits, name)
+    elif pictures:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens is not allowed with pictures: it could cut one in two.",
+            param="truncate_prompt_tokens",
+        )
     # The template writes the special tokens itself; the tokenizer must not add them again.
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         raise InvalidRequestError("The chat template made an empty prompt.", param=name)
     token_ids = token_ids[-(request.truncate_prompt_tokens or len(token_ids)) :]
-    return TokenPrompt(token_ids, text, tokenizer.ending(token_ids))
+    ending = tokenizer.ending(token_ids)
+    if not pictures or limits.sight is None:
+        return TokenPrompt(token_ids, text, ending)
+    token_ids, placed_ones = placed(token_ids, pictures, limits.sight.facts, name)
+    return TokenPrompt(token_ids, text, ending, placed_ones)
 
 
 def check_characters(num_characters: int, limits: PromptLimits, param: str) -> None:
@@ -132,10 +157,19 @@ def check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: s
 
 
 def render_chat(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, param: str, options: Mapping[str, Any]
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    param: str,
+    options: Mapping[str, Any],
+    pictures: Sequence[Shown] = (),
+    sight: Sight | None = None,
 ) -> str:
-    """The conversation as the model's template writes it; ``param`` is the request's field at fault."""
+    """The conversation as the model's template writes it; ``param`` is the request's field at fault.
+    ``pictures`` are those that the messages have."""
     templates = tokenizer.templates
+    if not pictures and (unseen := pictures_in(messages)):
+        raise no_pictures(unseen[0])
     messages = [each for message in messages for each in _unpacked(message)]
     written = _template_messages(_joined_system(messages))
     if templates.call_format is GENERIC:
@@ -147,6 +181,8 @@ def render_chat(
         for fields in written:
             if "reasoning_content" in fields:
                 fields["thinking"] = fields["reasoning_content"]
+    if sight is not None:
+        check_marks(tokenizer.vocabulary.text_of(sight.facts.token_id), [written, options], pictures, param)
     try:
         return tokenizer.apply_chat_template(written, options)
     except ChatTemplateError as error:
@@ -361,14 +397,16 @@ def _unpacked(message: Message) -> Iterator[Message]:
     """Yields a message as chats have it: thoughts and calls that are parts of its content stand next to it,
     and results are messages in front of it. A call that stands there already is not written twice."""
     parts = message.content if isinstance(message.content, list) else []
-    others = [part for part in parts if isinstance(part, OtherPart)]
+    others = [part for part in parts if isinstance(part, OtherPart) and not part.place]
     if not others:
         yield message
         return
     for part in others:
         if part.result is not None:
             yield Message(role="tool", content=part.result[1], tool_call_id=part.result[0])
-    text = content_text(message.content)
+    text: Any = content_text(message.content)
+    if pictures_in([message]):
+        text = [part for part in parts if part.text is not None or is_picture(part)]
     changed = message.model_copy(update={"content": text})
     if message.role == "assistant":
         known = message.tool_calls or []
@@ -394,11 +432,25 @@ def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return written
 
 
+def _in_order(content: Any) -> list[dict[str, str]]:
+    """Returns texts and pictures as templates of models that see expect them. Texts that follow each other
+    are joined by newlines, as without pictures."""
+    written: list[dict[str, str]] = []
+    for part in content:
+        if is_picture(part):
+            written.append({"type": "image"})
+        elif part.text is not None and written and written[-1]["type"] == "text":
+            written[-1]["text"] += f"\n{part.text}"
+        elif part.text is not None:
+            written.append({"type": "text", "text": part.text})
+    return written
+
+
 def _template_message(message: Message) -> dict[str, Any]:
     """Returns what templates expect: plain text, arguments as an object, and 'system' as the role's name."""
     fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
     fields["role"] = "system" if message.role in SYSTEM_ROLES else message.role
-    fields["content"] = message.text
+    fields["content"] = _in_order(message.content) if pictures_in([message]) else message.text
     if message.tool_calls:
         fields["tool_calls"] = [
             {

@@ -1,4 +1,5 @@
-"""The front end's threads ask processes, ``server.text.template_renderer``, to render templates.
+"""The front end's threads ask processes, ``server.text.template_renderer``, to render templates, and others,
+``server.text.picture_reader``, to read pictures.
 
 One does nearly all of it. Where it is held up by a conversation that takes long, others are started, so that
 only that request waits. A process may end at any moment, by a template that takes too long or because
@@ -43,9 +44,11 @@ class ProcessLostError(Exception):
 
 
 class TemplateProcess:
-    """Safe to use from several threads, which wait for each other; they must not be the event loop's."""
+    """Safe to use from several threads, which wait for each other; they must not be the event loop's. It runs
+    ``module``, and ``task`` says what that does."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "template_renderer", task: str = "renders chat templates") -> None:
+        self._module, self._task = module, task
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -58,7 +61,7 @@ class TemplateProcess:
             for _ in range(MAX_ATTEMPTS):
                 with suppress(ProcessLostError, OSError):
                     return self._ask(json.dumps(question).encode() + b"\n")
-        raise HelperLostError("The process that renders chat templates was lost several times. Try again.")
+        raise HelperLostError(f"The process that {self._task} was lost several times. Try again.")
 
     def stop(self) -> None:
         process, self._process = self._process, None
@@ -81,7 +84,7 @@ class TemplateProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
-                helper_command("template_renderer"),
+                helper_command(self._module),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=helper_environment(),
@@ -125,10 +128,11 @@ class TemplateProcess:
 
 
 class TemplateProcesses:
-    """Safe to use from several threads, which must not be the event loop's."""
+    """Safe to use from several threads, which must not be the event loop's. ``of_each`` are the arguments of
+    each process."""
 
-    def __init__(self) -> None:
-        self._idle = [TemplateProcess() for _ in range(MAX_PROCESSES)]
+    def __init__(self, *of_each: str) -> None:
+        self._idle = [TemplateProcess(*of_each) for _ in range(MAX_PROCESSES)]
         self._num_at_work: Counter[str] = Counter()  # keys are API keys
         self._changed = threading.Condition()
 
@@ -168,6 +172,11 @@ class TemplateProcesses:
 @cache
 def template_process() -> TemplateProcesses:
     """Returns those of this process, which serve all of its tokenizers."""
-    processes = TemplateProcesses()
+    return helper()
+
+
+def helper(*of_each: str) -> TemplateProcesses:
+    """Makes processes that end with this one; ``of_each`` is as in ``TemplateProcesses``."""
+    processes = TemplateProcesses(*of_each)
     atexit.register(processes.stop)
     return processes

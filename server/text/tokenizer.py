@@ -242,8 +242,8 @@ class ChatTemplates:
         return str(outcome["text"])
 
 
-def _in_parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
+def _in_parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def load_tokenizer(

@@ -11,7 +11,7 @@ from typing import Any
 
 from truedraft.engine.formats.gguf_tokenizer import known_fill_ids
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
-from truedraft.engine.process.lifeline import end_with_parent
+from truedraft.engine.machine.lifeline import end_with_parent
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ class EngineStream(Generic[OutputT]):
         self._abort = abort
         self._outputs: deque[OutputT] = deque()
         self._error: Exception | None = None
-        self._has_news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # what the reader waits for
         self._open = {request.request_id: set(range(request.n)) for request in requests}
 
     def deliver(self, output: OutputT) -> None:
@@ -45,7 +45,7 @@ class EngineStream(Generic[OutputT]):
         if output.finish_reason is not None:
             self._end(output.request_id, output.index)
         self._outputs.append(output)
-        self._has_news.set()
+        self._wake_reader()
 
     def fail(self, error: Exception) -> None:
         """One lost prompt ends the whole HTTP request; one that has all of its tokens cannot fail."""
@@ -53,7 +53,7 @@ class EngineStream(Generic[OutputT]):
             return
         self.close()
         self._error = error
-        self._has_news.set()
+        self._wake_reader()
 
     def has_open_sequences(self, request_id: str) -> bool:
         return request_id in self._open
@@ -77,6 +77,10 @@ class EngineStream(Generic[OutputT]):
         for request_id in request_ids:
             self._abort(request_id, None)
 
+    def _wake_reader(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
     def _is_open(self, request_id: str, index: int) -> bool:
         return index in self._open.get(request_id, ())
 
@@ -92,8 +96,8 @@ class EngineStream(Generic[OutputT]):
         if self._outputs:
             await asyncio.sleep(0)  # whoever is late lets others go first
         elif self._open:
-            await self._has_news.wait()
-        self._has_news.clear()
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
         if self._outputs:
             return [self._outputs.popleft() for _ in range(min(MOST_AT_ONCE, len(self._outputs)))]
         if self._error is not None:

@@ -145,7 +145,8 @@ class OpenRequests:
             self._begin(output, stream)
         if stream is not None:
             stream.deliver(output)
-            self.forget_if_finished(output.request_id)
+            if output.finish_reason is not None:
+                self.forget_if_finished(output.request_id)
 
     def forget_if_finished(self, request_id: str) -> None:
         stream = self._streams.get(request_id)

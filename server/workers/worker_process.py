@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.machine.lifeline import PARENT_VARIABLE
 from truedraft.engine.machine.openmp import spin_settings
 from truedraft.engine.messages import (
     FromWorker,
@@ -23,7 +24,6 @@ from truedraft.engine.messages import (
     decode_from_worker,
     framed,
 )
-from truedraft.engine.process.lifeline import PARENT_VARIABLE
 from truedraft.server.settings import ENV_PREFIX
 
 # A dead worker's connection ends within this time, unless a process that it left behind holds it.

@@ -27,8 +27,8 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
+from tests.server.wire import ChatChunk
 from truedraft.server.cli.launch import make_app
-from truedraft.server.schemas.chat import ChatChunk
 from truedraft.server.schemas.completion import Completion
 from truedraft.server.schemas.messages import MessagesErrorAnswer
 from truedraft.server.settings import Settings

@@ -145,5 +145,8 @@ class FixedPlanner:
     def forget(self, sequence: Sequence) -> None:
         pass
 
+    def forget_texts(self) -> None:
+        pass
+
     def state(self) -> dict[str, object]:
         return {"policy": "fixed"}

@@ -20,7 +20,7 @@ MODULES = [
     *(f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ("q_proj", "o_proj")),
     "lm_head",
 ]
-PLACES = {name: [Place(LINEAR, 0, 6, 8, None, 1.0, 8)] for name in MODULES}
+PLACES = {name: [Place(LINEAR, 0, 6, 8, None, 1.0)] for name in MODULES}
 PREFIX = "base_model.model."
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA",

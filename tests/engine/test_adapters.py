@@ -29,12 +29,13 @@ from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.layers.adapters import LowRank, Place, joined
+from truedraft.engine.layers.adapters import LowRank, Part, Place, part_of
 from truedraft.engine.layers.weight import ScaledBytes, Weight
 from truedraft.engine.llm import LLM
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Adapter, Generate, SamplingParams
 from truedraft.engine.models import adapters as models_adapters
+from truedraft.engine.models.adapters import AdapterTable
 from truedraft.engine.native.adapters import NativeAdapters
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
@@ -253,11 +254,11 @@ def forgotten_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def turned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def turned(parts: Any) -> LowRank:
-        down, up = joined(parts)
-        return LowRank(down, up.flip(0))
+    def turned(low: LowRank, places: Any) -> Part:
+        down, up, first = part_of(low, places)
+        return Part(down, up.flip(0), first)
 
-    monkeypatch.setattr(models_adapters, "joined", turned)
+    monkeypatch.setattr(models_adapters, "part_of", turned)
 
 
 @pytest.mark.parametrize(
@@ -308,23 +309,24 @@ def test_layers_in_c_add_what_adapters_say(kind: str) -> None:
     weight = torch.randn(96, 64, generator=generator) * 0.2
     linear, bare = layer(library, kind, weight), layer(library, kind, weight)
     adapters = NativeAdapters(library)
-    lows = [
-        LowRank(torch.randn(rank, 64, generator=generator), torch.randn(96, rank, generator=generator))
-        for rank in (1, 5, 16)
-    ]
-    for number, low in zip((0, 2, 9), lows, strict=True):  # the last one does not fit into the first table
-        adapters.put(number, {linear: low})
+
+    def part(rank: int, first: int, end: int) -> Part:
+        shapes = (rank, 64), (end - first, rank)
+        return Part(*(torch.randn(shape, generator=generator) for shape in shapes), first)
+
+    parts = {0: [part(1, 0, 96)], 2: [part(5, 33, 64), part(3, 64, 96)], 9: [part(16, 1, 95)]}
+    for number, own in parts.items():  # the last one does not fit into the first table
+        adapters.put(number, {linear: own})
     x, residual = torch.randn(31, 64, generator=generator), torch.randn(31, 96, generator=generator)
     numbers = [(-1, 0, 2, 2, 9, 1)[int(n)] for n in torch.randint(6, (31,), generator=generator)]
     expected = bare.add_to(residual, x)
     for row, number in enumerate(numbers):
-        if number in (0, 2, 9):
-            low = lows[(0, 2, 9).index(number)]
-            expected[row] += low.up @ (low.down @ x[row])
+        for down, up, first in parts.get(number, ()):
+            expected[row, first : first + len(up)] += up @ (down @ x[row])
     adapters.begin(numbers)
     found = linear.add_to(residual, x)
     assert torch.allclose(found, expected, atol=1e-3)
-    without = [row for row, number in enumerate(numbers) if number in (-1, 1)]
+    without = [row for row, number in enumerate(numbers) if number not in parts]
     assert torch.equal(found[without], bare.add_to(residual, x)[without])
     for row, number in enumerate(numbers):
         adapters.begin([number])
@@ -339,13 +341,13 @@ def test_layers_in_c_add_what_adapters_say(kind: str) -> None:
 
 
 def test_modules_are_found_in_joined_layers() -> None:
-    one, two = (LowRank(torch.ones(1, 2) * n, torch.arange(3.0)[:, None] + n) for n in (1, 5))
-    rows = torch.tensor([2, 0]).numpy()
+    low = LowRank(torch.ones(1, 2) * 5, torch.arange(3.0)[:, None] + 5)
+    one, two = torch.tensor([2, 0]).numpy(), torch.tensor([1]).numpy()
     linear: Any = None
-    places = [Place(linear, 0, 2, 3, None, 2.0, 6)], [Place(linear, 3, 2, 3, rows, 1.0, 6)]
-    found = joined([(one, places[0]), (two, places[1])])
-    assert found.down.tolist() == [[1, 1], [5, 5]]
-    assert found.up.tolist() == [[2, 0], [4, 0], [6, 0], [0, 7], [0, 5], [0, 0]]
+    found = part_of(low, [Place(linear, 3, 2, 3, None, 2.0)])
+    assert (found.down.tolist(), found.up.tolist(), found.first) == ([[5, 5]], [[10], [12], [14]], 3)
+    found = part_of(low, [Place(linear, 6, 2, 3, two, 1.0), Place(linear, 3, 2, 3, one, 1.0)])
+    assert (found.up.tolist(), found.first) == ([[7], [5], [0], [6]], 3)
 
 
 def test_adapters_come_and_go_while_others_run(base: str, modules: list[str], tmp_path: Path) -> None:
@@ -378,6 +380,23 @@ def test_adapters_come_and_go_while_others_run(base: str, modules: list[str], tm
     assert "/some" not in str(error.value)
     core.unload_adapter(again.digest)
     assert written(core, [(PROMPTS[0], again)], GREEDY)[0][0] == texts["new"]  # it is loaded anew
+
+
+@pytest.mark.parametrize("next_use", ["a request without an adapter", "a moment without work"])
+def test_memory_of_an_unloaded_adapter_is_free_soon(base: str, modules: list[str], next_use: str) -> None:
+    core = make_engine(base, None, lora_modules=modules, num_speculative_tokens=0)
+    (one, _), table = named(core), core.admission.adapters
+    assert isinstance(table, AdapterTable)
+    core.add(Generate("old", PROMPTS[0], GREEDY, adapter=one))
+    core.unload_adapter(one.digest)
+    while core.has_work:
+        core.step()
+    assert len(table._num_users) == 2
+    if next_use == "a moment without work":
+        core.free_unused()
+    else:
+        core.add(Generate("new", PROMPTS[0], GREEDY))
+    assert len(table._num_users) == 1
 
 
 def test_a_table_knows_its_adapter() -> None:

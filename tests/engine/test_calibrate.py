@@ -24,9 +24,6 @@ def pass_seconds(unit: float, row_lengths: list[int], num_stored: int) -> float:
 def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
     cleared: set[int] = set()
 
-    def clear(tables: Any) -> None:
-        cleared.update(block for table in tables for block in table.block_ids)
-
     def forget() -> None:
         cleared.clear()
 
@@ -39,7 +36,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
     monkeypatch.setattr(calibrate, "pass_seconds", fake)
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096, touched=None),
-        cache=SimpleNamespace(clear=clear, forget=forget),
+        cache=SimpleNamespace(clear=cleared.update, forget=forget),
     )
     pool = BlockPool(num_blocks=200, block_size=16)
     costs = calibrate.calibrate(model, pool, {}, max_tokens=128).score

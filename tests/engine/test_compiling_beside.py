@@ -39,7 +39,7 @@ class Waiting(ScriptedConnection):
         assert self.worker is not None
         if milliseconds and not self.messages:
             self.compiled.set()
-            self.worker.running = bool(self.worker.compiling)
+            self.worker.running = bool(self.worker.preparing)
         return super().receive(0)
 
 

@@ -69,7 +69,9 @@ class Kind:
 
 FAMILY_OF = {"windows": "Gemma 3 in C", "latent": "DeepSeek-V3 in C"}
 HYBRID_OF = {"Gated DeltaNet": "Qwen3.5, two value heads for each key head", "Mamba 2": "Granite 4 H"}
+IN_INT8 = ", caches in int8"
 KINDS = ("dense", *FAMILY_OF, *HYBRID_OF, "MTP head")
+KINDS += tuple(f"{name}{IN_INT8}" for name in ("dense", "latent", "Gated DeltaNet", "MTP head"))
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +79,9 @@ def kinds(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     """Returns a kind by its name, made once."""
     made: dict[str, Kind] = {}
 
-    def get(name: str) -> Kind:
-        if name not in made:
+    def get(whole_name: str) -> Kind:
+        if whole_name not in made:
+            name = whole_name.removesuffix(IN_INT8)
             folder = tmp_path_factory.mktemp("kind")
             if name == "dense":
                 kind = Kind(models.target, models.close_draft)
@@ -91,9 +94,11 @@ def kinds(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
                 target = save_random(folder / "target", model_type, SHAPE | config)
                 kind = Kind(target, save_perturbed(folder / "draft", target, 2, 0.02))
             kind.config.setdefault("max_num_batched_tokens", 40)
+            if whole_name != name:
+                kind.config["cache_dtype"] = "int8"
             kind.expected = run_engine(kind.engine(None), PROMPTS, PARAMS, ARRIVALS)
-            made[name] = kind
-        return made[name]
+            made[whole_name] = kind
+        return made[whole_name]
 
     return get
 
@@ -588,7 +593,7 @@ def test_identity_has_what_bytes_depend_on(models: Models, tmp_path: Path) -> No
     """Each change alone finds no file of another."""
     base: dict[str, Any] = {"prefix_cache_dir": tmp_path}
     changed: list[dict[str, Any]] = [{"block_size": 8}, {"dtype": "bfloat16"}, {"cache_dtype": "float16"}]
-    changed += [{"native_kernels": False}, {"quantize": "int8"}]
+    changed += [{"native_kernels": False}, {"quantize": "int8"}, {"cache_dtype": "int8"}]
     for config in (*changed, {}):
         try:
             core = make_engine(models.target, None, **base, **config)

@@ -165,11 +165,9 @@ def test_what_comes_together_is_read_as_if_it_came_one_by_one(
     assert reader.finish_reason == alone.finish_reason == deltas[-1].finish_reason
     assert reader.trace == alone.trace == [output.trace for output in outputs[: len(one_by_one)]]
     assert reader.seed == alone.seed
-    assert reader.speculation == alone.speculation
-    assert reader.predicted.num_accepted == alone.predicted.num_accepted
-    assert reader.predicted.num_rejected == alone.predicted.num_rejected
+    assert reader.counts == alone.counts
     drafting = [output for output in outputs[: len(one_by_one)] if output.num_draft_tokens]
-    assert reader.speculation == (
+    assert (reader.counts.rounds, reader.counts.drafted, reader.counts.accepted) == (
         sum(output.num_rounds for output in drafting),
         sum(output.num_draft_tokens for output in drafting),
         sum(output.num_accepted_tokens for output in drafting),

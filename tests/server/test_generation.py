@@ -17,7 +17,7 @@ from truedraft.server.generation.generation import Generation, _readers
 from truedraft.server.generation.prepared_request import PreparedRequest
 from truedraft.server.observability.metrics import ModelMetrics
 from truedraft.server.settings import DEFAULT_PREFIX
-from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
+from truedraft.server.text.choice import AnswerCounts, ChoiceDelta, FinishedChoice
 from truedraft.server.text.prompt import TokenPrompt
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.workers.engine_stream import EngineStream
@@ -39,7 +39,7 @@ class HandDrivenEngine:
 class Answer(NamedTuple):
     choices: list[FinishedChoice]
     usage: Any
-    speculation: Any
+    counts: Any
     traces: Any
     num_generated: float
 
@@ -130,7 +130,7 @@ async def answer(
     return Answer(
         [in_one_piece(choice) for choice in choices],
         generation.usage(),
-        generation.speculation,
+        generation.counts,
         [choice.trace for choice in generation.choices],
         metrics.labelled.requests.get_sample_value("truedraft_generation_tokens_total") or 0.0,
     )
@@ -225,7 +225,7 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
 def test_a_completion_goes_on_with_its_prompt_and_a_message_begins(continues_prompt: bool, text: str) -> None:
     """SentencePiece's decoder drops the space before the first word of a text."""
     asked = replace(prepared(1, 1), prompts=[TokenPrompt([3], "a", [3])], continues_prompt=continues_prompt)
-    (reader,) = _readers(asked, TOKENIZERS["bpe"])
+    (reader,) = _readers(asked, TOKENIZERS["bpe"], AnswerCounts())
     assert (
         reader.read(
             [TokenOutput("cmpl-x-0", 0, [2], "length", num_draft_tokens=0, num_accepted_tokens=0)]

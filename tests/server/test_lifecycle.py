@@ -20,7 +20,7 @@ from tests.server.conftest import StartServer
 from tests.server.refusals import COMPLETIONS
 from tests.server.running import TIMEOUT_SECONDS, wait_for
 from tests.server.serve_process import ROOT, ServeProcess, body, serve_process
-from truedraft.engine.process.lifeline import PARENT_VARIABLE
+from truedraft.engine.machine.lifeline import PARENT_VARIABLE
 from truedraft.server.workers.worker_client import WORKER_COMMAND
 from truedraft.server.workers.worker_process import worker_environment
 
@@ -119,7 +119,7 @@ def test_the_worker_ties_its_life_before_it_imports_the_engine() -> None:
     """With another parent than the one that started it, it leaves at once, without importing torch."""
     environment = os.environ | {PARENT_VARIABLE: "1", "PYTHONPATH": str(ROOT)}
     process = "truedraft.engine.process"
-    program = f"import sys, {process}.lifeline, {process}.spawned; print(sorted(sys.modules))"
+    program = f"import sys, truedraft.engine.machine.lifeline, {process}.spawned; print(sorted(sys.modules))"
     listed = subprocess.run(
         [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
     ).stdout

@@ -392,8 +392,8 @@ def test_choices_become_grammars(speaking: RunningServer) -> None:
         ({"messages": [USER | {"content": [{"text": "x"}]}]}, "messages.0.content.0.type", None),
         (
             {"messages": [USER | {"content": [{"type": "image", "source": {}}]}]},
-            "'messages.0.content.0.type' is not supported as 'image': this server reads text only; describe "
-            "the image in a text part.",
+            "'messages.0.content.0.type' is not supported as 'image': the model sees no pictures here; "
+            "describe the image in a text part.",
             "unsupported_parameter",
         ),
         ({"messages": [USER | {"content": [{"type": "document"}]}]}, "'document'", "unsupported_parameter"),

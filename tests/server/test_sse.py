@@ -3,14 +3,27 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message
 
 from tests.server.virtual_time import in_virtual_time
+from tests.server.wire import ChatChunk, ChatChunkChoice
 from truedraft.server.errors import NotReadyError
-from truedraft.server.http.sse import DONE, EventStreamResponse, chunk_event, error_event, typed_event
-from truedraft.server.schemas.completion import Completion
+from truedraft.server.http.sse import (
+    DONE,
+    LINE_ENDS,
+    EventStreamResponse,
+    chunk_event,
+    error_event,
+    typed_event,
+)
+from truedraft.server.schemas.chat import Delta
+from truedraft.server.schemas.logprobs import ChatLogprobs, ChatTokenLogprob, TopLogprob
+from truedraft.server.schemas.tools import FunctionDelta, ToolCallDelta
 
 PING = b": ping\n\n"
 
@@ -82,12 +95,31 @@ def test_failing_events_close_the_stream() -> None:
         in_virtual_time(run(failing(), ping_seconds=1))
 
 
+texts = st.text(st.characters(codec="utf-8") | st.sampled_from('"\\/\n\t\x00\x1f\x7f\x85\u2028\u2029é€😀'))
+numbers = st.floats(allow_nan=True) | st.sampled_from([0.0, -0.0, 1e-7, 1e16, 1e22, -123456.789])
+
+
+@given(name=texts, text=texts, number=numbers, reason=st.sampled_from([None, "stop"]))
+def test_a_chunk_is_written_as_its_model_would_be(name: str, text: str, number: float, reason: Any) -> None:
+    top = [TopLogprob(token=text, logprob=number, bytes=[*text.encode()])]
+    tokens = [ChatTokenLogprob(token=text, logprob=number, bytes=None, top_logprobs=top)]
+    header = {
+        "id": "x",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": name,
+        "system_fingerprint": "fp",
+    }
+    choice = {"index": 0, "logprobs": ChatLogprobs(content=tokens), "finish_reason": reason}
+    calls = [ToolCallDelta(index=0, function=FunctionDelta(arguments=text))]
+    choice |= {"stop_reason": text, "delta": Delta(content=text, tool_calls=calls)}
+    model = ChatChunk(**header, choices=[ChatChunkChoice(**choice)])
+    written = model.model_dump_json().translate(LINE_ENDS)
+    assert chunk_event(header | {"choices": [choice], "usage": None}) == f"data: {written}\n\n".encode()
+
+
 def test_frames() -> None:
-    chunk = Completion(id="cmpl-1", system_fingerprint="fp", created=1, model="m", choices=[])
-    head = b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
-    head += b'"system_fingerprint":"fp","choices":[]'
-    assert chunk_event(chunk, with_usage=False) == head + b"}\n\n"
-    assert chunk_event(chunk, with_usage=True) == head + b',"usage":null}\n\n'
+    assert chunk_event({"id": "cmpl-1", "choices": []}) == b'data: {"id":"cmpl-1","choices":[]}\n\n'
     assert DONE == b"data: [DONE]\n\n"
     assert error_event(NotReadyError("nö")) == (
         'data: {"error": {"message": "nö", "type": "service_unavailable_error", "param": null, '

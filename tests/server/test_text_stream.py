@@ -48,17 +48,21 @@ def byte_fallback(model: str) -> Tokenizer:
     return Tokenizer(fast, ChatTemplates(None))
 
 
-def byte_level() -> Tokenizer:
-    """Makes a tokenizer like GPT-2's, without merges: token id = byte."""
+def byte_level(decoder: decoders.Decoder) -> Tokenizer:
+    """Makes a tokenizer like GPT-2's, without merges: token id = byte. Of the added tokens some are written
+    in the alphabet of the bytes, and some are not."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     fast = FastTokenizer(models.BPE(vocabulary, []))
-    fast.decoder = decoders.ByteLevel()
+    fast.decoder = decoder
     fast.add_special_tokens([AddedToken("<s>", special=True)])
+    fast.add_tokens([AddedToken(text) for text in ("<call>", "é", "Ġé", "é b", "｜é｜")])
     return Tokenizer(fast, ChatTemplates(None))
 
 
 TOKENIZERS = {model: byte_fallback(model) for model in ("bpe", "unigram")}
-BYTE_LEVEL = byte_level()
+BYTE_LEVEL = byte_level(decoders.ByteLevel())
+# Its bytes go through a decoder that might change the text.
+BYTES_AND_MORE = byte_level(decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]))
 
 
 def byte_of(token_id: int) -> int | None:
@@ -172,7 +176,12 @@ def test_a_cut_text_ends_before_the_character_that_is_not_complete(
 
 
 def test_bytes_that_begin_no_character_stay() -> None:
-    for tokenizer, ids in ((TOKENIZERS["bpe"], [BYTE_IDS[0x41], BYTE_IDS[0xFF]]), (BYTE_LEVEL, [0x41, 0xFF])):
+    byte_ids = [BYTE_IDS[0x41], BYTE_IDS[0xFF]]
+    for tokenizer, ids in (
+        (TOKENIZERS["bpe"], byte_ids),
+        (BYTE_LEVEL, [0x41, 0xFF]),
+        (BYTES_AND_MORE, [0x41, 0xFF]),
+    ):
         stream = tokenizer.stream(skip_special_tokens=True)
         assert "".join(map(stream.step, ids)) + stream.flush(is_cut=True) == "A\ufffd"
 
@@ -205,15 +214,28 @@ def test_the_text_is_that_of_all_ids_for_every_decoder(kind: str, token_ids: lis
     assert streamed(tokenizer, token_ids, skip) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-@given(token_ids=st.lists(st.integers(0, 256), max_size=60) | st.lists(lone_bytes, max_size=60))
-@example(token_ids=[*"€".encode()] * 20)
-def test_bytes_are_replaced_as_the_decoder_does(token_ids: list[int]) -> None:
+some_bytes = st.sampled_from([*"é€😀".encode(), 0x41, 0xFF, 0xC0, 0xE0, 0x80, 0xED, 0xF4])
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 263), max_size=60) | st.lists(some_bytes | st.integers(256, 263)),
+    skip=st.booleans(),
+)
+@example(token_ids=[*"€".encode()] * 20, skip=True)
+@example(token_ids=[*range(256, 263)], skip=False)
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTES_AND_MORE], ids=["alone", "and more"])
+def test_bytes_are_replaced_as_the_decoder_does(
+    tokenizer: Tokenizer, token_ids: list[int], skip: bool
+) -> None:
     """However many come that are no character, and whatever stands between them."""
-    ids = [token_id % 256 for token_id in token_ids]
-    assert streamed(BYTE_LEVEL, ids, skip=True) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
+    assert streamed(tokenizer, token_ids, skip) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-KINDS = {"byte level": BYTE_LEVEL, "metaspace": plain(DECODERS["metaspace"])} | TOKENIZERS
+KINDS = {
+    "byte level": BYTE_LEVEL,
+    "byte level and fuse": BYTES_AND_MORE,
+    "metaspace": plain(DECODERS["metaspace"]),
+} | TOKENIZERS
 ENDLESS = {
     "special tokens": [SPECIAL, 10],
     "ids without a token": [10_000],
@@ -288,7 +310,7 @@ def test_copies_go_on_by_themselves(
         assert text == "".join([*map(alone.step, [*before, *rest]), alone.flush()])
 
 
-@pytest.mark.parametrize("kind", ["byte level", "bpe"])
+@pytest.mark.parametrize("kind", ["byte level", "byte level and fuse", "bpe"])
 def test_a_character_ends_before_a_mark(kind: str) -> None:
     """It is not completed by bytes that come after the mark."""
     tokenizer, (first, second) = KINDS[kind], ("é".encode())
@@ -304,7 +326,7 @@ def every_kind(test: Callable[..., None], **arguments: str) -> None:
 
 
 decoded = partial(test_the_text_is_that_of_all_ids_for_every_decoder, "strip")
-replaced = test_bytes_are_replaced_as_the_decoder_does
+replaced = partial(test_bytes_are_replaced_as_the_decoder_does, BYTES_AND_MORE)
 copied = partial(every_kind, test_copies_go_on_by_themselves)
 cheap = partial(every_kind, test_a_token_costs_the_same_wherever_it_stands)
 short = partial(every_kind, test_a_prompts_ending_is_short)
@@ -317,14 +339,15 @@ short = partial(every_kind, test_a_prompts_ending_is_short)
         ("del self._window[:-CONTEXT]", "del self._window[:-1]", decoded),
         ("- num_left", "", replaced),
         ("and self._ends_inside_character()", "", test_bytes_that_begin_no_character_stay),
+        ("if vocabulary.is_byte_level:", "if True:", decoded),
         ("other._window = self._window.copy()", "pass", copied),
-        ("other._utf8.setstate(self._utf8.getstate())", "pass", copied),
+        ("other.setstate(utf8.getstate())", "pass", copied),
         ("or place < CONTEXT", "or True", short),
         ("num_with_text += has_text", "pass", short),
         (
             "self._stream = self._new.copy()",
             "pass",
-            partial(test_a_character_ends_before_a_mark, "byte level"),
+            partial(test_a_character_ends_before_a_mark, "byte level and fuse"),
         ),
     ],
 )

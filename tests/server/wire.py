@@ -1,9 +1,27 @@
-"""Reads a raw event stream; shared by the tests of both endpoints."""
+"""Reads a raw event stream, and describes its chunks; shared by the tests of both endpoints."""
 
 import json
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from tests.server.running import RunningServer
+from truedraft.server.schemas.answer import Answer, Choice, is_none
+from truedraft.server.schemas.chat import Delta
+from truedraft.server.schemas.logprobs import ChatLogprobs
+
+
+class ChatChunkChoice(Choice):
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(Answer):
+    """Describes a chunk of a chat; one of a completion is a ``Completion``."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
 
 
 def events(body: str) -> list[Any]:

@@ -31,7 +31,7 @@ from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.heads.eagle_config import EagleConfig
 from truedraft.engine.models.heads.head import Head, check_target, linears_for
 from truedraft.engine.models.load_errors import stage
-from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.options import CACHE_DTYPES, LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.reader import HALVES
 from truedraft.engine.native.native_run import NativeKernels, serves
@@ -77,6 +77,7 @@ class _Reader:
             self.layer_config, None, 0, target.dtype, target.device, bf16_linears=target.bf16_linears
         )
         self.begin, self.linears = self._backend(options)
+        self.cache_dtype = CACHE_DTYPES.get(options.cache_dtype, target.dtype)
 
     def _backend(self, options: LoadOptions) -> tuple[NativeKernels | None, Linears]:
         """Returns the backend of the head: the target's kernels if they are in C, otherwise the GPU's."""
@@ -100,6 +101,7 @@ class _Reader:
         joint_norm = self._norm("input_norm.weight", (features,)) if config.norm_before_fc else None
         token_ids = self._token_ids()
         model = self._model()
+        model.keep_cache_in(self.cache_dtype)
         if self.unread:
             raise ModelLoadError(
                 f"{config.path} has tensors that an EAGLE-3 head with its config.json does not use, "
@@ -184,7 +186,7 @@ class _Reader:
             return self._linear("lm_head.weight", (num_drafted, size), None)
         if num_drafted != self.target.vocab_size or self.target.config.hidden_size != size:
             raise ModelLoadError(f"{self.config.path} has no lm_head, and the target's has another shape")
-        return self.target.weights.head
+        return self.target.weights.whole_head
 
     def _token_ids(self) -> torch.Tensor | None:
         """Returns the target's ids of the drafted tokens, which the file has as offsets; None: all ids in

@@ -307,7 +307,7 @@ class _PartReader:
         its own."""
         weights = self.target.weights
         if self._is_shared(name, HEAD):
-            return weights.head, weights.make_output
+            return weights.whole_head, weights.make_output
         return self.linears.make([self._weight(name, (self.target.vocab_size, self.size))], None), None
 
     def _is_shared(self, name: str, of_target: str) -> bool:

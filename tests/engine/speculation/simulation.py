@@ -137,6 +137,9 @@ class FixedPlanner:
     def forget(self, sequence: Sequence) -> None:
         pass
 
+    def forget_texts(self) -> None:
+        pass
+
     def state(self) -> dict[str, object]:
         return {}
 
