@@ -322,7 +322,7 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     if planned is not None:
         target, draft, head, graphs = planned.captured(target, draft, head, num_blocks)
     target_pool = _pool(num_blocks, config.block_size, num_state_slots, target, windows[0])
-    draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft, draft and windows[1])
+    draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft, windows[1] if draft else None)
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
     sampling = torch_sampling if planned is None else planned.sampling
     return Memory(target, draft, head, target_pool, draft_pool, head_pool, graphs, sampling)

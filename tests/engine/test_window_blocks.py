@@ -46,7 +46,7 @@ PARAMS = [
 ]
 ARRIVALS = [0, 3, 9, 14, 20, 60, 70]
 # A text of as many tokens gives blocks back, and blocks are few.
-FEW = {"max_num_batched_tokens": 24, "max_num_sequences": 4}
+FEW: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_sequences": 4}
 
 
 class Pair:
@@ -98,10 +98,13 @@ def test_texts_are_those_of_one_pool(family: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, family)
     core = pair.engine(pair.draft, **FEW)
     windows = windows_in(core)
+    (draft_pool,) = core.scheduler.draft_pools
+    assert isinstance(draft_pool, WindowedPool)
     found = run_engine(core, PROMPTS, PARAMS, ARRIVALS)
     assert found == run_engine(pair.one_pool(pair.draft, **FEW), PROMPTS, PARAMS, ARRIVALS)
-    assert windows.num_free == windows.num_blocks
-    assert windows.num_promised == 0
+    for each in (windows, draft_pool.windows):
+        assert each.num_free == each.num_blocks
+        assert each.num_promised == 0
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -115,6 +118,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "large blocks": {"block_size": 16},
     "blocks of one token": {"block_size": 1},
 }
+
+
+def test_texts_of_eight_bits_are_those_of_one_pool(gemma: Pair) -> None:
+    config = {**FEW, "cache_dtype": "int8"}
+    found = run_engine(gemma.engine(gemma.draft, **config), PROMPTS, PARAMS, ARRIVALS)
+    assert found == run_engine(gemma.one_pool(gemma.draft, **config), PROMPTS, PARAMS, ARRIVALS)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +146,7 @@ def test_sequences_that_give_way_are_computed_anew(gemma: Pair, expected: list[l
 
 
 def test_a_prefix_is_found_where_its_window_is(gemma: Pair) -> None:
-    """The end of a prompt and that of a text are found again; between them there is a window nowhere."""
+    """A text can go on from the end of a prompt or of an answer; in between the windows are used again."""
     core = gemma.engine(**FEW)
     windows = windows_in(core)
     params = SamplingParams(max_tokens=60, temperature=1, seed=5)
@@ -397,7 +406,7 @@ def planned(budget: int, window: int, **config: Any) -> tuple[int, int]:
     )
     settings = EngineConfig(target="target", cache_memory=ByteSize(budget), **config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_plan, "prompt_bytes", lambda *_: 0)  # of a GPU
+        patch.setattr(cache_plan, "prompt_bytes", lambda *_: 0)
         plan = plan_caches(settings, [model], 32768, None)
     (own,) = plan.windows
     return plan.num_blocks, 0 if own is None else own.num_blocks
@@ -413,12 +422,12 @@ def test_how_many_blocks_layers_with_a_window_have() -> None:
     for budget in (1 << 27, 1 << 28, 1 << 30, 4 << 30):
         num_blocks, number = planned(budget, 512)
         assert fewest <= number
-        # As much as before can be stored at least, and half of the memory remains for the other layers.
+        # No fewer tokens than before can be stored, and half of the memory remains for the other layers.
         assert num_blocks >= budget // (whole + own)
         assert num_blocks * whole + (number + 1) * own <= budget
         assert number == fewest or number * own <= budget // 2
-    # A cache without room for a text that is longer than its window and a step, or a window as long as the
-    # context: nothing is gained.
+    # Nothing is gained where no text that fits is longer than its window and a step, or where a window is as
+    # long as the context.
     assert planned(1 << 25, 512) == ((1 << 25) // (whole + own), 0)
     assert planned(4 << 30, 32768)[1] == 0
     assert planned(4 << 30, 512, kv_events_endpoint="tcp://127.0.0.1:*")[1] == 0
