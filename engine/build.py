@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeGuard, cast
 
 import torch
-from pydantic import ByteSize
 
 from truedraft.engine.config import AUTO, SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
@@ -21,6 +20,7 @@ from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.state_slots import StateSlots
 from truedraft.engine.core.step import AUTO_LIMITS
+from truedraft.engine.core.window_blocks import WindowBlocks, WindowedPool
 from truedraft.engine.cuda import torch_sampling
 from truedraft.engine.cuda.device_ops import DeviceOps
 from truedraft.engine.cuda.triton_sampling import Sampling
@@ -28,10 +28,11 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.hub.repository import shown_size
 from truedraft.engine.hub.siblings import MOST, siblings, weights_size
 from truedraft.engine.kv_events import KvEvents
-from truedraft.engine.memory.cache_memory import CacheSizes, cache_budget, cache_sizes, free_memory
+from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.messages import ASSISTANT, DRAFT_MODEL, MTP, Method
 from truedraft.engine.models.adapters import AdapterTable, load_adapters
 from truedraft.engine.models.base import Model
+from truedraft.engine.models.cache_plan import plan_caches
 from truedraft.engine.models.heads.assistant import Assistant, AssistantRunner
 from truedraft.engine.models.heads.assistant_file import load_assistant
 from truedraft.engine.models.heads.head import Head
@@ -47,7 +48,6 @@ from truedraft.engine.models.options import LoadOptions, draft_source, load_opti
 from truedraft.engine.models.plausibility import warn_if_misread
 from truedraft.engine.models.ranks import load_ranked
 from truedraft.engine.models.vision import Tower, load_vision
-from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.ops import NativeOps, native_ops
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
@@ -62,7 +62,7 @@ from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
 from truedraft.engine.rounds.calibrate import calibrate
 from truedraft.engine.rounds.capture.graphs import RoundGraphs
-from truedraft.engine.rounds.capture.plan import GraphPlan, plan_graphs
+from truedraft.engine.rounds.capture.plan import plan_graphs
 from truedraft.engine.rounds.draft_trial import LENGTH, ROOM, Trial, accepted_by_place, beginnings, trial_of
 from truedraft.engine.rounds.draft_vocabulary import choose_output
 from truedraft.engine.rounds.native_loop import NativeLoop
@@ -320,11 +320,15 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
         planned = plan_graphs(config, models.target, models.draft, models.max_model_len, models.head)
     others = (models.draft, None if models.head is None else models.head.model)
     loaded = [models.target, *(model for model in others if model is not None)]
-    num_blocks, num_state_slots = _cache_sizes(config, loaded, models.max_model_len, planned)
+    pairing = models.drafting.pairing
+    num_blocks, num_state_slots, windows = plan_caches(
+        config, loaded, models.max_model_len, planned, 2 if pairing and pairing.translators is None else 1
+    )
     # The last block belongs to no pool: graphs write the keys and values of padding there.
     cached_blocks = num_blocks + (planned is not None)
     runners = [
-        ModelRunner.build(model, cached_blocks, config.block_size, num_state_slots) for model in loaded
+        ModelRunner.build(model, cached_blocks, config.block_size, num_state_slots, own)
+        for model, own in zip(loaded, windows, strict=True)
     ]
     target, graphs = runners[0], None
     draft = None if models.draft is None else runners[1]
@@ -335,17 +339,25 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     if models.drafting.assistant is not None:
         num_rows = config.num_sequences_on(target.device.type)
         assistant = AssistantRunner(models.drafting.assistant, target, num_rows)
-    target_pool = _pool(num_blocks, config.block_size, num_state_slots, target)
-    draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft)
+    target_pool = _pool(num_blocks, config.block_size, num_state_slots, target, windows[0])
+    draft_pool = _pool(num_blocks, config.block_size, num_state_slots, draft, windows[1] if draft else None)
     head_pool = BlockPool(num_blocks, config.block_size, lookahead=LOOKAHEAD)
     sampling = torch_sampling if planned is None else planned.sampling
     return Memory(target, draft, head, assistant, target_pool, draft_pool, head_pool, graphs, sampling)
 
 
-def _pool(num_blocks: int, block_size: int, num_state_slots: int, model: ModelRunner | None) -> BlockPool:
+def _pool(
+    num_blocks: int,
+    block_size: int,
+    num_state_slots: int,
+    model: ModelRunner | None,
+    windows: WindowBlocks | None = None,
+) -> BlockPool:
     """Returns a pool for the model's cache, with slots if the model has recurrent states."""
     has_states = model is not None and model.cache.states
     states = StateSlots(num_state_slots, model.cache.copy_state) if model and has_states else None
+    if windows is not None:
+        return WindowedPool(num_blocks, block_size, windows, states)
     return BlockPool(num_blocks, block_size, states)
 
 
@@ -508,37 +520,6 @@ def _num_threads(target: Model) -> int:
     """Returns the default number of threads for the CPU's share of the work."""
     few = target.num_parameters < MIN_PARAMETERS_FOR_TORCH_THREADS
     return 1 if few and not target.is_native else usual_num_threads()
-
-
-def _cache_sizes(
-    config: EngineConfig, models: list[Model], max_model_len: int, graphs: GraphPlan | None
-) -> CacheSizes:
-    """Returns the number of blocks that the memory for caches holds, but no more than could ever be used."""
-    bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
-    state_bytes = sum(model.state_bytes_per_sequence for model in models)
-    devices = {cache.device for model in models for cache in model.caches}
-    num_sequences = config.num_sequences_on(models[0].device.type)
-    num_logits = 0 if graphs is None else graphs.num_scored + num_sequences
-    reserved = prompt_bytes(models, config.max_num_batched_tokens, num_logits)
-    budget = cache_budget(config, devices, reserved + (0 if graphs is None else graphs.memory))
-    if graphs is not None:
-        budget -= bytes_per_block
-    longest = -(-max_model_len // config.block_size)
-    sizes = cache_sizes(
-        budget,
-        bytes_per_block,
-        state_bytes,
-        config.block_size,
-        num_sequences,
-        longest * num_sequences,
-    )
-    if sizes.num_blocks < 1:
-        states = f" and the states of one sequence ({state_bytes} bytes)" if state_bytes else ""
-        raise ModelLoadError(
-            f"{ByteSize(budget).human_readable()} for the caches (cache_memory) do not hold one block of "
-            f"{config.block_size} tokens ({bytes_per_block} bytes){states}"
-        )
-    return sizes
 
 
 def _check_kinds(target: Model, draft: Model) -> None:

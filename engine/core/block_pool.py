@@ -11,7 +11,7 @@ over only as far as there is a snapshot of them (``state_slots``).
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from hashlib import blake2b
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
@@ -33,23 +33,13 @@ MAX_RUNS = 256
 SNAPSHOT_DISTANCE, SHARED_DISTANCE = 1024, 64
 
 
-class BlockPool:
-    """Owns a fixed number of blocks; each is free, or used by one table, or shared by several.
+class Blocks:
+    """Owns a fixed number of blocks; each is free, or used by one table, or shared by several. ``files`` keep
+    what is published, if there are some."""
 
-    ``states`` are the slots of a model with recurrent layers. What is stored of a token may depend on up to
-    ``lookahead`` tokens after it, besides those before it. ``files`` keep what is published, if there are
-    some (``keep_in``).
-    """
-
-    def __init__(
-        self, num_blocks: int, block_size: int, states: StateSlots | None = None, lookahead: int = 0
-    ) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.states = states
-        self.lookahead = lookahead
         self.files: CacheFiles | None = None
-        self.events: KvEvents | None = None
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
@@ -58,24 +48,6 @@ class BlockPool:
         # A beginning of a run may be unused: else there is nothing to search for.
         self._has_beginnings = True
 
-    def fresh(self) -> "BlockPool":
-        """Returns one like this that knows of no table."""
-        states = self.states and StateSlots(self.states.num_slots, self.states.copy)
-        fresh = BlockPool(self.num_blocks, self.block_size, states, self.lookahead)
-        fresh.events = self.events
-        if self.events is not None:
-            self.events.cleared()
-        if self.files is not None:
-            self.files.all_changes()
-            fresh.keep_in(self.files)
-        return fresh
-
-    def keep_in(self, files: "CacheFiles") -> None:
-        """Lets ``files`` keep what is published from now on."""
-        self.files = files
-        if self.states is not None:
-            self.states.files = files
-
     @property
     def num_free(self) -> int:
         return len(self._free)
@@ -83,38 +55,48 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Returns the share of the blocks in use, 0 to 1."""
-        return 1 - self.num_free / self.num_blocks
+        return 1 - len(self._free) / self.num_blocks
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def has(self, block_hash: BlockHash) -> bool:
+        """Tells whether a block of this hash is published."""
+        return block_hash in self._block_of
 
-    def can_reserve(self, table: BlockTable, num_tokens: int) -> bool:
-        has_slot = table.state_slot is not None or self.has_slots(1)
-        return has_slot and self.blocks_for(num_tokens) - len(table.block_ids) <= self.num_free
+    def num_free_beside(self, hashes: Sequence[BlockHash]) -> int:
+        """Counts the free blocks but for those of ``hashes``, which are published."""
+        return len(self._free) - sum(self._num_users[self._block_of[each]] == 0 for each in hashes)
 
-    def num_owned(self, table: BlockTable) -> int:
-        """Counts the blocks that no other table has."""
-        return sum(self._num_users[block] == 1 for block in table.block_ids)
+    def num_unused(self, hashes: Set[BlockHash]) -> int:
+        """Counts the blocks of these hashes that no table uses, whether they are published or not."""
+        used = (each in self._block_of and self._num_users[self._block_of[each]] > 0 for each in hashes)
+        return len(hashes) - sum(used)
 
-    def has_slots(self, num_tables: int) -> bool:
-        """Tells whether ``num_tables`` more can have slots for states, where they need them."""
-        return self.states is None or self.states.num_free >= num_tables
+    def use_again(self, hashes: Sequence[BlockHash]) -> None:
+        """Makes the blocks of a text the last ones to be used for something else."""
+        for block_hash in reversed(hashes):
+            block = self._block_of.get(block_hash)
+            if block is not None and block in self._free:
+                self._free.move_to_end(block)
 
-    def reserve(self, table: BlockTable, num_tokens: int) -> None:
-        """Gives ``table`` room for its first ``num_tokens`` tokens; ``can_reserve`` must hold."""
-        if self.states is not None and table.state_slot is None:
-            self.states.take(table)
-        for _ in range(self.blocks_for(num_tokens) - len(table.block_ids)):
-            block = self._best_after(table.block_ids)
-            del self._free[block]
+    def forget_all(self) -> None:
+        """Forgets what is published; sequences that run keep their blocks."""
+        for block in list(self._hash_of):
             self._forget(block)
-            self._num_users[block] = 1
-            table.block_ids.append(block)
+        self._has_beginnings = True
+        if self.files is not None:
+            self.files.all_changes()
 
-    def _best_after(self, block_ids: list[int]) -> int:
+    def _take(self, last: int | None) -> int:
+        """Gives a free block to a table that goes on after the block ``last``, if it has one."""
+        block = self._best_after(last)
+        del self._free[block]
+        self._forget(block)
+        self._num_users[block] = 1
+        return block
+
+    def _best_after(self, last: int | None) -> int:
         """Finds the free block that a table goes on with: the one after its last one, so that its text lies
         in one piece, or the beginning of a run without a table, or the first one."""
-        following = block_ids[-1] + 1 if block_ids else -1
+        following = -1 if last is None else last + 1
         if self._is_unused(following):
             return following
         if self._has_beginnings:
@@ -129,6 +111,144 @@ class BlockPool:
     def _is_unused(self, block: int) -> bool:
         """Tells whether it is free and holds nothing that could be taken over."""
         return block in self._free and block not in self._hash_of
+
+    def _share(self, block_hash: BlockHash) -> int:
+        """Gives a published block to one table more."""
+        block = self._block_of[block_hash]
+        self._free.pop(block, None)
+        self._num_users[block] += 1
+        return block
+
+    def _publish(self, block: int, block_hash: BlockHash) -> bool:
+        """Returns False if another block has this hash: the same text may have been computed twice at once,
+        and one copy is enough to find."""
+        if block_hash in self._block_of:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
+
+    def _drop(self, block: int, is_next: bool = False) -> None:
+        """Counts one user less. The last blocks of a text are dropped first, so they are also lost first; one
+        that ``is_next`` is the next to be used for something else."""
+        self._num_users[block] -= 1
+        if self._num_users[block] == 0:
+            self._free[block] = None
+            if is_next or block not in self._hash_of:
+                self._free.move_to_end(block, last=False)
+                self._has_beginnings |= block % RUN == 0
+
+    def _forget(self, block: int) -> BlockHash | None:
+        """Forgets what a block was published as; returns it."""
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            if self.files is not None:
+                self.files.block_changes(block)
+        return block_hash
+
+    def _restore(self, block_hash: BlockHash, last: int | None, data: memoryview) -> bool:
+        """Publishes a block that files have, in place of the free one that would be used next after ``last``;
+        returns False if there is none."""
+        if self.files is None or not self._free or self.has(block_hash):
+            return False
+        block = self._best_after(last)
+        self._forget(block)
+        self.files.store_block(block, data)
+        self._publish(block, block_hash)
+        self._free.move_to_end(block)
+        return True
+
+    def _keep_in_files(self, hashes: Iterable[BlockHash]) -> None:
+        """Lets files keep those of these blocks that are published."""
+        if self.files is not None:
+            self.files.keep_blocks([(each, self._block_of[each]) for each in hashes if self.has(each)])
+
+
+class BlockPool(Blocks):
+    """Owns the blocks of one model's cache, or of its layers without a window (``window_blocks``).
+
+    ``states`` are the slots of a model with recurrent layers. What is stored of a token may depend on up to
+    ``lookahead`` tokens after it, besides those before it. ``files`` keep what is published, if there are
+    some (``keep_in``). A beginning of a text is kept for others every ``distance`` tokens, where it takes
+    more than published blocks.
+    """
+
+    distance = SNAPSHOT_DISTANCE
+
+    def __init__(
+        self, num_blocks: int, block_size: int, states: StateSlots | None = None, lookahead: int = 0
+    ) -> None:
+        super().__init__(num_blocks)
+        self.block_size = block_size
+        self.states = states
+        self.lookahead = lookahead
+        self.events: KvEvents | None = None
+
+    def fresh(self) -> "BlockPool":
+        """Returns one like this that knows of no table."""
+        fresh = self._alike(self.states and StateSlots(self.states.num_slots, self.states.copy))
+        fresh.events = self.events
+        if self.events is not None:
+            self.events.cleared()
+        for files in self.all_files:
+            files.all_changes()
+        if self.files is not None:
+            fresh.keep_in(*self.all_files)
+        return fresh
+
+    def _alike(self, states: StateSlots | None) -> "BlockPool":
+        return BlockPool(self.num_blocks, self.block_size, states, self.lookahead)
+
+    def keep_in(self, files: "CacheFiles") -> None:
+        """Lets ``files`` keep what is published from now on."""
+        self.files = files
+        if self.states is not None:
+            self.states.files = files
+
+    @property
+    def all_files(self) -> "list[CacheFiles]":
+        """Returns what ``keep_in`` was given."""
+        return [] if self.files is None else [self.files]
+
+    @property
+    def num_writable(self) -> int:
+        """Returns how many blocks tables can have together if a pass may write to all of them."""
+        return self.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def can_reserve(self, table: BlockTable, num_tokens: int) -> bool:
+        has_slot = table.state_slot is not None or self.has_slots(1)
+        return has_slot and self.blocks_for(num_tokens) - len(table.block_ids) <= self.num_free
+
+    def would_hold(self, num_tokens: int, others: Sequence[BlockTable]) -> bool:
+        """Tells whether there would certainly be room for so many tokens without ``others``."""
+        given = sum(self._num_users[block] == 1 for other in others for block in other.block_ids)
+        return self.blocks_for(num_tokens) <= self.num_free + given
+
+    def has_slots(self, num_tables: int) -> bool:
+        """Tells whether ``num_tables`` more can have slots for states, where they need them."""
+        return self.states is None or self.states.num_free >= num_tables
+
+    def reserve(self, table: BlockTable, num_tokens: int) -> None:
+        """Gives ``table`` room for its first ``num_tokens`` tokens; ``can_reserve`` must hold."""
+        if self.states is not None and table.state_slot is None:
+            self.states.take(table)
+        for _ in range(self.blocks_for(num_tokens) - len(table.block_ids)):
+            table.block_ids.append(self._take(table.block_ids[-1] if table.block_ids else None))
+
+    def can_extend(self, table: BlockTable, num_tokens: int) -> bool:
+        """Tells whether a step can store ``num_tokens`` tokens of ``table``, whatever other tables it has."""
+        return True
+
+    def extend(self, table: BlockTable, num_tokens: int) -> None:
+        """Prepares ``table`` for a step after which it has up to ``num_tokens`` tokens; these must be
+        reserved."""
+
+    def let_go(self, table: BlockTable) -> None:
+        """Takes back what no token after the computed ones will look at, which must be committed."""
 
     def find(
         self, token_ids: Sequence[int], salt: str, remembered: Sequence[BlockHash] = ()
@@ -163,22 +283,9 @@ class BlockPool:
         num_needed = self.blocks_for(num_tokens) - len(hashes)
         return self.has_slots(1) and num_needed <= self.num_free_beside(hashes)
 
-    def num_free_beside(self, hashes: Sequence[BlockHash]) -> int:
-        """Counts the free blocks but for those of ``hashes``, which are published."""
-        return self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
-
-    def num_unused(self, hashes: Set[BlockHash]) -> int:
-        """Counts the blocks of these hashes that no table uses, whether they are published or not."""
-        used = (each in self._block_of and self._num_users[self._block_of[each]] > 0 for each in hashes)
-        return len(hashes) - sum(used)
-
     def take_over(self, table: BlockTable, hashes: list[BlockHash]) -> None:
         """Starts the empty ``table`` with published blocks, as computed; ``hashes`` come from ``usable``."""
-        for block_hash in hashes:
-            block = self._block_of[block_hash]
-            self._free.pop(block, None)
-            self._num_users[block] += 1
-            table.block_ids.append(block)
+        table.block_ids += map(self._share, hashes)
         table.hashes = list(hashes)
         table.num_computed_tokens = table.num_kept_tokens = len(hashes) * self.block_size
         if self.states is not None and hashes:
@@ -194,10 +301,7 @@ class BlockPool:
         published = []
         for block, block_hash in zip(islice(table.block_ids, num_published, None), chain, strict=False):
             table.hashes.append(block_hash)
-            # The same text may have been computed twice at once; one copy is enough to find.
-            if block_hash not in self._block_of:
-                self._block_of[block_hash] = block
-                self._hash_of[block] = block_hash
+            if self._publish(block, block_hash):
                 published.append((block_hash, block))
                 if self.events is not None and not salt:
                     end = len(table.hashes) * self.block_size
@@ -205,22 +309,29 @@ class BlockPool:
         if self.files is not None:
             self.files.keep_blocks(published)
 
-    def keep_state(self, table: BlockTable, num_prompt_tokens: int) -> None:
-        """Makes a snapshot of the states for those who take over what ``table`` has published: at the end of
+    def keep_beginning(self, table: BlockTable, num_prompt_tokens: int) -> None:
+        """Keeps what those need, besides blocks, who take over what ``table`` has published: at the end of
         the prompt, where it has been found to part from another one, and where enough tokens have been
-        computed since the last one."""
+        computed since the last time."""
         num_published = len(table.hashes) * self.block_size
-        if self.states is None or not table.num_folded_tokens <= num_published > table.num_kept_tokens:
+        if not table.num_folded_tokens <= num_published > table.num_kept_tokens:
             return
         # All of the prompt but a token can be taken over, in whole blocks.
         prompt_end = (num_prompt_tokens - 1) // self.block_size * self.block_size
+        is_prompt = table.num_kept_tokens < prompt_end <= num_published
         if (
-            table.num_kept_tokens < prompt_end <= num_published
+            is_prompt
             or num_published == table.num_shared_tokens
-            or num_published - table.num_kept_tokens >= SNAPSHOT_DISTANCE
+            or num_published - table.num_kept_tokens >= self.distance
         ):
-            self.states.keep(table, self._unfolded(table))
+            self._keep(table, prompt_end if is_prompt else num_published)
             table.num_kept_tokens = num_published
+
+    def _keep(self, table: BlockTable, num_tokens: int) -> None:
+        """Keeps it for texts that begin with the first ``num_tokens`` tokens, or with all that are
+        published."""
+        if self.states is not None:
+            self.states.keep(table, self._unfolded(table))
 
     def _unfolded(self, table: BlockTable) -> list[BlockHash]:
         """Returns the published blocks that end where its states are folded, or after that."""
@@ -249,16 +360,10 @@ class BlockPool:
         """Takes back all that ``table`` has. Its states stay as a snapshot if others can begin with them."""
         if self.states is not None and table.state_slot is not None:
             self.states.give_back(table, self._unfolded(table))
-        if self.files is not None:
-            # The last blocks of a text are the first to be lost, as they are in memory.
-            kept = [(each, self._block_of[each]) for each in table.hashes if each in self._block_of]
-            self.files.keep_blocks(kept[::-1])
+        # The last blocks of a text are the first to be lost, as they are in memory.
+        self._keep_in_files(reversed(table.hashes))
         table.num_kept_tokens = 0
         self.truncate(table, 0)
-
-    def has(self, block_hash: BlockHash) -> bool:
-        """Tells whether a block of this hash is published."""
-        return block_hash in self._block_of
 
     def restore(
         self, chain: Sequence[BlockHash], token_ids: Sequence[int], salt: str, data: memoryview
@@ -266,51 +371,22 @@ class BlockPool:
         """Publishes a block that files have, in place of the free one that would be used next. ``chain`` is
         its hash, after that of the block before it in its text; ``token_ids`` are its own."""
         *before, block_hash = chain
-        if self.files is None or not self._free or self.has(block_hash):
+        last = next((self._block_of[each] for each in before if self.has(each)), None)
+        if not self._restore(block_hash, last, data):
             return
-        block = self._best_after([self._block_of[each] for each in before if self.has(each)])
-        self._forget(block)
-        self.files.store_block(block, data)
-        self._block_of[block_hash] = block
-        self._hash_of[block] = block_hash
-        self._free.move_to_end(block)
         if self.events is not None and not salt:
             self.events.stored(chain, token_ids)
 
-    def use_again(self, hashes: Sequence[BlockHash]) -> None:
-        """Makes the blocks of a text the last ones to be used for something else."""
-        for block_hash in reversed(hashes):
-            block = self._block_of.get(block_hash)
-            if block is not None and block in self._free:
-                self._free.move_to_end(block)
-
     def forget_all(self) -> None:
-        """Forgets what is published; sequences that run keep their blocks."""
-        for block in list(self._hash_of):
-            self._forget(block)
+        super().forget_all()
         if self.states is not None:
             self.states.forget_all()
-        self._has_beginnings = True
-        if self.files is not None:
-            self.files.all_changes()
 
-    def _drop(self, block: int) -> None:
-        """Counts one user less. The last blocks of a text are dropped first, so they are also lost first."""
-        self._num_users[block] -= 1
-        if self._num_users[block] == 0:
-            self._free[block] = None
-            if block not in self._hash_of:
-                self._free.move_to_end(block, last=False)
-                self._has_beginnings |= block % RUN == 0
-
-    def _forget(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block, None)
-        if block_hash is not None:
-            del self._block_of[block_hash]
-            if self.files is not None:
-                self.files.block_changes(block)
-            if self.events is not None:
-                self.events.removed(block_hash)
+    def _forget(self, block: int) -> BlockHash | None:
+        block_hash = super()._forget(block)
+        if block_hash is not None and self.events is not None:
+            self.events.removed(block_hash)
+        return block_hash
 
     def hash_chain(
         self, token_ids: Sequence[int], salt: str, known: Sequence[BlockHash] = ()

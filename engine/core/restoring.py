@@ -1,7 +1,8 @@
 """Brings back from files what sequences that wait begin with, before they are admitted.
 
 Blocks come back as published ones that no table uses, and snapshots as snapshots: after that a prefix in
-files is a prefix in the cache like any other. Threads look for files and read ahead, and the engine's thread
+files is a prefix in the cache like any other. Where layers with a window have blocks of their own, only those
+come back at which the next token will look. Threads look for files and read ahead, and the engine's thread
 stores what has been read, for a bounded time between two steps. It asks the disk for nothing itself. What
 has been restored for a sequence keeps its place until that one is admitted: other sequences are restored
 only where there is room for both. A sequence whose files take too long is computed instead.
@@ -17,6 +18,7 @@ from threading import Condition, Event
 
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.window_blocks import WindowBlocks, WindowedPool
 from truedraft.engine.memory.block_table import BlockHash, BlockTable
 from truedraft.engine.memory.cache_files import Background, CacheFiles
 from truedraft.engine.memory.prefix_files import PrefixFolder
@@ -38,7 +40,8 @@ LOOK_SECONDS = 0.5
 @dataclass(slots=True)
 class Part:
     """Holds the beginning of a text in one pool: the hashes of its blocks, the first ``num_found`` of which
-    the cache has. ``held`` are those of blocks that it has, ``snapshots`` those with a snapshot."""
+    the cache has. ``held`` are those of blocks that it has, ``snapshots`` those with a snapshot, ``windows``
+    those that layers with a window have in blocks of their own."""
 
     pool: BlockPool
     files: CacheFiles
@@ -46,6 +49,7 @@ class Part:
     num_found: int
     held: set[BlockHash]
     snapshots: set[BlockHash]
+    windows: set[BlockHash]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,14 +71,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Is a block that was read, or a snapshot, which is folded over ``num_folded`` tokens; ``place`` is that
-    of the block, or of the last one of the snapshot's beginning. Without ``data`` the load is over."""
+    """Is a block that was read, of layers with a window or of the others, or a snapshot, which is folded over
+    ``num_folded`` tokens; ``place`` is that of the block, or of the last one of the snapshot's beginning.
+    Without ``data`` the load is over."""
 
     load: Load
     part: Part | None = None
     place: int = 0
     num_folded: int | None = None
     data: memoryview | None = None
+    is_window: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -211,6 +217,10 @@ class Restoring:
             self._end(load)
             return
         block_hash = part.hashes[place]
+        if arrived.is_window:
+            if (windows := _windows(part.pool)) is not None:
+                windows.restore(block_hash, arrived.data)
+            return
         if arrived.num_folded is not None:
             if part.pool.states is not None:
                 part.pool.states.restore(block_hash, arrived.num_folded, arrived.data)
@@ -248,7 +258,7 @@ class Restoring:
         length = min(part.num_found, len(hashes))
         while length < len(hashes) and (hashes[length] in part.held or files.has_block(hashes[length])):
             length += 1
-        length = _with_state(part, length)
+        length = _with_end(part, length)
         for place in range(min(part.num_found, length), length):
             if not load.is_wanted:
                 return 0
@@ -259,15 +269,37 @@ class Restoring:
                 length = place
                 break
             self._send(Arrived(load, part, place, data=data))
-        while (length := _with_state(part, length)) and part.pool.states is not None:
-            if hashes[length - 1] in part.snapshots:
-                break
-            state = files.read_state(hashes[length - 1])
-            if state is not None:
-                self._send(Arrived(load, part, length - 1, *state))
+        while length := _with_end(part, length):
+            if self._read_state(load, part, length) and self._read_window(load, part, length):
                 break
             length -= 1
         return length
+
+    def _read_state(self, load: Load, part: Part, length: int) -> bool:
+        """Reads the states after ``length`` blocks, where there are states; returns False if it cannot."""
+        block_hash = part.hashes[length - 1]
+        if part.pool.states is None or block_hash in part.snapshots:
+            return True
+        state = part.files.read_state(block_hash)
+        if state is not None:
+            self._send(Arrived(load, part, length - 1, *state))
+        return state is not None
+
+    def _read_window(self, load: Load, part: Part, length: int) -> bool:
+        """Reads the windows' blocks at which the token after ``length`` blocks looks, where they have their
+        own; returns False if it cannot."""
+        windows = _windows(part.pool)
+        if windows is None or windows.files is None:
+            return True
+        for place in range(windows.first_seen(length * windows.block_size), length):
+            if not load.is_wanted:
+                return False
+            if part.hashes[place] not in part.windows:
+                data = windows.files.read_block(part.hashes[place])
+                if data is None:
+                    return False
+                self._send(Arrived(load, part, place, data=data, is_window=True))
+        return True
 
     def _send(self, arrived: Arrived) -> None:
         """Waits until so much may be read ahead, as long as the load is wanted."""
@@ -304,23 +336,65 @@ def _part(pool: BlockPool, hashes: list[BlockHash]) -> Part:
     num_found = next((place for place, each in enumerate(hashes) if each not in held), len(hashes))
     states = pool.states
     snapshots = set() if states is None else {each for each in hashes if states.has(each)}
-    return Part(pool, pool.files, list(hashes), num_found, held, snapshots)
+    own = _windows(pool)
+    windows = set() if own is None else {each for each in hashes if own.has(each)}
+    return Part(pool, pool.files, list(hashes), num_found, held, snapshots, windows)
+
+
+def _windows(pool: BlockPool) -> WindowBlocks | None:
+    return pool.windows if isinstance(pool, WindowedPool) else None
 
 
 def _lacks_something(part: Part) -> bool:
     """Tells whether the cache has not all of a text."""
-    return part.num_found < len(part.hashes) or _lacks_states(part)
+    return part.num_found < len(part.hashes) or _lacks_end(part)
 
 
-def _lacks_states(part: Part) -> bool:
+def _lacks_end(part: Part) -> bool:
+    """Tells whether the states or the windows are missing with which a table could begin with all that is
+    found."""
     found = part.hashes[: part.num_found]
-    return part.pool.states is not None and bool(found) and found[-1] not in part.snapshots
+    if not found:
+        return False
+    windows = _windows(part.pool)
+    seen = [] if windows is None else found[windows.first_seen(len(found) * windows.block_size) :]
+    lacks_states = part.pool.states is not None and found[-1] not in part.snapshots
+    return lacks_states or any(each not in part.windows for each in seen)
 
 
 def _has_files(part: Part) -> bool:
     """Tells whether files may have more of a text than the cache has, by one look."""
     is_found = part.num_found < len(part.hashes) and part.files.has_block(part.hashes[part.num_found])
-    return is_found or _lacks_states(part)
+    return is_found or _lacks_end(part)
+
+
+def _with_end(part: Part, length: int) -> int:
+    """Returns the longest beginning, no longer than ``length`` blocks, whose states and windows are
+    somewhere."""
+    longest = -1
+    while length != longest:
+        longest = length
+        length = _with_window(part, _with_state(part, length))
+    return length
+
+
+def _with_window(part: Part, length: int) -> int:
+    """Does the same for the windows' blocks at which the next token looks."""
+    windows = _windows(part.pool)
+    if windows is None or windows.files is None:
+        return length
+    while length:
+        seen = range(windows.first_seen(length * windows.block_size), length)
+        hashes = part.hashes
+        lacking = (
+            place
+            for place in reversed(seen)
+            if hashes[place] not in part.windows and not windows.files.has_block(hashes[place])
+        )
+        if (last := next(lacking, None)) is None:
+            break
+        length = last
+    return length
 
 
 def _with_state(part: Part, length: int) -> int:

@@ -39,6 +39,7 @@ from truedraft.engine.core.step import (
     ScheduledSequence,
     StepPlan,
 )
+from truedraft.engine.core.window_blocks import WindowedPool
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import PrefixFileStats
 
@@ -136,14 +137,15 @@ class Scheduler:
             pool.truncate(table, num_tokens)
 
     def publish(self, sequence: Sequence) -> None:
-        """Lets later sequences find what the caches hold of this one's committed tokens."""
-        if not self._uses_prefix_cache(sequence):
-            return
+        """Lets later sequences find what the caches hold of this one's committed tokens, and lets go of what
+        its own next tokens will not look at."""
+        is_shared = self._uses_prefix_cache(sequence)
         for pool, table in self._shares(sequence):
-            if table.num_computed_tokens // pool.block_size > len(table.hashes):
+            if is_shared and table.num_computed_tokens // pool.block_size > len(table.hashes):
                 end = table.num_computed_tokens + pool.lookahead
                 pool.publish(table, sequence.prefix_ids(end), sequence.prefix_salt)
-                pool.keep_state(table, sequence.num_prompt_tokens)
+                pool.keep_beginning(table, sequence.num_prompt_tokens)
+            pool.let_go(table)
 
     def settle(self, sequence: Sequence) -> None:
         """Keeps in the caches all of a sequence's tokens but the pending one, and nothing of one that has
@@ -186,6 +188,8 @@ class Scheduler:
                     scheduled.append(part)
                     budget -= part.num_tokens + part.draft.num_first_drafts
         scheduled += self._plan_prompts(self.pace.within(budget), newcomers)
+        for part in scheduled:
+            self._extend(part)
         rows = [part for part in scheduled if part.completes]
         needs = self._needs(scheduled)
         max_rounds = 1
@@ -219,14 +223,11 @@ class Scheduler:
         """Tells whether there would certainly be blocks for it without ``others``: nobody gives way
         in vain."""
         num_tokens = sequence.length_after(sequence.num_speculative_tokens)
-        given: dict[int, int] = {}
+        given: dict[int, list[BlockTable]] = {}
         for other in others:
             for pool, table in self._shares(other):
-                given[id(pool)] = given.get(id(pool), 0) + pool.num_owned(table)
-        return all(
-            pool.blocks_for(num_tokens) <= pool.num_free + given.get(id(pool), 0)
-            for pool, _ in self._shares(sequence)
-        )
+                given.setdefault(id(pool), []).append(table)
+        return all(pool.would_hold(num_tokens, given.get(id(pool), [])) for pool, _ in self._shares(sequence))
 
     def _plan_prompts(self, budget: int, newcomers: Sequences[Sequence]) -> list[ScheduledSequence]:
         """Plans what is left of prompts, and admits waiting sequences, within ``budget`` tokens.
@@ -282,7 +283,7 @@ class Scheduler:
         it; else for one, which has been reserved. Returns how many there is room for."""
         if max_rounds > 1:
             num_tokens = max_rounds * (1 + max(part.draft.max_num_drafts for part in rows))
-            if not all(self._reserve_ahead(part.sequence, num_tokens) for part in rows):
+            if not all(self._reserve_ahead(part, num_tokens) for part in rows):
                 return 1
         return max_rounds
 
@@ -416,15 +417,43 @@ class Scheduler:
             pool.reserve(table, num_tokens)
         return True
 
-    def _reserve_ahead(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve_ahead(self, part: ScheduledSequence, num_tokens: int) -> bool:
         """Makes room for ``num_tokens`` more, as far as it may grow, if no other sequence has to give way."""
+        sequence = part.sequence
         num_tokens = sequence.length_after(num_tokens)
         shares = self._shares(sequence)
-        if not all(pool.can_reserve(table, num_tokens) for pool, table in shares):
+        written = [(self.target_pool, sequence.target_blocks)]
+        for proposer in self.proposers:
+            if proposer.name == part.draft.source:
+                written += proposer.tables(sequence)
+        has_room = all(pool.can_reserve(table, num_tokens) for pool, table in shares)
+        if not has_room or not all(pool.can_extend(table, num_tokens) for pool, table in written):
             return False
         for pool, table in shares:
             pool.reserve(table, num_tokens)
+        for pool, table in written:
+            pool.extend(table, num_tokens)
         return True
+
+    def _extend(self, part: ScheduledSequence) -> None:
+        """Prepares tables for what the step computes of ``part``. Where a draft's cache lacks so much of a
+        prompt that its windows have no room for it, it lags."""
+        sequence, table, num_drafts = part.sequence, part.sequence.target_blocks, part.draft.num_first_drafts
+        end = table.num_computed_tokens + part.num_tokens
+        self.target_pool.extend(table, end + num_drafts)
+        for proposer in self.proposers:
+            is_prompt = part.kind is not Kind.DECODE and part.is_prefilled_by(proposer.name)
+            if not is_prompt and part.draft.source != proposer.name:
+                continue
+            for pool, own in proposer.tables(sequence):
+                num_stored = own.num_computed_tokens
+                if not is_prompt:
+                    pool.extend(own, num_stored + part.num_catch_up_tokens + 1 + num_drafts)
+                elif (num_missing := end - part.num_tokens - num_stored) <= self._catch_up_budget:
+                    self._catch_up_budget -= num_missing
+                    pool.extend(own, end)
+                elif isinstance(pool, WindowedPool):
+                    part.lagging = {*part.lagging, proposer.name}
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempts a running sequence: it waits, without blocks, to be computed anew."""

@@ -40,7 +40,7 @@ def make_attention(
         output=make(
             [getattr(attention, spec.output)], residual * setting(facts.config, spec.output_multiplier, 1.0)
         ),
-        cache=AttentionCache(heads, heads, facts.dtype, facts.device),
+        cache=AttentionCache(heads, heads, facts.dtype, facts.device, shape.sliding_window),
     )
 
 

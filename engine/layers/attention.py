@@ -70,17 +70,19 @@ class PagedAttention:
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
-        # Each device on which layers run has its slots, and groups for each window of these layers.
-        self._slots = {batch.slots.device: batch.slots}
+        # Each device on which layers run has slots, for layers with and without a window, and groups for each
+        # window of these layers.
+        self._slots: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._groups: dict[tuple[torch.device, int | None], list[AttentionGroup]] = {}
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        device = query.device
-        if device not in self._slots:
-            self._slots[device] = self.batch.slots.to(device)
-        self.cache.write(call.layer, self._slots[device], key, value)
+        kind = query.device, call.sliding_window is not None
+        if kind not in self._slots:
+            own = self.batch.window_slots if call.sliding_window is not None else None
+            self._slots[kind] = (self.batch.slots if own is None else own).to(query.device)
+        self.cache.write(call.layer, self._slots[kind], key, value)
         return self.attend_to_stored(call, query)
 
     def attend_to_stored(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:

@@ -176,6 +176,7 @@ class ForwardBatch:
     logits_index: torch.Tensor  # [rows with logits] into the packed tokens
     is_there: torch.Tensor | None = None  # bool [tokens], False for padding; None: no token is padding
     states: torch.Tensor | None = None  # [tokens, hidden size], for a model that takes states
+    window_slots: torch.Tensor | None = None  # slots in layers with a window, if these have their own blocks
     # [3, tokens] positions by which tokens are turned; None: ``positions``, as no span has a picture
     axes: torch.Tensor | None = None
 
@@ -191,23 +192,35 @@ class ForwardBatch:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        window_slots: list[int] = []
         logits_index: list[int] = []
         for span in spans:
             first = span.table.num_computed_tokens - span.table.num_encoder_tokens
             token_ids += span.token_ids
             positions += range(first, first + len(span.token_ids))
             slots += new_slots(span, block_size)
+            if span.table.window_ids is not None:
+                window_slots += new_slots(span, block_size, has_window=True)
             logits_index += range(len(token_ids) - span.num_logits, len(token_ids))
         # All numbers go into one tensor, which needs one copy to the device.
-        numbers = on_device([*token_ids, *positions, *slots, *logits_index], device)
-        sizes = len(token_ids), len(token_ids), len(token_ids), len(logits_index)
-        packed_ids, packed_positions, packed_slots, index = numbers.split_with_sizes(sizes)
+        numbers = on_device([*token_ids, *positions, *slots, *window_slots, *logits_index], device)
+        num_tokens, num_own = len(token_ids), len(window_slots)
+        assert num_own in (0, num_tokens), "all tables have blocks for windows, or none has"
+        sizes = num_tokens, num_tokens, num_tokens, num_own, len(logits_index)
+        packed_ids, packed_positions, packed_slots, own_slots, index = numbers.split_with_sizes(sizes)
         if ids_on_device is not None:
             packed_ids = ids_on_device.to(device)
-        batch = cls(spans, block_size, packed_ids[None], packed_positions[None], packed_slots, index)
-        batch.states = states_of(spans)
-        batch.axes = _axes(spans, device)
-        return batch
+        return cls(
+            spans,
+            block_size,
+            token_ids=packed_ids[None],
+            positions=packed_positions[None],
+            slots=packed_slots,
+            logits_index=index,
+            states=states_of(spans),
+            axes=_axes(spans, device),
+            window_slots=own_slots if num_own else None,
+        )
 
     @cached_property
     def pictures(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -225,23 +238,37 @@ class ForwardBatch:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """Returns the groups, for attention that needs them."""
+        """Returns the groups for layers without a window."""
+        return self.groups_of(None)
+
+    def groups_of(self, sliding_window: int | None) -> list[AttentionGroup]:
+        """Returns the groups for layers with such a window, for attention that needs them. They leave out the
+        blocks of keys that a window hides from all of a span's tokens."""
         if len(self.spans) == 1 and not self.spans[0].table.num_encoder_tokens:
-            return [self.lone_group(0)]
-        encoded = [span.table.num_encoder_tokens for span in self.spans]
-        ends = [span.table.num_computed_tokens + len(span.token_ids) for span in self.spans]
+            return [self.lone_group(0, sliding_window)]
+        # A row's keys begin here, and its positions count from here.
+        begins = [
+            span.table.num_encoder_tokens or self.block_size * self._num_hidden(span.table, sliding_window)
+            for span in self.spans
+        ]
         slots = [
-            table_slots(span.table, end, self.block_size)[first:]
-            for span, first, end in zip(self.spans, encoded, ends, strict=True)
+            table_slots(span.table, span.end, self.block_size, sliding_window is not None)[begin:]
+            for span, begin in zip(self.spans, begins, strict=True)
         ]
         positions = [
-            np.arange(end - len(span.token_ids), end) - first
-            for span, first, end in zip(self.spans, encoded, ends, strict=True)
+            np.arange(span.table.num_computed_tokens, span.end) - begin
+            for span, begin in zip(self.spans, begins, strict=True)
         ]
         lengths, device = self._lengths(), self.slots.device
         return [
             _group(members, self.offsets, positions, slots, device) for members in _group_members(lengths)
         ]
+
+    def _num_hidden(self, table: BlockTable, sliding_window: int | None) -> int:
+        """Returns how many of the first blocks a window hides from all new tokens."""
+        if sliding_window is None:
+            return 0
+        return max(0, table.num_computed_tokens + 1 - sliding_window) // self.block_size
 
     @cached_property
     def cross_groups(self) -> list[AttentionGroup]:
@@ -292,23 +319,17 @@ class ForwardBatch:
         """Returns the spans with more than ``MAX_GROUPED_QUERIES`` new tokens."""
         return [i for i, length in enumerate(self._lengths()) if length > MAX_GROUPED_QUERIES]
 
-    def groups_of(self, sliding_window: int | None) -> list[AttentionGroup]:
-        """Returns the groups for layers with such a window. A lone span leaves out the keys that none of its
-        tokens attends to."""
-        is_lone = len(self.spans) == 1 and not self.spans[0].table.num_encoder_tokens
-        return [self.lone_group(0, sliding_window)] if is_lone and sliding_window is not None else self.groups
-
     def lone_group(self, member: int, sliding_window: int | None = None) -> AttentionGroup:
         """Returns one span of a decoder-only model as if it were alone in the batch, from the block of the
         first key on that a window lets it see. Positions count from there."""
         span = self.spans[member]
         first, length = self.offsets[member], len(span.token_ids)
         stored = span.table.num_computed_tokens
-        unseen = 0 if sliding_window is None else max(0, stored + 1 - sliding_window)
-        num_left_out = unseen // self.block_size
+        num_left_out = self._num_hidden(span.table, sliding_window)
         begin = num_left_out * self.block_size
         keys = stored + length - begin
-        blocks = span.table.block_ids[num_left_out : num_left_out - (-keys // self.block_size)]
+        ids = span.table.ids_of(sliding_window is not None)
+        blocks = ids[num_left_out : num_left_out - (-keys // self.block_size)]
         # Blocks that lie one after the other need no index.
         is_run = blocks == list(range(blocks[0], blocks[0] + len(blocks)))
         slots = None if is_run else torch.from_numpy(_slots(blocks, keys, self.block_size))
@@ -371,10 +392,10 @@ def states_of(spans: list[Span]) -> torch.Tensor | None:
     return states[0] if len(states) == 1 else torch.cat(states)
 
 
-def new_slots(span: Span, block_size: int) -> list[int]:
-    """Returns the slots of the keys and values of a span's tokens. For a few tokens a list is faster than an
-    array."""
-    blocks, start = span.table.block_ids, span.table.num_computed_tokens
+def new_slots(span: Span, block_size: int, has_window: bool = False) -> list[int]:
+    """Returns the slots of the keys and values of a span's tokens, in layers with a window or in the others.
+    For a few tokens a list is faster than an array."""
+    blocks, start = span.table.ids_of(has_window), span.table.num_computed_tokens
     stored = range(start, start + len(span.token_ids))
     block, offset = divmod(start, block_size)
     if 0 < len(stored) <= block_size - offset:  # Most often all of them lie in one block.
@@ -383,9 +404,9 @@ def new_slots(span: Span, block_size: int) -> list[int]:
     return [blocks[i // block_size] * block_size + i % block_size for i in stored]
 
 
-def table_slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:
-    """Returns the slots of the first ``num_tokens`` tokens."""
-    return _slots(table.block_ids[: -(-num_tokens // block_size)], num_tokens, block_size)
+def table_slots(table: BlockTable, num_tokens: int, block_size: int, has_window: bool = False) -> np.ndarray:
+    """Returns the slots of the first ``num_tokens`` tokens, in layers with a window or in the others."""
+    return _slots(table.ids_of(has_window)[: -(-num_tokens // block_size)], num_tokens, block_size)
 
 
 def _slots(blocks: list[int], num_tokens: int, block_size: int) -> np.ndarray:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a file holds: a block, a slot's states and records, or the hash of a beginning whose states are also
-# good for another one.
-BLOCK, STATE, ALIAS = b"block", b"state", b"alias"
+# What a file holds: a block, one of layers with a window, a slot's states and records, or the hash of a
+# beginning whose states are also good for another one.
+BLOCK, WINDOW, STATE, ALIAS = b"block", b"window", b"state", b"alias"
 
 
 class Background:
@@ -61,14 +61,23 @@ class Background:
 
 
 class CacheFiles:
-    """Holds the files of one model's cache. ``identity`` says all that its bytes depend on, apart from the
-    texts; the ``writer`` does what takes long."""
+    """Holds the files of one model's cache, or of its layers with a window (``of_windows``) that have blocks
+    of their own. ``identity`` says all that its bytes depend on, apart from the texts; the ``writer`` does
+    what takes long."""
 
-    def __init__(self, cache: "KVCache", identity: str, folder: PrefixFolder, writer: Background) -> None:
+    def __init__(
+        self,
+        cache: "KVCache",
+        identity: str,
+        folder: PrefixFolder,
+        writer: Background,
+        of_windows: bool = False,
+    ) -> None:
         self.folder = folder
         self._writer = writer
         self._identity = blake2b(identity.encode(), digest_size=32).digest()
-        self._of_blocks, self._of_slots = cache.bytes_of_blocks(), cache.bytes_of_slots()
+        self._kind = WINDOW if of_windows else BLOCK
+        self._of_blocks, self._of_slots = cache.bytes_of_blocks(of_windows), cache.bytes_of_slots()
         self._block_uses = [0] * self._of_blocks.number
         self._slot_uses = [0] * self._of_slots.number
 
@@ -109,7 +118,7 @@ class CacheFiles:
 
     def _write_blocks(self, noted: Sequence[tuple[BlockHash, int, int]]) -> None:
         for block_hash, block, use in noted:
-            name, key = self._named(BLOCK, block_hash)
+            name, key = self._named(self._kind, block_hash)
             is_still = partial(self._is_unchanged, self._block_uses, block, use)
             if is_still() and not self.folder.touch(name):
                 self.folder.write(name, key, 0, self._of_blocks.parts(block), is_still)
@@ -132,14 +141,14 @@ class CacheFiles:
         return uses[place] == use
 
     def has_block(self, block_hash: BlockHash) -> bool:
-        return self.folder.has(self._named(BLOCK, block_hash)[0])
+        return self.folder.has(self._named(self._kind, block_hash)[0])
 
     def has_state(self, block_hash: BlockHash) -> bool:
         return any(self.folder.has(self._named(kind, block_hash)[0]) for kind in (STATE, ALIAS))
 
     def read_block(self, block_hash: BlockHash) -> memoryview | None:
         """Returns a block's bytes, if there is a file of it."""
-        found = self.folder.read(*self._named(BLOCK, block_hash), self._of_blocks.num_bytes)
+        found = self.folder.read(*self._named(self._kind, block_hash), self._of_blocks.num_bytes)
         return None if found is None else found[1]
 
     def read_state(self, block_hash: BlockHash) -> tuple[int, memoryview] | None:

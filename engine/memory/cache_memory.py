@@ -38,7 +38,7 @@ def cache_sizes(
     """Divides ``budget`` bytes: at most half of it goes to the states of up to ``num_sequences`` that run
     together, and the rest to blocks, ``max_blocks`` at most, and to snapshots for their texts."""
     if not state_bytes:
-        return CacheSizes(min(budget // block_bytes, max_blocks), 0)
+        return CacheSizes(min(budget // block_bytes, max_blocks) if block_bytes else max_blocks, 0)
     running = min(num_sequences, max(1, budget // 2 // state_bytes))
     rest = budget - running * state_bytes
     if rest < 0:

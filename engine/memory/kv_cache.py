@@ -19,12 +19,14 @@ from truedraft.engine.memory.recurrent_state import LayerState, RecurrentCache
 
 @dataclass(frozen=True, slots=True)
 class AttentionCache:
-    """Describes what one layer of attention stores for each token, its type, and the layer's device."""
+    """Describes what one layer of attention stores for each token, its type, and the layer's device.
+    ``window`` is the number of tokens that a token looks at, itself included; None: all before it."""
 
     key: tuple[int, int]  # [kv heads, key size]
     value: tuple[int, int] | None  # [kv heads, value size], or None: the values are the keys
     dtype: torch.dtype
     device: torch.device
+    window: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -112,13 +114,21 @@ TOUCHED_BYTES = 64 << 20
 class KVCache:
     """Holds keys and values of one model: for each layer two tensors [slots, kv heads, ``stored_size``], or
     one that serves as both. ``states`` are those of its recurrent layers, by their index, with
-    ``num_state_slots`` each."""
+    ``num_state_slots`` each. Layers with a window have ``num_window_blocks`` of their own, or else the same
+    blocks as all."""
 
     def __init__(
-        self, specs: Sequence[CacheSpec], num_blocks: int, block_size: int, num_state_slots: int = 0
+        self,
+        specs: Sequence[CacheSpec],
+        num_blocks: int,
+        block_size: int,
+        num_state_slots: int = 0,
+        num_window_blocks: int | None = None,
     ) -> None:
         self.block_size = block_size
-        num_slots = num_blocks * block_size
+        self.num_blocks = num_blocks
+        self.num_window_blocks = num_window_blocks
+        self.has_window = [isinstance(spec, AttentionCache) and spec.window is not None for spec in specs]
         # Memory is zeroed, not empty: masked slots are multiplied by zero, which does not silence a NaN.
         self._pages = HugePages()
         self.keys: list[torch.Tensor] = []
@@ -126,6 +136,7 @@ class KVCache:
         self.states: dict[int, LayerState] = {}
         for layer, spec in enumerate(specs):
             key, dtype = NOTHING, torch.float32
+            num_slots = self.blocks_of(layer) * block_size
             value: tuple[int, int] | None = NOTHING
             if isinstance(spec, AttentionCache):
                 dtype = spec.dtype
@@ -153,12 +164,27 @@ class KVCache:
             [self.values[place] for place in places],
         )
         made._by_head = [self._by_head[place] for place in places]
+        made.has_window = [self.has_window[place] for place in places]
         return made
 
-    def _tensors(self) -> list[torch.Tensor]:
-        """Returns all keys, and the values that are not the keys."""
-        pairs = zip(self.keys, self.values, strict=True)
-        return [*self.keys, *(values for keys, values in pairs if values is not keys)]
+    def has_own_blocks(self, layer: int) -> bool:
+        """Tells whether a layer's blocks are those of layers with a window."""
+        return self.num_window_blocks is not None and self.has_window[layer]
+
+    def blocks_of(self, layer: int) -> int:
+        """Returns the number of blocks that a layer has."""
+        own = self.num_window_blocks
+        return self.num_blocks if own is None or not self.has_window[layer] else own
+
+    def _tensors(self, own_blocks: bool | None = None) -> list[torch.Tensor]:
+        """Returns all keys, and the values that are not the keys, of layers that have their own blocks or of
+        those that have not; None: of both."""
+        found = [
+            (keys, values)
+            for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
+            if own_blocks is None or own_blocks == self.has_own_blocks(layer)
+        ]
+        return [keys for keys, _ in found] + [values for keys, values in found if values is not keys]
 
     def _touch(self) -> None:
         """Writes to the first slots, which are the first to be used (``BlockPool``)."""
@@ -173,10 +199,12 @@ class KVCache:
         self._pages.discard()
         self._touch()
 
-    def bytes_of_blocks(self) -> "Pieces":
-        """Returns what the layers of attention hold, block by block; on a CPU only."""
-        tensors = [tensor for tensor in self._tensors() if tensor.nbytes]
-        return Pieces(len(self.keys[0]) // self.block_size, [_bytes_of(tensor) for tensor in tensors])
+    def bytes_of_blocks(self, own_blocks: bool = False) -> "Pieces":
+        """Returns what layers of attention hold, block by block: those that have their own blocks, or the
+        others; on a CPU only."""
+        tensors = [tensor for tensor in self._tensors(own_blocks) if tensor.nbytes]
+        number = (self.num_window_blocks or 0) if own_blocks else self.num_blocks
+        return Pieces(number, [_bytes_of(tensor) for tensor in tensors])
 
     def bytes_of_slots(self) -> "Pieces":
         """Returns what the recurrent layers hold, slot by slot; on a CPU only."""
@@ -193,10 +221,10 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors())
 
-    def clear(self, block_ids: list[int]) -> None:
-        """Writes zeros to these blocks. Memory that was never written to is read faster, as it is all one
-        page."""
-        for tensor in self._tensors():
+    def clear(self, block_ids: list[int], own_blocks: bool = False) -> None:
+        """Writes zeros to these blocks, in layers that have their own or in the others. Memory that was never
+        written to is read faster, as it is all one page."""
+        for tensor in self._tensors(own_blocks):
             blocks = len(tensor) // self.block_size, self.block_size
             tensor.view(*blocks, *tensor.shape[1:])[block_ids] = 0
 

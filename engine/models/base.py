@@ -105,9 +105,11 @@ class Model(ABC):
             ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device), cache, taps
         )
 
-    def make_cache(self, num_blocks: int, block_size: int, num_state_slots: int) -> KVCache:
+    def make_cache(
+        self, num_blocks: int, block_size: int, num_state_slots: int, num_window_blocks: int | None = None
+    ) -> KVCache:
         """Returns a new cache for passes."""
-        return KVCache(self.caches, num_blocks, block_size, num_state_slots)
+        return KVCache(self.caches, num_blocks, block_size, num_state_slots, num_window_blocks)
 
     @abstractmethod
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:

@@ -15,6 +15,7 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.restoring import Restoring
+from truedraft.engine.core.window_blocks import WindowedPool
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_files import Background, CacheFiles
 from truedraft.engine.memory.prefix_files import VERSION, PrefixFolder
@@ -56,7 +57,8 @@ def keep_prefixes(config: EngineConfig, core: EngineCore, caches: Sequence[Cache
     looker = Background("prefix looker")
     for one in caches:
         identity = of_target if one is caches[0] else f"{of_target}\n{_identity(config, one)}"
-        one.pool.keep_in(CacheFiles(one.runner.cache, identity, folder, writer))
+        kinds = (False, True) if isinstance(one.pool, WindowedPool) else (False,)
+        one.pool.keep_in(*(CacheFiles(one.runner.cache, identity, folder, writer, kind) for kind in kinds))
     core.scheduler.restoring = Restoring(reader, looker)
     writer.submit(folder.tidy)
     weakref.finalize(core, _close, writer, reader, looker)
@@ -88,7 +90,7 @@ def _identity(config: EngineConfig, cached: Cached) -> str:
         *(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.suffix == ".py"),
         _versions(),
         *map(repr, cached.runner.model.caches),
-        f"{VERSION} {pool.block_size} {pool.lookahead} {CHUNK} {NUM_RECORDS}",
+        f"{VERSION} {type(pool).__name__} {pool.block_size} {pool.lookahead} {CHUNK} {NUM_RECORDS}",
     ]
     return "\n".join(named)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from truedraft.engine.core.window_blocks import WindowBlocks
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.base import FastPass, ForwardOutput, Model
@@ -21,9 +22,18 @@ class ModelRunner:
         self.device = model.device
 
     @classmethod
-    def build(cls, model: Model, num_blocks: int, block_size: int, num_state_slots: int = 0) -> "ModelRunner":
-        """Makes a runner over a new cache, with the fast pass that the model provides."""
-        cache = model.make_cache(num_blocks, block_size, num_state_slots)
+    def build(
+        cls,
+        model: Model,
+        num_blocks: int,
+        block_size: int,
+        num_state_slots: int = 0,
+        windows: WindowBlocks | None = None,
+    ) -> "ModelRunner":
+        """Makes a runner over a new cache, with the fast pass that the model provides. ``windows`` are the
+        blocks of layers with a window, if these have their own."""
+        num_own = None if windows is None else windows.num_blocks + 1  # the last one is nobody's
+        cache = model.make_cache(num_blocks, block_size, num_state_slots, num_own)
         return cls(model, cache, model.fast_pass(cache))
 
     def forward(

@@ -214,8 +214,11 @@ class LeadingDecoder(FusedDecoder):
         self._num_caches += 1
         return self._num_caches
 
-    def make_cache(self, *sizes: int) -> KVCache:
-        return LeadingCache(self, *sizes)
+    def make_cache(
+        self, num_blocks: int, block_size: int, num_state_slots: int, num_window_blocks: int | None = None
+    ) -> KVCache:
+        assert num_window_blocks is None, "layers with a window have the blocks of the others"
+        return LeadingCache(self, num_blocks, block_size, num_state_slots)
 
     def forward(
         self,

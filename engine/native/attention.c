@@ -34,15 +34,16 @@
 /* From this many queries of a kv head on, its keys are turned over, so that a vector holds one number of many keys. */
 #define TURNED_FROM 8
 
-/* Slots of ``length`` positions of a span, from ``begin`` on. */
-static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, int64_t begin, int64_t length) {
-    const int64_t *block = spans->blocks + spans->first_block[span] + begin / spans->block_size;
+/* Slots of ``length`` positions of a span, from ``begin`` on, in layers of that kind. */
+static inline void find_slots(int64_t *slots, const Spans *spans, int64_t kind, int64_t span, int64_t begin,
+                              int64_t length) {
+    const int64_t *block = spans->blocks + spans->first_block[span] + begin / spans->block_size * spans->num_kinds + kind;
     int64_t offset = begin % spans->block_size;
     for (int64_t j = 0; j < length; j++) {
         slots[j] = *block * spans->block_size + offset;
         if (++offset == spans->block_size) {
             offset = 0;
-            block++;
+            block += spans->num_kinds;
         }
     }
 }
@@ -134,7 +135,7 @@ static void store(void *cache, int64_t slot, const float *x, int64_t num_heads, 
 static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t token) {
     const int64_t size = layer->head_size, num_stored = layer->is_reader ? 0 : layer->num_kv_heads;
     const int64_t rotated = layer->num_heads + num_stored;
-    const int64_t rotary_size = spans->rotary_size, to = spans->slots[token];
+    const int64_t rotary_size = spans->rotary_size, to = spans->slots[layer->kind * spans->num_tokens + token];
     const int64_t angle = (layer->rotary * spans->num_angles + spans->angle[token]) * rotary_size;
     float *keys = qkv + layer->num_heads * size;
     const int64_t pairs = layer->turned_pairs ? layer->turned_pairs : rotary_size / 2;
@@ -381,7 +382,7 @@ static inline ALWAYS void attend_queries(
         const int64_t length = num_keys - begin < CHUNK ? num_keys - begin : CHUNK;
         const int64_t known = num_keys - begin < CHUNK + AHEAD ? num_keys - begin : CHUNK + AHEAD;
         int64_t offset[CHUNK + AHEAD];
-        find_slots(offset, spans, span, begin, known);
+        find_slots(offset, spans, layer->kind, span, begin, known);
         for (int64_t j = 0; j < known; j++) offset[j] *= token_bytes;
         if (turned) {
             turn(turned_keys, keys, offset, length, size, type);

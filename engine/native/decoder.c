@@ -56,14 +56,21 @@ static void embed(float *to, float *given, const Decoder *decoder, int64_t token
     if (inputs) look_up(given, inputs->table, inputs->table_type, token_id, num_given, inputs->scale);
 }
 
-/* Whether the cache has all blocks of the spans: what is written to others is somebody else's memory. */
+static inline int64_t num_kinds(const Decoder *decoder) { return decoder->num_window_blocks ? 2 : 1; }
+
+/* Whether the cache has all blocks of the spans: what is written to others is somebody else's memory. Layers with a
+ * window may have let go of blocks, but not of those that are written to. */
 static int has_blocks(const Decoder *decoder, const NewTokens *new) {
+    const int64_t kinds = num_kinds(decoder), own = decoder->num_window_blocks;
     for (int64_t span = 0; span < new->num_spans; span++) {
         const int64_t *blocks = new->blocks + new->first_block[span];
         const int64_t end = new->num_stored[span] + new->num_tokens[span];
         if (new->num_stored[span] < 0) return 0;
-        for (int64_t i = 0; i * decoder->block_size < end; i++)
-            if (blocks[i] < 0 || blocks[i] >= decoder->num_blocks) return 0;
+        for (int64_t i = 0; i * decoder->block_size < end; i++, blocks += kinds) {
+            if (blocks[0] < 0 || blocks[0] >= decoder->num_blocks) return 0;
+            const int is_written = (i + 1) * decoder->block_size > new->num_stored[span];
+            if (own && (blocks[1] < 0 || blocks[1] >= own - is_written)) return 0;
+        }
     }
     return 1;
 }
@@ -85,7 +92,7 @@ static int has_states(const Decoder *decoder, const NewTokens *new) {
 /* Where every token is stored and stands, and how its span lies among the others. */
 static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t num_tokens, int64_t *slots,
                          int64_t *angle, int64_t *first_token) {
-    const int64_t block_size = decoder->block_size;
+    const int64_t block_size = decoder->block_size, kinds = num_kinds(decoder);
     int64_t token = 0;
     for (int64_t span = 0; span < new->num_spans; span++) {
         first_token[span] = token;
@@ -94,13 +101,16 @@ static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t n
         const int64_t shift = new->shift ? new->shift[span] : 0;
         for (int64_t at = start; at < end; at++, token++) {
             angle[token] = at + shift >= 0 && at + shift < decoder->num_angles ? at + shift : 0;
-            slots[token] = blocks[at / block_size] * block_size + at % block_size;
+            for (int64_t kind = 0; kind < kinds; kind++) {
+                const int64_t block = blocks[at / block_size * kinds + kind];
+                slots[kind * num_tokens + token] = block * block_size + at % block_size;
+            }
         }
     }
     first_token[new->num_spans] = token;
     return (Spans){
         .num_spans = new->num_spans, .num_tokens = num_tokens, .block_size = block_size,
-        .slots = slots, .first_token = first_token,
+        .num_kinds = kinds, .slots = slots, .first_token = first_token,
         .num_stored = new->num_stored, .first_block = new->first_block, .blocks = new->blocks,
         .angle = angle, .num_angles = decoder->num_angles, .rotary_size = decoder->rotary_size,
         .cos = decoder->cos, .sin = decoder->sin,
@@ -243,13 +253,14 @@ static int64_t run_pass(const Decoder *decoder, const NewTokens *new, const Taps
     static _Thread_local Arena arena;
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
     const int64_t num_logits = sum_of(new->num_logits, new->num_spans);
-    const size_t integers = 3 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
+    const size_t integers = 2 * arena_size(rows, sizeof(int64_t)) + arena_size(num_kinds(decoder) * rows, sizeof(int64_t))
+        + arena_size(new->num_spans + 1, sizeof(int64_t));
     const LayerInputs *inputs = decoder->layer_inputs;
     const int64_t num_given = inputs ? decoder->num_layers * inputs->size : 0;
     const size_t vectors = 4 * arena_size(rows * size, sizeof(float)) + 2 * arena_size(rows * num_given, sizeof(float))
         + largest_part(decoder, rows);
     if (!has_blocks(decoder, new) || !has_states(decoder, new) || !arena_reserve(&arena, integers + vectors)) return 0;
-    int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
+    int64_t *slots = arena_alloc(&arena, num_kinds(decoder) * rows, sizeof(int64_t));
     int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *first_token = arena_alloc(&arena, new->num_spans + 1, sizeof(int64_t));
     int64_t *numbers = arena_alloc(&arena, rows, sizeof(int64_t));

@@ -57,7 +57,13 @@ class PackedTokens:
     span. They must be kept as long as ``new`` is used."""
 
     def __init__(
-        self, spans: Sequence[Span], block_size: int, has_states: bool, *, is_adapted: bool = False
+        self,
+        spans: Sequence[Span],
+        block_size: int,
+        has_states: bool,
+        *,
+        is_adapted: bool = False,
+        has_windows: bool = False,
     ) -> None:
         counts, stored, wanted, first_blocks = [], [], [], []
         self.end = 0  # The longest text reaches up to this position.
@@ -65,6 +71,8 @@ class PackedTokens:
         blocks: list[int] = []
         for span in spans:
             end = span.table.num_computed_tokens + len(span.token_ids)
+            if has_windows != (span.table.window_ids is not None):
+                raise PointerError("a table has blocks for windows where the cache has none, or has none")
             if end > block_size * len(span.table.block_ids) or span.num_logits > len(span.token_ids):
                 raise PointerError(
                     f"{len(span.table.block_ids)} blocks are too few for {end} tokens, or "
@@ -75,7 +83,7 @@ class PackedTokens:
             wanted.append(span.num_logits)
             first_blocks.append(len(blocks))
             token_ids += span.token_ids
-            blocks += span.table.block_ids
+            blocks += span.table.entries if has_windows else span.table.block_ids
             self.end = max(self.end, end)
         self.num_logits = sum(wanted)
         adapters = [span.table.adapter for span in spans] if is_adapted else []
@@ -140,7 +148,8 @@ class NativeDecoder:
             num_layers=len(parts),
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            num_blocks=len(cache.keys[0]) // cache.block_size,
+            num_blocks=cache.num_blocks,
+            num_window_blocks=cache.num_window_blocks or 0,
             block_size=cache.block_size,
             num_state_slots=min((len(state.inputs) for state in cache.states.values()), default=0),
             num_angles=num_angles,
@@ -175,7 +184,13 @@ class NativeDecoder:
         if not self.holds(spans):
             return None
         is_adapted = bool(self.decoder.adapted)
-        packed = PackedTokens(spans, self.decoder.block_size, self.has_states, is_adapted=is_adapted)
+        packed = PackedTokens(
+            spans,
+            self.decoder.block_size,
+            self.has_states,
+            is_adapted=is_adapted,
+            has_windows=bool(self.decoder.num_window_blocks),
+        )
         self.reach(packed.end)
         num_tokens = sum(len(span.token_ids) for span in spans)
         if (given := states_of(spans)) is not None:

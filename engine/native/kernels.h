@@ -17,11 +17,12 @@
 /* The new tokens of some sequences, one after the other, and where their caches lie. */
 typedef struct {
     int64_t num_spans, num_tokens, block_size;
-    const int64_t *slots;         /* [num_tokens], where the new keys and values go */
+    int64_t num_kinds;            /* of layers that have blocks of their own: 1; 2: those with a window have others */
+    const int64_t *slots;         /* [num_kinds, num_tokens], where the new keys and values go */
     const int64_t *first_token;   /* [num_spans + 1] into the packed tokens */
     const int64_t *num_stored;    /* [num_spans] tokens that the cache had before */
     const int64_t *first_block;   /* [num_spans] into blocks */
-    const int64_t *blocks;        /* block ids of all spans */
+    const int64_t *blocks;        /* block ids of all spans, [blocks of a span, num_kinds] each */
     const int64_t *angle;         /* [num_tokens] row of cos and sin, of num_angles */
     int64_t num_angles, rotary_size;
     const float *cos, *sin;       /* [rotaries, num_angles, rotary_size]; sin is negative in the first half */
@@ -35,6 +36,7 @@ typedef struct {
     int64_t num_heads, num_kv_heads, head_size;
     int64_t gated;                /* after the values come as many numbers as there are queries: out is multiplied by their
                                    * sigmoid */
+    int64_t kind;                 /* whose blocks it has: 0, or 1 where layers with a window have others */
     int64_t window;               /* keys that a query sees, itself included; 0: all */
     int64_t looks_ahead;          /* it sees later keys of its span, too, as many as earlier ones if there is a window */
     int64_t rotary;               /* whose cos and sin; -1: none */
@@ -223,6 +225,7 @@ typedef struct {
     int64_t num_layers, hidden_size;
     int64_t vocab_size;           /* ids from here on have no embedding */
     int64_t num_blocks, block_size; /* of the cache */
+    int64_t num_window_blocks;    /* of its layers with a window, the last of which nobody writes to; 0: as the others */
     int64_t num_state_slots;      /* of layers with a running state; 0: there are none */
     int64_t num_angles, rotary_size; /* as in Spans */
     int64_t num_reached;          /* positions that have angles; of others the table may hold anything */
@@ -250,7 +253,7 @@ typedef struct {
     const int64_t *num_tokens, *num_stored, *num_logits; /* [num_spans]; logits of the last tokens */
     const int64_t *first_block;   /* [num_spans] into blocks */
     const int64_t *token_ids;     /* of all spans, one after the other */
-    const int64_t *blocks;        /* block ids of all spans */
+    const int64_t *blocks;        /* block ids of all spans, as in Spans */
     const int64_t *state_slot, *num_folded, *num_certain; /* [num_spans] as in Spans */
     const float *states;          /* [tokens, hidden_size] that come with them, where a decoder takes such; NULL: zeros */
     const int64_t *adapter;       /* [num_spans] each one's, or -1; NULL: none has one */

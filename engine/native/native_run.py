@@ -83,14 +83,15 @@ class NativeRun:
         self.kernels = kernels
         self.batch = batch
         self.cache = cache
-        first_block = accumulate((len(span.table.block_ids) for span in batch.spans[:-1]), initial=0)
+        tables = [span.table.entries for span in batch.spans]
+        first_block = accumulate(map(len, tables[:-1]), initial=0)
         # These are kept as long as the pointers into them are used.
         self.numbers = np.array(
             [
                 *batch.offsets,
                 *(span.table.num_computed_tokens for span in batch.spans),
                 *first_block,
-                *(block for span in batch.spans for block in span.table.block_ids),
+                *(block for table in tables for block in table),
             ],
             dtype=np.int64,
         )
@@ -109,17 +110,26 @@ class NativeRun:
         if rotary.table is not None and batch.axes is None and end > num_angles:
             raise PointerError(f"there are {num_angles} angles for {end} positions")
         self.rotary = kinds, size
-        # Keys and values must reach as far as the last block and slot.
-        blocks = self.numbers[3 * num_spans + 1 :]
-        slots = [int(batch.slots.min()), int(batch.slots.max())] if num_tokens else [0]
-        self.num_slots = max(batch.block_size * (int(blocks.max(initial=-1)) + 1), slots[-1] + 1)
-        if min(slots[0], int(blocks.min(initial=0))) < 0:
+        own = batch.window_slots
+        num_own, num_kinds = cache.num_window_blocks, 1 if own is None else 2
+        if num_tokens and num_kinds != (1 if num_own is None else 2):
+            raise PointerError("a table has blocks for windows where the cache has none, or has none")
+        self.slots = batch.slots if own is None else torch.cat((batch.slots, own))
+        # Keys and values must reach as far as the last block and slot of their kind.
+        blocks = self.numbers[3 * num_spans + 1 :].reshape(-1, num_kinds)
+        slots = self.slots.view(num_kinds, num_tokens).numpy()
+        ends = batch.block_size * (blocks.max(0, initial=-1) + 1), slots.max(1, initial=-1) + 1
+        self.num_slots = np.maximum(*ends).tolist()
+        if min(int(slots.min(initial=0)), int(blocks.min(initial=0))) < 0:
             raise PointerError("there are no slots and blocks below 0")
+        if num_own and own is not None and int(own.max()) >= batch.block_size * (num_own - 1):
+            raise PointerError("a token is stored in the block that belongs to nobody")
         self.spans = Spans(
             num_spans=num_spans,
             num_tokens=num_tokens,
             block_size=batch.block_size,
-            slots=address(batch.slots, INTEGER, (num_tokens,)),
+            num_kinds=num_kinds,
+            slots=address(self.slots, INTEGER, (num_kinds * num_tokens,)),
             first_token=start,
             num_stored=start + 8 * (num_spans + 1),
             first_block=start + 8 * (2 * num_spans + 1),
@@ -169,8 +179,9 @@ class NativeRun:
         out = torch.empty(tokens, attended, dtype=FLOAT)
         heads = self.kernels.heads(shape, self.cache)
         check_rotary(shape, *self.rotary)
-        if self.num_slots > (stored := len(self.cache.keys[shape.cached])):
-            raise PointerError(f"the cache has {stored} slots, not {self.num_slots}")
+        needed, stored = self.num_slots[heads.kind], len(self.cache.keys[shape.cached])
+        if needed > stored:
+            raise PointerError(f"the cache has {stored} slots, not {needed}")
         self.kernels.library.attend(
             byref(self.spans),
             byref(heads),
@@ -268,6 +279,7 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
         num_kv_heads=kv_heads,
         head_size=size,
         gated=shape.gated,
+        kind=int(cache.has_own_blocks(shape.cached)),
         window=shape.sliding_window or 0,
         looks_ahead=shape.looks_ahead,
         rotary=-1 if shape.rotary is None else shape.rotary,

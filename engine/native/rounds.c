@@ -15,7 +15,7 @@
 typedef struct {
     int64_t *limit;               /* tokens to draft in this round */
     int64_t *first_block, *first_draft_block; /* into blocks */
-    int64_t *blocks;              /* block tables of all rows */
+    int64_t *blocks;              /* block tables of all rows, as in Spans */
     int64_t *first_scored;        /* of a row's logits */
     /* Spans of a pass. */
     int64_t *query_lens, *num_logits, *num_stored, *span_first_block, *state_slot, *num_folded, *num_certain;
@@ -51,14 +51,16 @@ static inline void copy_ids(int64_t *to, const int64_t *from, int64_t count) {
 }
 
 /* 0 if there is no memory. */
-static int make_scratch(Scratch *scratch, const Decoder *draft, const Rounds *rounds, int64_t vocab) {
+static int make_scratch(Scratch *scratch, const Decoder *target, const Decoder *draft, const Rounds *rounds,
+                        int64_t vocab) {
     static _Thread_local Arena arena;
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->max_drafts, threads = get_num_threads();
     const int64_t draft_vocab = draft ? draft->head->out_features : 0;
+    const int64_t kinds = target->num_window_blocks ? 2 : 1, draft_kinds = draft && draft->num_window_blocks ? 2 : 1;
     int64_t num_blocks = 0, num_new = 0, uses_probs = 0, has_block = 0;
     for (int64_t i = 0; i < rows; i++) {
         const Row *row = row_at(rounds, i);
-        num_blocks += row->num_blocks + row->num_draft_blocks;
+        num_blocks += kinds * row->num_blocks + draft_kinds * row->num_draft_blocks;
         num_new += row->num_stored + 1 - row->num_computed;
         uses_probs |= RULES_BY_PROBS >> row->rule & 1;
         has_block |= row->rule == BLOCK_RULE;
@@ -101,11 +103,11 @@ static int make_scratch(Scratch *scratch, const Decoder *draft, const Rounds *ro
     for (int64_t i = 0; i < rows; i++) {
         const Row *row = row_at(rounds, i);
         scratch->first_block[i] = size;
-        copy_ids(scratch->blocks + size, row->blocks, row->num_blocks);
-        size += row->num_blocks;
+        copy_ids(scratch->blocks + size, row->blocks, kinds * row->num_blocks);
+        size += kinds * row->num_blocks;
         scratch->first_draft_block[i] = size;
-        copy_ids(scratch->blocks + size, row->draft_blocks, row->num_draft_blocks);
-        size += row->num_draft_blocks;
+        copy_ids(scratch->blocks + size, row->draft_blocks, draft_kinds * row->num_draft_blocks);
+        size += draft_kinds * row->num_draft_blocks;
     }
     return 1;
 }
@@ -295,7 +297,7 @@ int64_t run_rounds(const Decoder *target, const Decoder *draft, const Rounds *ro
     const double began = now();
     double round_began = began, longest = 0.0;
     Scratch scratch;
-    if (!make_scratch(&scratch, draft, rounds, vocab)) return 0;
+    if (!make_scratch(&scratch, target, draft, rounds, vocab)) return 0;
     int64_t samples = 0, round = 0, num_ended = 0;
     for (int64_t i = 0; i < num_rows; i++) samples |= row_at(rounds, i)->rule != EXACT_MATCH_RULE;
     const int64_t work_of_draws = samples ? vocab * WORK_OF_A_DRAW : 0;

@@ -46,10 +46,10 @@ typedef struct {
     int64_t num_wanted;             /* tokens to draft in each round, as far as there is room for them */
     int64_t num_known;              /* drafts that are known before the first round, in place of drawn ones */
     int64_t num_draft_stored;       /* tokens of the text in the draft model's cache */
-    int64_t num_blocks;             /* entries of blocks */
-    const int64_t *blocks;          /* the target's block table, with room for all rounds */
-    int64_t num_draft_blocks;       /* entries of draft_blocks */
-    const int64_t *draft_blocks;    /* the draft model's block table, with room for all rounds */
+    int64_t num_blocks;             /* blocks of the row in the target's cache */
+    const int64_t *blocks;          /* [num_blocks, kinds of layers] the target's block table, with room for all rounds */
+    int64_t num_draft_blocks;       /* blocks of the row in the draft model's cache */
+    const int64_t *draft_blocks;    /* [num_draft_blocks, kinds of layers] the draft model's, with room for all rounds */
     int64_t adapter;                /* the number of the target's adapter; -1: none */
     int64_t shift;                  /* what is added to an index for its position in the target's passes, after pictures */
 } Row;

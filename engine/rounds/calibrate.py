@@ -110,7 +110,7 @@ def _measure(model: ModelRunner, pool: BlockPool, rows: Rows, max_tokens: int, s
         by_tokens[size] = min([took, *in_parts])
 
     row_seconds = _measure_rows(model, pool, seconds) if pool.states is not None else 0.0
-    room = min(model.model.max_position or inf, pool.num_free // MOST_ROWS * pool.block_size)
+    room = min(model.model.max_position or inf, pool.num_writable // MOST_ROWS * pool.block_size)
     room -= 0 if pool.states is None else STATE_TOKENS
     by_stored: dict[int, float] = {}
     share = 0.0
@@ -164,11 +164,13 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
 def _touch(model: ModelRunner, pool: BlockPool, row_lengths: list[int]) -> None:
     """Writes zeros to the scratch blocks of such rows, as many as fit: the first write to memory may take
     longer than the passes that are measured there."""
-    num_rows = pool.num_free // pool.blocks_for(max(row_lengths))
+    num_rows = pool.num_writable // pool.blocks_for(max(row_lengths))
     if pool.states is not None:
         num_rows = min(num_rows, pool.states.num_free)
     with _scratch(pool, row_lengths[:num_rows]) as tables:
         model.cache.clear([block for table in tables for block in table.block_ids])
+        if own := [block for table in tables for block in table.window_ids or ()]:
+            model.cache.clear(own, own_blocks=True)
 
 
 def _fastest(
@@ -195,7 +197,7 @@ def pass_seconds(
     num_encoder_tokens = ENCODER_TOKENS if model.model.has_encoder else 0
     num_stored += num_encoder_tokens + (0 if pool.states is None else STATE_TOKENS)
     room = [num_stored + length for length in row_lengths]
-    if sum(map(pool.blocks_for, room)) > pool.num_free or not pool.has_slots(len(room)):
+    if sum(map(pool.blocks_for, room)) > pool.num_writable or not pool.has_slots(len(room)):
         return None
     with _scratch(pool, room, num_encoder_tokens) as tables:
         num_tokens = sum(row_lengths)
@@ -235,6 +237,7 @@ def _scratch(pool: BlockPool, room: list[int], num_encoder_tokens: int = 0) -> I
     try:
         for table, num_tokens in zip(tables, room, strict=True):
             pool.reserve(table, num_tokens)
+            pool.extend(table, num_tokens)
         yield tables
     finally:
         for table in tables:

@@ -123,7 +123,7 @@ class NativeLoop:
             columns |= _columns(own, Field.DRAFT_STATE_SLOT, Field.DRAFT_NUM_FOLDED)
             columns[Field.NUM_DRAFT_STORED] = [table.num_computed_tokens for table in own]
             for row, table in zip(rows, own, strict=True):
-                row.keep_blocks(Field.DRAFT_BLOCKS, Field.NUM_DRAFT_BLOCKS, table.block_ids)
+                row.keep_blocks(Field.DRAFT_BLOCKS, Field.NUM_DRAFT_BLOCKS, table)
             num_missing = max(
                 len(row.token_ids) - table.num_computed_tokens
                 for row, table, draft in zip(rows, own, drafts, strict=True)
@@ -133,7 +133,7 @@ class NativeLoop:
             self.model.reach_blocks(max(len(table.block_ids) for table in own))
         for row, table in zip(rows, tables, strict=True):
             row.copy_text()
-            row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, table.block_ids)
+            row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, table)
         for field, values in columns.items():
             numbers[lines, field] = values
         self.target.reach_blocks(max(len(table.block_ids) for table in tables))

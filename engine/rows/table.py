@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 import torch
 
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.pointers import address
 from truedraft.engine.messages import SamplingParams, Verification
 from truedraft.engine.parameters import FILLING, PARAMETERS, PENALTIES
@@ -140,14 +141,15 @@ class Row:
         first, self._num_copied = self._num_copied, end
         return self.arrays[Field.TOKEN_IDS][first:end].tolist()  # type: ignore[no-any-return]
 
-    def keep_blocks(self, field: Field, length: Field, block_ids: list[int]) -> None:
+    def keep_blocks(self, field: Field, length: Field, table: BlockTable) -> None:
         """Writes the address of a block table into two columns; most often it is the same as before."""
-        if self.block_ids.get(field) != block_ids:
-            blocks = self.arrays[field] = array("q", block_ids)
-            self.block_ids[field] = block_ids[:]
+        entries = table.entries
+        if self.block_ids.get(field) != entries:
+            blocks = self.arrays[field] = array("q", entries)
+            self.block_ids[field] = entries[:]
             line = self.table.numbers[self.number]
             line[field] = address(blocks, torch.int64, (len(blocks),)) if blocks else 0
-            line[length] = len(blocks)
+            line[length] = len(table.block_ids)
 
     def write_masks(self, draft_ids: list[int], first: int) -> None:
         """Writes the grammar's masks after ``first`` of the drafts and after each further one."""

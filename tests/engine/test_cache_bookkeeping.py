@@ -281,7 +281,7 @@ def test_a_state_is_kept_where_a_prompt_ends_and_in_long_texts() -> None:
         pool.reserve(table, length)
         table.num_computed_tokens, table.num_folded_tokens = length, length // 16 * 16 - 16
         pool.publish(table, range(length), "")
-        pool.keep_state(table, num_prompt_tokens=2900)
+        pool.keep_beginning(table, num_prompt_tokens=2900)
         assert len(copies) == num_copies
     found = pool.find(range(4000), "")
     assert len(found) == 250
@@ -295,7 +295,7 @@ def test_states_that_are_too_new_are_not_kept() -> None:
     """They are folded over more than what is published, which is whole blocks."""
     pool, copies = pool_with_states(2)
     table = computed(pool, range(70), num_folded=80)
-    pool.keep_state(table, num_prompt_tokens=70)
+    pool.keep_beginning(table, num_prompt_tokens=70)
     table.num_computed_tokens = 90
     pool.release(table)
     assert copies == []

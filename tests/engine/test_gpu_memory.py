@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from truedraft.engine import build
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.memory import cache_memory
+from truedraft.engine.models.cache_plan import plan_caches
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.working_memory import prompt_bytes
 from truedraft.engine.rounds.capture import plan as plan_module
@@ -104,7 +104,7 @@ def test_everything_fits(
     models = [model for model in (model_of(target), model_of(draft)) if model is not None]
     graphs = plan_graphs(config, models[0], models[1] if draft else None, MAX_MODEL_LEN)
     assert graphs is not None
-    num_blocks = build._cache_sizes(config, models, MAX_MODEL_LEN, graphs).num_blocks
+    num_blocks = plan_caches(config, models, MAX_MODEL_LEN, graphs).num_blocks
     caches = num_blocks * config.block_size * sum(model.cache_bytes_per_token for model in models)
     num_logits = graphs.num_scored + config.num_sequences_on("cuda")
     prompts = prompt_bytes(models, config.max_num_batched_tokens, num_logits)

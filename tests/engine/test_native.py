@@ -298,7 +298,7 @@ BUGS = {
     "turns the wrong way": ("        x[i] = a * cos[i] + b", "        x[i] = a * cos[i] - b"),
     "adds no eps, halves the sum": ("sum / (float)size + eps", "sum / (float)size * 0.5f"),
     "gates with a sigmoid": ("out[i] = silu(gate[i]) * up[i]", "out[i] = silu(gate[i]) / gate[i] * up[i]"),
-    "stores in the wrong slot": ("to = spans->slots[token]", "to = spans->slots[0]"),
+    "stores in the wrong slot": ("kind * spans->num_tokens + token]", "kind * spans->num_tokens]"),
 }
 
 

@@ -118,7 +118,7 @@ def test_a_row_does_not_depend_on_the_length_of_its_span(name: str, tmp_path: Pa
 # Planted bugs: (the model that shows them, what is right, what is wrong).
 GEMMA3 = "gemma3, tied embeddings"
 BUGS = {
-    "stores in the wrong block": ("llama", "blocks[at / block_size] * block_size", "blocks[0] * block_size"),
+    "stores in the wrong block": ("llama", "blocks[at / block_size * kinds + kind]", "blocks[kind]"),
     "stands a token too far": ("llama", "num_angles ? at : 0;", "num_angles ? at + 1 : 0;"),
     "takes the rows before": (
         "llama",

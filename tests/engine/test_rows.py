@@ -11,6 +11,7 @@ import torch
 from tests.engine.native_pair import make_twins, save_pair
 from tests.models import run_engine
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.native.library import Row as RowInC
 from truedraft.engine.native.ops import NativeOps
@@ -178,10 +179,17 @@ def test_arrays_are_kept_as_long_as_their_addresses() -> None:
     (row,) = table.rows_of([given])
     place = int(table.numbers[row.number, Field.BIAS_IDS])
     assert place == row.arrays[Field.BIAS_IDS].ctypes.data
-    row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, [4, 5])
+    blocks = BlockTable()
+    blocks.block_ids = [4, 5]
+    row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, blocks)
     kept = row.arrays[Field.BLOCKS]
-    row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, [4, 5])
+    row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, blocks)
     assert row.arrays[Field.BLOCKS] is kept
-    row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, [4, 5, 6])
+    blocks.block_ids.append(6)
+    row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, blocks)
     assert table.numbers[row.number, Field.NUM_BLOCKS] == 3
     assert torch.tensor(row.arrays[Field.BLOCKS]).tolist() == [4, 5, 6]
+    blocks.window_ids = [7, 7, 0]
+    row.keep_blocks(Field.BLOCKS, Field.NUM_BLOCKS, blocks)
+    assert table.numbers[row.number, Field.NUM_BLOCKS] == 3
+    assert torch.tensor(row.arrays[Field.BLOCKS]).tolist() == [4, 7, 5, 7, 6, 0]

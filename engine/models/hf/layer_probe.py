@@ -50,6 +50,7 @@ class LayerProbe:
             value=(value.shape[1], value.shape[2]),
             dtype=self.dtype,
             device=key.device,
+            window=call.sliding_window,
         )
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
