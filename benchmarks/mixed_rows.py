@@ -3,8 +3,7 @@
 Half of the rows edit a program of their prompt, which n-grams guess well, and the other half answer
 questions, where they guess badly; the next prompt takes the place of one that has ended. What counts are
 rounds in which all rows decode. In one process and interleaved: the default, no drafts, and fixed lengths,
-all with n-grams. Every variant makes exactly ``--max-tokens`` greedy tokens for each row, which must be the
-same.
+all with n-grams. Every variant makes exactly ``--max-tokens`` tokens for each row, the same in all if greedy.
 """
 
 import argparse
