@@ -117,10 +117,11 @@ class NativeRun:
         self.slots = batch.slots if own is None else torch.cat((batch.slots, own))
         # Keys and values must reach as far as the last block and slot of their kind.
         blocks = self.numbers[3 * num_spans + 1 :].reshape(-1, num_kinds)
-        slots = self.slots.view(num_kinds, num_tokens).numpy()
-        ends = batch.block_size * (blocks.max(0, initial=-1) + 1), slots.max(1, initial=-1) + 1
-        self.num_slots = np.maximum(*ends).tolist()
-        if min(int(slots.min(initial=0)), int(blocks.min(initial=0))) < 0:
+        slots = ([batch.slots] if own is None else [batch.slots, own]) if num_tokens else []
+        ends = [int(each.max()) + 1 for each in slots] or [0] * num_kinds
+        of_blocks = batch.block_size * (blocks.max(0, initial=-1) + 1)
+        self.num_slots = np.maximum(of_blocks, ends).tolist()
+        if min([int(each.min()) for each in slots] + [int(blocks.min(initial=0))]) < 0:
             raise PointerError("there are no slots and blocks below 0")
         if num_own and own is not None and int(own.max()) >= batch.block_size * (num_own - 1):
             raise PointerError("a token is stored in the block that belongs to nobody")
