@@ -26,7 +26,6 @@ from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.memory.identities import DIGEST_BYTES, identity
 from truedraft.engine.memory.pictures import PromptPictures
 from truedraft.engine.messages import Generate, Picture, VisionFacts
@@ -200,7 +199,7 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
     settings want none."""
     assert config.target is not None
     path = config.target
-    if not config.max_images or is_gguf(path) or options.trust_remote_code:
+    if not config.max_images or not Path(path).is_dir() or options.trust_remote_code:
         return None
     architecture = read_architecture(path, options)
     if architecture.config.model_type not in FAMILIES:
