@@ -39,6 +39,8 @@ def read_gguf_adapter(
     if where.stat().st_size > most_bytes:
         raise RefusedError(f"{where} is longer than an adapter of this model can be: {most_bytes} bytes")
     file = read_gguf(str(where))
+    if len(file.parts) > 1:
+        raise RefusedError(f"{where} is a file in parts, as no converter writes adapters")
     alpha = _alpha(file.metadata)
     if (made_for := MODEL_TYPES.get(file.architecture)) != model.model_type:
         words = "an unknown architecture" if made_for is None else f"models of the type {made_for}"
@@ -59,7 +61,8 @@ def read_gguf_adapter(
         if found["kind"] == "b":
             # llama.cpp scales by the rank of each pair, and not at all where alpha is 0.
             ranks[module], alphas[module] = matrix.shape[-1], alpha or float(matrix.shape[-1])
-            if is_paired(file.architecture, module):
+            # A matrix of another size is refused by whoever compares all sizes.
+            if is_paired(file.architecture, module) and len(matrix) == places[module][0].out_features:
                 matrix = matrix[torch.from_numpy(rows_of_halves(module, len(matrix), model))]
         tensors[f"{module}.lora_{found['kind'].upper()}.weight"] = matrix
     config = {
@@ -70,7 +73,7 @@ def read_gguf_adapter(
         "alpha_pattern": alphas,
         "base_model_name_or_path": file.metadata.get("general.base_model.0.name"),
     }
-    return config, tensors, hashlib.sha256(where.read_bytes()).hexdigest()
+    return config, tensors, hashlib.sha256(file.parts[0]).hexdigest()
 
 
 def _alpha(metadata: Mapping[str, Any]) -> float:

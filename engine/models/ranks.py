@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -107,8 +108,10 @@ class Followers:
         """Starts a process that computes as ``rank``, with its end of a connection."""
         given = {"socket": theirs.fileno(), "rank": rank, "meeting": self._meeting}
         named = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        # The kernel takes the end of the thread that starts a process for the end of its parent.
+        tied = ["--tied"] if threading.current_thread() is threading.main_thread() else []
         process = subprocess.Popen(
-            [sys.executable, *FOLLOWER, *named, "--config", self.config.model_dump_json()],
+            [sys.executable, *FOLLOWER, *named, *tied, "--config", self.config.model_dump_json()],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
@@ -155,6 +158,9 @@ class Followers:
         for connection in self._connections:
             connection.close()
         for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            process.kill()  # It may wait for a rank that will not come; it has nothing to save.
             process.wait()
         self._folder.cleanup()
 

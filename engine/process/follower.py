@@ -1,6 +1,7 @@
 """Starts a rank other than 0; ``models.ranks`` does it: ``python -P -m truedraft.engine.process.follower``.
 
-It ends with rank 0: by the kernel, by the end of the connection, or because it has nobody to gather with.
+It ends with rank 0: by the kernel where rank 0's main thread has started it, by the end of the connection, or
+because it has nobody to gather with.
 """
 
 import argparse
@@ -18,9 +19,11 @@ def main() -> int:
     parser.add_argument("--socket", required=True, type=int, help="this end of the connection: a descriptor")
     parser.add_argument("--rank", required=True, type=int, help="its number among the ranks")
     parser.add_argument("--meeting", required=True, help="the file at which ranks meet")
+    parser.add_argument("--tied", action="store_true", help="let the kernel end it with rank 0's main thread")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     args = parser.parse_args()
-    end_with_parent()
+    if args.tied:
+        end_with_parent()
     for number in FOR_THE_FRONT_END:
         signal.signal(number, signal.SIG_IGN)
     from transformers.utils import logging as transformers_logging
@@ -35,7 +38,8 @@ def main() -> int:
     try:
         meet = partial(Ranks, args.rank, config.tensor_parallel_size, args.meeting)
         follow(config, args.rank, Connection(args.socket), meet)
-    except ModelLoadError:  # Rank 0 finds the same fault, and tells it.
+    except ModelLoadError as error:  # Most often rank 0 finds the same fault, and tells it.
+        print(f"rank {args.rank}: {error}", file=sys.stderr)
         return 2
     except RankLostError as error:
         print(f"rank {args.rank}: {error}", file=sys.stderr)

@@ -195,3 +195,26 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:end])
         with pytest.raises(ModelLoadError):
             make_engine(str(BUNDLED_PAIR / "target"), None, lora_modules=[f"a={path}"])
+
+
+def test_an_adapter_of_another_size_is_refused(case: tuple[str, str, str], tmp_path: Path) -> None:
+    """Its rows may not even be pairs of rows of this model's heads."""
+    architecture = "qwen3" if "qwen3" in Path(case[0], "config.json").read_text() else "llama"
+    tensors = {
+        "blk.0.attn_q.weight.lora_a": torch.ones(2, 64),
+        "blk.0.attn_q.weight.lora_b": torch.ones(54, 2),
+    }
+    file = write(tmp_path / "a.gguf", architecture, tensors)
+    with pytest.raises(ModelLoadError, match=r"\[54, 2\], where this model"):
+        make_engine(case[0], None, lora_modules=[f"a={file}"])
+
+
+def test_a_file_in_parts_is_refused(tmp_path: Path) -> None:
+    """Its digest would be that of one part."""
+    for number in (1, 2):
+        name = "v" if number == 1 else "k"
+        write(tmp_path / f"a-{number:05d}-of-00002.gguf", "llama", pair(name=f"blk.0.attn_{name}.weight"))
+    with pytest.raises(ModelLoadError, match="file in parts"):
+        make_engine(
+            str(BUNDLED_PAIR / "target"), None, lora_modules=[f"a={tmp_path / 'a-00001-of-00002.gguf'}"]
+        )
