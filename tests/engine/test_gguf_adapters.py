@@ -174,7 +174,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half of it": ({"tensors": {f"{MODULE}.lora_a": torch.ones(2, 64)}}, "lora_A of"),
     "shapes": ({"tensors": pair() | {f"{MODULE}.lora_b": torch.ones(31, 2)}}, "[31, 2]"),
     "rank": ({"tensors": pair(65)}, "above max_lora_rank"),
-    "numbers": ({"tensors": pair() | {f"{MODULE}.lora_b": torch.full((32, 2), torch.inf)}}, "not finite"),
+    "numbers": (
+        {
+            "tensors": {
+                f"{MODULE}.lora_a": torch.ones(2, 192),
+                f"{MODULE}.lora_b": torch.full((192, 2), torch.inf),
+            }
+        },
+        "not finite",
+    ),
     "nothing": ({"tensors": {}}, "no tensors"),
 }
 
