@@ -76,6 +76,7 @@ def create_app(settings: Settings, served: Models, metrics: Metrics) -> FastAPI:
     )
     app.state.services = services
     app.state.work = services.work
+    app.state.picture_work = services.picture_work
     routes = (
         completions,
         chat,

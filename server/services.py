@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from truedraft.server.errors import NotReadyError
-from truedraft.server.http.work import Work
+from truedraft.server.http.work import PICTURE_THREADS, Work
 from truedraft.server.models.registry import Models
 from truedraft.server.models.served import Condition, ServedModel
 from truedraft.server.observability.loop_lag import LoopMonitor, log_late
@@ -28,6 +28,8 @@ class Services:
         self.models = models
         self.metrics = metrics
         self.work = Work(settings)
+        self.picture_work = Work(settings, PICTURE_THREADS)
+        self.num_pixel_bytes = 0  # counts the pictures of open requests
         self.grammar_validator = GrammarValidator(settings)
         self.started = int(time.time())
         self.is_draining = False
@@ -50,6 +52,7 @@ class Services:
         await self.models.stop()
         await self.grammar_validator.stop()
         self.work.stop()
+        self.picture_work.stop()
 
     def drain(self) -> None:
         """Take no more requests; those that are running go on."""

@@ -22,6 +22,7 @@ from PIL import Image
 from tests.pictures import Oracle, save_seeing_chat
 from tests.server.running import TIMEOUT_SECONDS, wait_for
 from truedraft.server.cli.launch import bind, http_config, make_app
+from truedraft.server.routes import submit
 from truedraft.server.settings import Settings
 
 MODEL = "seeing"
@@ -357,6 +358,14 @@ def test_what_cannot_be_shown_is_refused(client: httpx.Client) -> None:
         answer = client.post("/v1/chat/completions", json={"model": MODEL, "max_tokens": 3} | body)
         assert answer.status_code == 400, answer.text
         assert words in answer.json()["error"]["message"], answer.text
+
+
+def test_pictures_of_open_requests_are_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "MOST_PIXEL_BYTES", 10)
+    answer = ask(client, [shown(GOOD)])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    monkeypatch.undo()
+    assert ask(client, [shown(GOOD)]).status_code == 200
 
 
 def test_low_detail_is_fewer_pixels(target: str) -> None:

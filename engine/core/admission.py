@@ -87,6 +87,10 @@ class Vision(Protocol):
         memory for what it sees."""
         ...
 
+    def forget(self) -> None:
+        """Forgets what earlier requests' pictures have left for later ones."""
+        ...
+
 
 @dataclass(frozen=True)
 class EncoderDecoderLimits:

@@ -161,8 +161,9 @@ class Blocks:
 
     def _keep_in_files(self, hashes: Iterable[BlockHash]) -> None:
         """Lets files keep those of these blocks that are published."""
-        if self.files is not None:
-            self.files.keep_blocks([(each, self._block_of[each]) for each in hashes if self.has(each)])
+        kept = [(each, self._block_of[each]) for each in hashes if self.has(each)]
+        if self.files is not None and kept:
+            self.files.keep_blocks(kept)
 
 
 class BlockPool(Blocks):

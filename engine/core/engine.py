@@ -106,6 +106,8 @@ class EngineCore:
         """Forgets what earlier requests have left for later ones, in the caches at once, and in files: the
         result says why that could not be, and is empty once it is done. None where there are no files."""
         cleared = self.scheduler.forget_prefixes()
+        if self.admission.vision is not None:
+            self.admission.vision.forget()
         self.when_stepped()
         return cleared
 

@@ -41,7 +41,8 @@ LOOK_SECONDS = 0.5
 class Part:
     """Holds the beginning of a text in one pool: the hashes of its blocks, the first ``num_found`` of which
     the cache has. ``held`` are those of blocks that it has, ``snapshots`` those with a snapshot, ``windows``
-    those that layers with a window have in blocks of their own."""
+    those that layers with a window have in blocks of their own. A table could begin with the first
+    ``num_usable`` of what is found."""
 
     pool: BlockPool
     files: CacheFiles
@@ -50,6 +51,7 @@ class Part:
     held: set[BlockHash]
     snapshots: set[BlockHash]
     windows: set[BlockHash]
+    num_usable: int
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +150,8 @@ class Restoring:
                 self._end(load)
             elif load.has_files and not load.is_read:
                 must_wait = must_wait or not self._begin(load, is_alone=is_alone)
+                if not load.is_read and now - load.since > TIMEOUT_SECONDS:
+                    self._end(load)  # There is never room: it is computed, and waits for blocks as others do.
             elif now - max(load.since, self._heard) > TIMEOUT_SECONDS:
                 self._hangs = True
                 self._end(load)
@@ -272,6 +276,8 @@ class Restoring:
         while length := _with_end(part, length):
             if self._read_state(load, part, length) and self._read_window(load, part, length):
                 break
+            if not load.is_wanted:
+                return 0
             length -= 1
         return length
 
@@ -338,7 +344,8 @@ def _part(pool: BlockPool, hashes: list[BlockHash]) -> Part:
     snapshots = set() if states is None else {each for each in hashes if states.has(each)}
     own = _windows(pool)
     windows = set() if own is None else {each for each in hashes if own.has(each)}
-    return Part(pool, pool.files, list(hashes), num_found, held, snapshots, windows)
+    num_usable = len(pool.usable(hashes[:num_found]))
+    return Part(pool, pool.files, list(hashes), num_found, held, snapshots, windows, num_usable)
 
 
 def _windows(pool: BlockPool) -> WindowBlocks | None:
@@ -346,26 +353,14 @@ def _windows(pool: BlockPool) -> WindowBlocks | None:
 
 
 def _lacks_something(part: Part) -> bool:
-    """Tells whether the cache has not all of a text."""
-    return part.num_found < len(part.hashes) or _lacks_end(part)
-
-
-def _lacks_end(part: Part) -> bool:
-    """Tells whether the states or the windows are missing with which a table could begin with all that is
-    found."""
-    found = part.hashes[: part.num_found]
-    if not found:
-        return False
-    windows = _windows(part.pool)
-    seen = [] if windows is None else found[windows.first_seen(len(found) * windows.block_size) :]
-    lacks_states = part.pool.states is not None and found[-1] not in part.snapshots
-    return lacks_states or any(each not in part.windows for each in seen)
+    """Tells whether a table cannot begin with all of a text yet."""
+    return part.num_usable < len(part.hashes)
 
 
 def _has_files(part: Part) -> bool:
-    """Tells whether files may have more of a text than the cache has, by one look."""
+    """Tells whether files may have more of a text than the cache has, by few looks."""
     is_found = part.num_found < len(part.hashes) and part.files.has_block(part.hashes[part.num_found])
-    return is_found or _lacks_end(part)
+    return is_found or _with_end(part, part.num_found) > part.num_usable
 
 
 def _with_end(part: Part, length: int) -> int:

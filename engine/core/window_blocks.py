@@ -112,11 +112,12 @@ class WindowBlocks(Blocks):
         self._keep_in_files(hashes)
 
     def let_go(self, table: BlockTable) -> None:
-        """Takes back the blocks that hold none of the computed tokens, and those at which no token after them
-        will look; these tokens must be committed."""
+        """Takes back the blocks that hold none of the computed tokens, and those at which no token after the
+        last full block will look, with which another text may begin; these tokens must be committed."""
         ids = self._ids(table)
         self._cut(table, -(-table.num_computed_tokens // self.block_size))
-        first = min(self.first_seen(table.num_computed_tokens), table.end_window_block)
+        full = table.num_computed_tokens // self.block_size * self.block_size
+        first = min(self.first_seen(full), table.end_window_block)
         for number in range(table.first_window_block, first):
             self._drop(ids[number], is_next=ids[number] not in self._kept)
             ids[number] = self.nobody

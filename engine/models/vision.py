@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from truedraft.engine.checkpoints.checkpoint import Checkpoint
 from truedraft.engine.config import EngineConfig
@@ -72,7 +72,8 @@ class Tower:
         described = [config.vision_config.to_dict(), processor.to_dict()]
         self._described = json.dumps(described, sort_keys=True, default=str).encode()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pictures")
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        # Keys are salts and digests: by how soon an answer comes, one could tell what another one has sent.
+        self._kept: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
         self._num_open_bytes = 0
         self._changed = threading.Condition()
 
@@ -110,14 +111,14 @@ class Tower:
     def _see(self, request: Generate, waits: bool) -> PromptPictures:
         try:
             return self._seen(request, waits)
-        except (MemoryError, RuntimeError) as error:  # torch says so of memory
+        except Exception as error:  # a tower fails in many ways, of which none may end the worker
             raise RequestError("engine_error", f"the pictures could not be looked at: {error}") from error
 
     def _seen(self, request: Generate, waits: bool) -> PromptPictures:
         digests = [self._digest(picture) for picture in request.pictures]
         if waits:
             self._wait()
-        features = [self._features(*each) for each in zip(request.pictures, digests, strict=True)]
+        features = [self._features(request, *each) for each in zip(request.pictures, digests, strict=True)]
         seen = prompt_pictures(request.prompt_token_ids, request.pictures, digests, features, self.facts.tile)
         with self._changed:
             self._num_open_bytes += seen.num_bytes
@@ -139,11 +140,16 @@ class Tower:
         digest.update(f"{picture.height} {picture.width} ".encode() + picture.pixels)
         return digest.digest()
 
-    def _features(self, picture: Picture, digest: bytes) -> torch.Tensor:
+    def forget(self) -> None:
+        """Forgets what was kept for later requests."""
+        self._thread.submit(self._kept.clear)
+
+    def _features(self, request: Generate, picture: Picture, digest: bytes) -> torch.Tensor:
         """Returns the features of a picture's tokens, [tokens, 1 + layers, hidden size]."""
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
-            return self._kept[digest]
+        key = request.cache_salt, digest
+        if request.cache_prompt and key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
         pixels = np.frombuffer(picture.pixels, dtype=np.uint8).reshape(picture.height, picture.width, 3)
         inputs = self._processor(
             images=[pixels], do_resize=False, input_data_format="channels_last", return_tensors="pt"
@@ -153,7 +159,8 @@ class Tower:
         )
         more = getattr(seen, "deepstack_features", None) or []
         features = torch.stack([seen.pooler_output, *more], dim=1)
-        self._kept[digest] = features
+        if request.cache_prompt:
+            self._kept[key] = features
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > MOST_KEPT_BYTES:
             self._kept.popitem(last=False)
         return features
@@ -213,11 +220,18 @@ def load_vision(model: Model, config: EngineConfig, options: LoadOptions) -> Tow
     if not any((Path(path) / name).is_file() for name in PREPROCESSORS):
         logger.warning("%s is served without its vision tower: it has no %s", path, PREPROCESSORS[0])
         return None
+    if find_spec("PIL") is None:
+        words = "pictures need the package pillow: pip install 'truedraft[images]'"
+        logger.warning("%s is served without its vision tower: %s", path, words)
+        return None
     with stage(path, "vision tower"):
         return _load(path, architecture.config, model, config, options)
 
 
 def _load(path: str, config: Any, model: FusedDecoder, settings: EngineConfig, options: LoadOptions) -> Tower:
+    # transformers imports this only where pillow is there.
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     processor = Qwen2VLImageProcessorPil.from_pretrained(path)
     if not processor.do_resize:
         raise ModelLoadError(f"{path}: do_resize of its preprocessor is false, but pictures are scaled here")

@@ -37,15 +37,18 @@ class Connection:
         """
         if milliseconds:
             self._arrival.poll(milliseconds)
-        try:
-            arrived = self._socket.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return []
-        except ConnectionResetError:
-            arrived = b""
-        if not arrived:
-            raise EOFError("The front end is gone.")
-        return self._inbox.add(arrived)
+        messages: list[bytes] = []
+        while not messages:  # A message may be longer than what is received at once.
+            try:
+                arrived = self._socket.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                arrived = b""
+            if not arrived:
+                raise EOFError("The front end is gone.")
+            messages = self._inbox.add(arrived)
+        return messages
 
     def close(self) -> None:
         self._socket.close()

@@ -7,6 +7,7 @@ from typing import Literal
 from fastapi import Request
 from msgspec import structs
 
+from truedraft.server.errors import QueueFullError
 from truedraft.server.generation.generation import Generation
 from truedraft.server.generation.prepared_request import PreparedRequest
 from truedraft.server.generation.sampling_params import (
@@ -14,6 +15,7 @@ from truedraft.server.generation.sampling_params import (
     check_answer_size,
     check_prediction,
 )
+from truedraft.server.http.at_end import at_end
 from truedraft.server.http.auth import api_key_of
 from truedraft.server.http.work import in_thread, in_thread_if_long, seconds_left, while_wanted
 from truedraft.server.leniency import Leniency
@@ -38,6 +40,8 @@ ID_PREFIXES = {
     "responses": "resp_",
     "messages": "msg_",
 }
+# The pictures of open requests take at most this, in this process and again in the worker.
+MOST_PIXEL_BYTES = 1 << 30
 
 
 async def start_chat(
@@ -55,6 +59,7 @@ async def start_chat(
         request, tool_use, body, model.tokenizer, leniency, services.settings.max_grammar_size
     )
     prompt = await in_thread(request, chat_prompt, body, model.tokenizer, limits, leniency)
+    _hold_pictures(prompt, request, services)
     reasoning = find_reasoning(model.tokenizer, prompt)
     checking = structured_grammar(
         body,
@@ -73,6 +78,20 @@ async def start_chat(
     return start_generation(
         endpoint, body, [prompt], model, services, request, leniency, prediction, grammar, message, budget
     )
+
+
+def _hold_pictures(prompt: TokenPrompt, request: Request, services: Services) -> None:
+    """Counts the bytes of a request's pictures until it has ended, and refuses them where they are too many
+    with those of others."""
+    num_bytes = sum(len(picture.pixels) for picture in prompt.pictures)
+    if num_bytes and services.num_pixel_bytes + num_bytes > MOST_PIXEL_BYTES:
+        raise QueueFullError("The server has as many pictures of other requests as it holds. Try again.")
+    services.num_pixel_bytes += num_bytes
+
+    def let_go() -> None:
+        services.num_pixel_bytes -= num_bytes
+
+    at_end(request.scope, let_go)
 
 
 def num_input_tokens(body: ChatRequest | ResponsesRequest, model: Model, leniency: Leniency) -> int:

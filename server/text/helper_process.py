@@ -15,6 +15,8 @@ from truedraft.server.settings import ENV_PREFIX
 
 # A chat template may take this much of the processor's time for one conversation.
 TEMPLATE_SECONDS = 5.0
+# A picture that is fetched must be there by then.
+FETCH_SECONDS = 15.0
 OUT = 1
 
 

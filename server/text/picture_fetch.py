@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from urllib.parse import SplitResult, urljoin, urlsplit
 
+from truedraft.server.text.helper_process import FETCH_SECONDS
+
 MAX_BYTES = 32 << 20
-SECONDS = 15.0
 MAX_REDIRECTS = 3
 PIECE = 1 << 16
 MOVED = (301, 302, 303, 307, 308)
@@ -24,7 +25,7 @@ class FetchError(Exception):
 
 def fetched(url: str, domains: Sequence[str]) -> bytes:
     """Returns what a URL has; raises ``FetchError``."""
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + FETCH_SECONDS
     for _ in range(MAX_REDIRECTS + 1):
         parts = _checked(url, domains)
         try:
@@ -101,4 +102,10 @@ def is_public(address: str) -> bool:
     """Tells whether an address is one of the open internet."""
     found = ipaddress.ip_address(address.partition("%")[0])
     inner = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None) or found
-    return all(each.is_global and not each.is_multicast and not each.is_reserved for each in (found, inner))
+    return all(
+        each.is_global
+        and not each.is_multicast
+        and not each.is_reserved
+        and not getattr(each, "is_site_local", False)
+        for each in (found, inner)
+    )

@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from truedraft.server.text.helper_process import TEMPLATE_SECONDS, limit_memory, say
+from truedraft.server.text.helper_process import FETCH_SECONDS, TEMPLATE_SECONDS, limit_memory, say
 from truedraft.server.text.picture_fetch import FetchError, fetched
 from truedraft.server.text.picture_size import Tiles, shown_size
 
@@ -60,7 +60,12 @@ def contents(url: str, domains: list[str]) -> bytes:
     """Returns the bytes of a picture."""
     scheme, _, rest = url.partition(":")
     if scheme.lower() != "data":
-        return fetched(url, domains)
+        # Neither names nor slow hosts can hold the process for longer: the signal ends it.
+        signal.setitimer(signal.ITIMER_REAL, FETCH_SECONDS + 1)
+        try:
+            return fetched(url, domains)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     kind, comma, data = rest.partition(",")
     if not comma:
         raise PictureError("its 'data:' URL has no comma, after which the data begins")
@@ -105,6 +110,8 @@ def turned(picture: Image.Image) -> Image.Image:
 def coloured(picture: Image.Image) -> Image.Image:
     """Returns red, green and blue of the picture, on white where one can see through it."""
     if picture.mode.startswith("I"):  # 16 bits of grey
+        if "transparency" in picture.info:
+            raise PictureError("it has 16 bits of grey of which one is transparent: save it in 8 bits")
         grey = picture.convert("I").point(lambda level: level / 256)
         return grey.convert("L").convert("RGB")
     if picture.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in picture.info:

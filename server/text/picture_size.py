@@ -21,13 +21,16 @@ def shown_size(height: int, width: int, tiles: Tiles) -> tuple[int, int]:
         raise ValueError(
             f"it has {width} x {height} pixels: one side may be {MOST_STRETCHED} times the other at most"
         )
-    side = tiles.side
-    rounded = round(height / side) * side, round(width / side) * side
-    if rounded[0] * rounded[1] > tiles.max_pixels:
+    side, most = tiles.side, max(1, tiles.max_pixels // tiles.side**2)
+    rows, columns = round(height / side), round(width / side)
+    if rows * columns * side**2 > tiles.max_pixels:
         shrunk = sqrt(height * width / tiles.max_pixels)
         rows, columns = (max(1, floor(each / shrunk / side)) for each in (height, width))
-        return rows * side, columns * side
-    if rounded[0] * rounded[1] < tiles.min_pixels:
+    elif rows * columns * side**2 < tiles.min_pixels:
         grown = sqrt(tiles.min_pixels / (height * width))
-        return ceil(height * grown / side) * side, ceil(width * grown / side) * side
-    return rounded
+        rows, columns = ceil(height * grown / side), ceil(width * grown / side)
+    # transformers may round beyond the largest number, where that is small: the longer side gives way.
+    if rows > columns:
+        rows = min(rows, max(1, most // columns))
+    columns = min(columns, max(1, most // rows))
+    return rows * side, columns * side

@@ -22,7 +22,12 @@ from typing import Any
 from truedraft.engine.text.abandoned import stop_if_abandoned
 from truedraft.server.errors import HelperLostError
 from truedraft.server.stages import current_stages
-from truedraft.server.text.helper_process import TEMPLATE_SECONDS, helper_command, helper_environment
+from truedraft.server.text.helper_process import (
+    FETCH_SECONDS,
+    TEMPLATE_SECONDS,
+    helper_command,
+    helper_environment,
+)
 
 # A template is tried this often where the process was lost.
 MAX_ATTEMPTS = 3
@@ -36,6 +41,8 @@ HELD_UP_SECONDS = 0.5
 LOOK_SECONDS = 0.05
 # A process that a template has brought down itself ends so.
 TOO_LONG = -signal.SIGPROF
+# A process that waits too long for a host ends so.
+NOT_FETCHED = -signal.SIGALRM
 CRASHED = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 
@@ -77,6 +84,8 @@ class TemplateProcess:
             self.stop()
             if process.returncode == TOO_LONG:
                 return {"error": f"it takes more than {TEMPLATE_SECONDS:g} seconds", "is_slow": True}
+            if process.returncode == NOT_FETCHED:
+                return {"error": f"it was not fetched within {FETCH_SECONDS:g} seconds"}
             if process.returncode in CRASHED:
                 return {"error": "it takes more memory than it may"}
             raise

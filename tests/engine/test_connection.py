@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from truedraft.engine.messages import Failed, Inbox, decode_from_worker, framed
+from truedraft.engine.process import connection
 from truedraft.engine.process.connection import Connection
 
 TIMEOUT_MILLISECONDS = 60_000
@@ -51,6 +52,18 @@ def test_a_message_larger_than_the_sockets_buffer(ends: tuple[Connection, Connec
     sending.start()
     assert receive(theirs, 1) == [text]
     sending.join()
+
+
+def test_what_has_come_of_a_message_is_read_at_once(
+    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker asks once between two steps: a message that is longer than a piece takes one step."""
+    monkeypatch.setattr(connection, "CHUNK_BYTES", 100)
+    ours, theirs = ends
+    text = "0123456789" * 1_000
+    ours.send(Failed("id", "code", text))
+    assert texts(theirs.receive(TIMEOUT_MILLISECONDS)) == [text]
+    assert theirs.receive(0) == []
 
 
 def test_threads_that_send_at_once_do_not_mix(ends: tuple[Connection, Connection]) -> None:

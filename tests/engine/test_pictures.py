@@ -1,9 +1,12 @@
 """Pictures in the engine: transformers' answers, wherever chunks, prefixes, drafts and neighbours lie."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -172,6 +175,35 @@ def test_prefixes_are_those_of_the_same_pictures(target: str) -> None:
         (found,) = told(core, [shown], GREEDY)
         assert found[0].num_cached_tokens == num_cached
         assert [one.logprobs for one in found] == [one.logprobs for one in fresh]
+
+
+def test_what_is_seen_is_kept_for_the_same_salt(target: str) -> None:
+    """A key could tell by how soon an answer comes that another one has sent the same picture."""
+    core = make_engine(target, None)
+    tower: Any = core.admission.vision
+    looks, forward = list[Any](), tower._module.forward
+
+    def look(*given: Any, **named: Any) -> Any:
+        looks.append(given)
+        return forward(*given, **named)
+
+    tower._module.forward = look
+    request = Shown(pixels(0, SIZES[0]), TEXTS[0]).request("0", GREEDY)
+
+    def num_looks(**more: Any) -> int:
+        before = len(looks)
+        tower.see(msgspec.structs.replace(request, **more)).result()
+        return len(looks) - before
+
+    assert [num_looks(cache_salt=salt) for salt in ("a", "a", "b", "a")] == [1, 0, 1, 0]
+    assert [num_looks(cache_salt="a", cache_prompt=False) for _ in range(2)] == [1, 1]
+    core.forget_prefixes()
+    assert num_looks(cache_salt="a") == 1
+
+
+def test_an_installation_without_pillow_serves_texts() -> None:
+    code = "import sys; sys.modules['PIL'] = None; import truedraft.engine.build"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_preemption_sees_again(target: str) -> None:

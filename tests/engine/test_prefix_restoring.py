@@ -25,12 +25,13 @@ from tests.engine.test_prefix_files import (
     text,
     written,
 )
-from tests.families import SHAPE, save_random
+from tests.families import FAMILIES, SHAPE, save_random
 from tests.hybrids import HYBRIDS
 from tests.models import make_engine, outputs_by_choice, run_engine, stepped
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core import restoring
 from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.window_blocks import WindowedPool
 from truedraft.engine.memory.cache_files import Background, CacheFiles
 from truedraft.engine.memory.prefix_files import PrefixFolder
 from truedraft.engine.messages import Generate, SamplingParams
@@ -171,6 +172,38 @@ def prompts_leave_each_other_what_is_read(models: Models, folder: Path) -> None:
 
 def test_prompts_leave_each_other_what_is_read(models: Models, tmp_path: Path) -> None:
     prompts_leave_each_other_what_is_read(models, tmp_path)
+
+
+def test_a_prompt_that_never_has_room_is_computed(models: Models, tmp_path: Path) -> None:
+    """It waits for a while, and then for blocks alone, as other prompts do."""
+    core = make_engine(models.target, None, prefix_cache_dir=tmp_path)
+    expected = run_engine(core, PROMPTS[:2], PARAMS[:2])
+    forgotten(core)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restoring, "TIMEOUT_SECONDS", 0.2)
+        patch.setattr(restoring.Restoring, "_begin", lambda *_, **__: False)
+        assert run_engine(core, PROMPTS[:2], PARAMS[:2]) == expected
+        assert not core.scheduler.restoring._hangs  # type: ignore[union-attr]
+    forgotten(core)
+    assert run_engine(core, PROMPTS[:2], PARAMS[:2]) == expected
+    assert written(core).num_hits > 0
+
+
+def test_a_window_that_no_file_has_is_not_waited_for(tmp_path: Path) -> None:
+    """A text may share a beginning whose window has been let go: that alone is no reason to read files."""
+    model_type, config = FAMILIES["Gemma 3 in C"]
+    target = save_random(tmp_path / "target", model_type, SHAPE | config)
+    core = make_engine(target, None, prefix_cache_dir=tmp_path / "kept", max_num_batched_tokens=40)
+    assert isinstance(core.scheduler.target_pool, WindowedPool)
+    params = SamplingParams(max_tokens=2, temperature=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CacheFiles, "has_block", lambda *_: False)
+        patch.setattr(restoring.Restoring, "_begin", lambda *_, **__: pytest.fail("it reads"))
+        first = [*text(1, 120), *text(5, 9)]
+        run_engine(core, [first], params)
+        for _ in range(3):  # other texts take the place of windows that were let go
+            run_engine(core, [text(number, 130) for number in range(20, 24)], params)
+        run_engine(core, [[*first[:41], *text(6, 30)]], params)
 
 
 def beginnings_are_hashed_once(models: Models, folder: Path) -> None:

@@ -114,7 +114,7 @@ def test_names_of_private_addresses_are_refused(monkeypatch: pytest.MonkeyPatch)
             for address in ("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.1.1")
         ],
         *[(address, False) for address in ("0.0.0.0", "100.64.0.1", "224.0.0.1", "255.255.255.255")],
-        *[(address, False) for address in ("::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1")],
+        *[(address, False) for address in ("::1", "::", "fe80::1%eth0", "fec0::1", "fc00::1", "ff02::1")],
         *[(address, False) for address in ("::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::")],
         *[(address, False) for address in ("64:ff9b::7f00:1", "64:ff9b::a00:1")],
     ],
@@ -137,6 +137,10 @@ def test_sizes_are_those_of_transformers() -> None:
     ]:
         for side, least, most in ((28, 3136, 1003520), (32, 65536, 2097152), (8, 64, 2560), (32, 1024, 1024)):
             expected = pil.smart_resize(height, width, side, least, most)
-            assert shown_size(height, width, Tiles(side, least, most)) == expected
+            found = shown_size(height, width, Tiles(side, least, most))
+            # Where the largest number is small, transformers may round beyond it.
+            is_larger = expected[0] * expected[1] > most
+            assert (found == expected) != is_larger
+            assert found[0] * found[1] <= most
     with pytest.raises(ValueError, match="200 times"):
         shown_size(1, 201, Tiles(32, 1024, 4096))
