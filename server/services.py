@@ -38,7 +38,9 @@ class Services:
             late_after=settings.loop_lag_warning,
             on_late=log_late,
         )
-        metrics.server.waiting_for_turn.set_function(lambda: self.work.turns.num_waiting)
+        metrics.server.waiting_for_turn.set_function(
+            lambda: self.work.turns.num_waiting + self.picture_work.turns.num_waiting
+        )
         for model in models:
             model.metrics.requests.ready.set_function(partial(self._is_ready, model))
 
