@@ -126,9 +126,8 @@ class Followers:
                     if (fault := self.fault()) is not None:
                         raise RankLostError(fault)
                 connection.recv_bytes()
-        group = Ranks(0, self.size, self._meeting, device)
-        self._folder.cleanup()
-        return group
+        # The folder stays until the end: others may still read there what they need to find each other.
+        return Ranks(0, self.size, self._meeting, device)
 
     def send(self, message: ToFollower) -> int:
         """Sends a message to all; returns a number that tells it from others."""
