@@ -27,6 +27,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.proposers import draft_model
 from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.rounds import round as rounds
 from truedraft.engine.rows.columns import Rule
 from truedraft.engine.rows.drafts import Drafts
 from truedraft.engine.sampling import adjust, random, torch_ops, verify
@@ -358,12 +359,15 @@ def disliked_drafts_dropped(patch: Patch) -> None:
 
 def look_ups_called_drawn(patch: Patch) -> None:
     """A looked-up token is judged as if it had been drawn from a flat distribution."""
-    honest = F.one_hot
+    honest = rounds.merge_drafts
 
-    def flat(ids: torch.Tensor, num_classes: int) -> torch.Tensor:
-        return honest(ids, num_classes) * 0 + 1 / num_classes
+    def flat(parts: list[Drafts], num_rows: int, vocab_size: int, *given: Any) -> Drafts:
+        for part in parts:
+            if part.probs is None:
+                part.probs = torch.full((*part.token_ids.shape, vocab_size), 1 / vocab_size)
+        return honest(parts, num_rows, vocab_size, *given)
 
-    patch.setattr(torch_ops.F, "one_hot", flat)
+    patch.setattr(rounds, "merge_drafts", flat)
 
 
 def draft_cache_skips_what_others_drafted(patch: Patch) -> None:

@@ -119,7 +119,7 @@ def test_a_row_does_not_depend_on_the_length_of_its_span(name: str, tmp_path: Pa
 GEMMA3 = "gemma3, tied embeddings"
 BUGS = {
     "stores in the wrong block": ("llama", "blocks[at / block_size * kinds + kind]", "blocks[kind]"),
-    "stands a token too far": ("llama", "num_angles ? at : 0;", "num_angles ? at + 1 : 0;"),
+    "stands a token too far": ("llama", "num_angles ? at + shift : 0;", "num_angles ? at + shift + 1 : 0;"),
     "takes the rows before": (
         "llama",
         "hidden + (end - num_rows) * size",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -117,8 +118,9 @@ class ScriptedCore:
         self.steps = steps
         self.has_work = False
         self.runner: object = None
+        self.admission = SimpleNamespace(seeing=lambda _: None, grammars=None)
 
-    def add(self, request: Generate) -> None:
+    def add(self, request: Generate, pictures: object = None) -> None:
         self.has_work = True
 
     def abort(self, request_id: str, index: int | None) -> None:
