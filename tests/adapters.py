@@ -12,6 +12,21 @@ from transformers import AutoModelForCausalLM
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Adapter, Generate, SamplingParams, TokenLogprob
 
+# Small models have this shape, whatever their family.
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
 Written = tuple[list[int], list[TokenLogprob]]
 
 

@@ -1,9 +1,7 @@
 """LoRA adapters over HTTP, with a real worker: chosen by name, listed, loaded and unloaded as it serves."""
 
-import asyncio
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,17 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from pydantic import ValidationError
 
 from tests.adapters import save_adapter
-from tests.server.running import TIMEOUT_SECONDS, wait_for
+from tests.server.running import serving, wait_for
 from truedraft.engine.commands.options import GenerateSettings, check_adapters
 from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
 from truedraft.engine.errors import ConfigError, ModelLoadError
 from truedraft.engine.llm import LLM, SamplingParams
 from truedraft.engine.messages import Adapter
-from truedraft.server.cli.launch import bind, http_config, make_app
+from truedraft.server.cli.launch import make_app
 from truedraft.server.cli.settings_sources import load_settings
 from truedraft.server.errors import InvalidRequestError
 from truedraft.server.models.adapters import ServedAdapters
@@ -64,19 +61,8 @@ def served(**settings: Any) -> Iterator[Server]:
     """Serves the bundled target, with a worker of its own."""
     chosen = {"draft": "none", "device": "cpu", "num_threads": 1, "cache_memory": "64MiB"} | settings
     app = make_app(Settings(target=TARGET, served_model_name=BASE, **chosen))
-    server = uvicorn.Server(http_config(app, app.state.services.settings))
-    with bind("127.0.0.1", 0) as listener:
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
-            try:
-                wait_for(lambda: server.started, "the port")
-                wait_for(lambda: client.get("/ready").status_code == 200, "the worker")
-                yield Server(client, app.state.services)
-            finally:
-                server.should_exit = True
-                thread.join(TIMEOUT_SECONDS)
+    with serving(app) as client:
+        yield Server(client, app.state.services)
 
 
 @pytest.fixture(scope="module")

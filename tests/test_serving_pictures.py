@@ -1,9 +1,7 @@
 """Pictures over HTTP, with a real worker: in each endpoint's form, and what becomes of hostile ones."""
 
-import asyncio
 import io
 import struct
-import threading
 import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -16,12 +14,11 @@ import numpy as np
 import openai
 import pytest
 import torch
-import uvicorn
 from PIL import Image
 
 from tests.pictures import Oracle, save_seeing_chat
-from tests.server.running import TIMEOUT_SECONDS, wait_for
-from truedraft.server.cli.launch import bind, http_config, make_app
+from tests.server.running import serving
+from truedraft.server.cli.launch import make_app
 from truedraft.server.routes import submit
 from truedraft.server.settings import Settings
 
@@ -33,19 +30,8 @@ LENGTH = 12
 def served(target: str, **settings: Any) -> Iterator[httpx.Client]:
     chosen = {"draft": "none", "device": "cpu", "num_threads": 1, "cache_memory": "16MiB"} | settings
     app = make_app(Settings(target=target, served_model_name=MODEL, **chosen))
-    server = uvicorn.Server(http_config(app, app.state.services.settings))
-    with bind("127.0.0.1", 0) as listener:
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
-            try:
-                wait_for(lambda: server.started, "the port")
-                wait_for(lambda: client.get("/ready").status_code == 200, "the worker")
-                yield client
-            finally:
-                server.should_exit = True
-                thread.join(TIMEOUT_SECONDS)
+    with serving(app) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@ They run what comes from clients and checkpoints, within limits, and may end at 
 import json
 import os
 import resource
+import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,17 @@ def limit_memory(num_bytes: int) -> None:
         before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (before + num_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def answer_lines(outcome_of: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Says that this process is ready, and then what ``outcome_of`` makes of each line of JSON that comes in,
+    for which it has ``TEMPLATE_SECONDS`` of the processor's time."""
+    say(ready=True)
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
+        outcome = outcome_of(json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        say(**outcome)
 
 
 def say(**message: Any) -> None:

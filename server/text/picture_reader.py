@@ -5,7 +5,6 @@ with the URL of a picture and how it is shown; a line with its pixels, or with w
 """
 
 import io
-import json
 import signal
 import sys
 from base64 import b64decode, b64encode
@@ -15,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from truedraft.server.text.helper_process import FETCH_SECONDS, TEMPLATE_SECONDS, limit_memory, say
+from truedraft.server.text.helper_process import FETCH_SECONDS, answer_lines, limit_memory
 from truedraft.server.text.picture_fetch import FetchError, fetched
 from truedraft.server.text.picture_size import Tiles, shown_size
 
@@ -34,12 +33,7 @@ class PictureError(Exception):
 def main() -> int:
     Image.init()
     limit_memory(MAX_MEMORY)
-    say(ready=True)
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
-        outcome = outcome_of(json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        say(**outcome)
+    answer_lines(outcome_of)
     return 0
 
 

@@ -5,8 +5,6 @@ operators that cannot be interrupted. Lines of JSON come in, each with a templat
 line with the outcome of each goes out. Where a template takes more time than it may, this process ends.
 """
 
-import json
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +13,7 @@ from jinja2 import TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from truedraft.server.text.helper_process import TEMPLATE_SECONDS, limit_memory, say
+from truedraft.server.text.helper_process import answer_lines, limit_memory
 
 # All that is rendered here gets this much address space.
 MAX_MEMORY = 1 << 30
@@ -36,12 +34,7 @@ class TemplateModel:
 
 def main() -> int:
     limit_memory(MAX_MEMORY)
-    say(ready=True)
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
-        outcome = outcome_of(json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        say(**outcome)
+    answer_lines(outcome_of)
     return 0
 
 

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tests.adapters import named, save_adapter, written
+from tests.adapters import SHAPE, named, save_adapter, written
 from tests.heads import Shape, random_head, save_head
 from tests.models import make_engine, save_perturbed, save_random_llama
 from truedraft.engine.checkpoints.quantise import quantised_to_four_bits
@@ -41,19 +41,6 @@ from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.linears import NativeLinears
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 # A family, and the modules that are adapted.

@@ -11,26 +11,13 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from tests.adapters import named, save_adapter, written
+from tests.adapters import SHAPE, named, save_adapter, written
 from tests.models import make_engine
 from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.gguf import adapters as gguf_adapters
 from truedraft.engine.messages import SamplingParams
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 # Files of the first architecture have the rows of queries and keys in pairs.
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),

@@ -188,7 +188,7 @@ def test_a_pool_without_prefix_caching_is_refused() -> None:
 
 
 def texts_in_turn(core: EngineCore, params: SamplingParams) -> list[list[list[int]]]:
-    """The same requests three times, with seeds of their own."""
+    """Returns the texts of the same requests, asked three times with seeds of their own."""
     each = [msgspec.structs.replace(params, seed=number) for number in range(len(PROMPTS))]
     return [run_engine(core, PROMPTS, each) for _ in range(3)]
 

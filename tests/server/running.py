@@ -158,6 +158,24 @@ class RunningServer:
         return [line for line in self.worker_log.read_text().splitlines() if line.startswith(kind)]
 
 
+@contextmanager
+def serving(app: FastAPI) -> Iterator[httpx.Client]:
+    """Serves an app that has workers of its own, once they are ready."""
+    server = uvicorn.Server(http_config(app, app.state.services.settings))
+    with bind("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
+            try:
+                wait_for(lambda: server.started, "the port")
+                wait_for(lambda: client.get("/ready").status_code == 200, "the worker")
+                yield client
+            finally:
+                server.should_exit = True
+                thread.join(TIMEOUT_SECONDS)
+
+
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     """Each poll counts for a second at most: a machine that stood still has not been waited for."""
     waited = 0.0
