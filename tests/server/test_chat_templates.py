@@ -81,8 +81,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
     """One of its own, that is less patient."""
     code = """
 import sys
-from truedraft.server.text import template_renderer
-template_renderer.TEMPLATE_SECONDS = 0.2
+from truedraft.server.text import helper_process, template_renderer
+helper_process.TEMPLATE_SECONDS = 0.2
 sys.exit(template_renderer.main())
 """
     monkeypatch.setattr(template_process, "helper_command", lambda _: (sys.executable, "-c", code))
